@@ -1,0 +1,47 @@
+"""int_group: integer codes with a zero point and a scale per group of columns.
+
+    w = (q - z) * s
+    float32, rounded after each operation
+
+    g      index into ceil(K/group) groups [K]
+    q      u4     [N, K]
+    z      u4     [N, ceil(K/group)]
+    s      f16    [N, ceil(K/group)]
+
+    gptq_v2 at bits = 4: 4.15625 bits per weight
+    gptq_v2 at bits = 2: 2.14062 bits per weight
+    gptq_v2 at bits = 3: 3.14844 bits per weight
+    gptq_v2 at bits = 8: 8.1875 bits per weight
+    awq at bits = 4: 4.15625 bits per weight
+
+Built from specs/int_group.yaml (sha256 d6e9833e7d9c14ff) by qdsl 0.1.0.  Do not edit: change the spec
+and run `qdsl build specs/int_group.yaml`.
+"""
+
+from qdsl.runtime import Format
+
+from . import bits_4, bits_2, bits_3, bits_8
+
+FORMAT = Format(
+    name="int_group", title="integer codes with a zero point and a scale per group of columns",
+    source="GPTQ and AWQ checkpoints (auto-gptq, gptqmodel, autoawq)", formula="(q - z) * s",
+    by=("bits",),
+    variants={
+        (4,): bits_4.VARIANT,
+        (2,): bits_2.VARIANT,
+        (3,): bits_3.VARIANT,
+        (8,): bits_8.VARIANT,
+    },
+    params={"bits": (4, 2, 3, 8), "group": (128, 64, 32, -1)},
+    sizes={"group": "K"},
+    detect={"config": {"quant_method": ["gptq", "awq"], "bits": "bits", "group_size": "group"}},
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+linear = FORMAT.linear
+Linear = FORMAT.Linear

@@ -1,0 +1,288 @@
+"""int_group at bits = 4: integer codes with a zero point and a scale per group of columns.
+
+    w = (q - z) * s
+    float32, rounded after each operation
+
+    g      index into ceil(K/group) groups [K]
+    q      u4     [N, K]
+    z      u4     [N, ceil(K/group)]
+    s      f16    [N, ceil(K/group)]
+
+    gptq_v2: 4.15625 bits per weight
+    awq: 4.15625 bits per weight
+
+Built from specs/int_group.yaml (sha256 d6e9833e7d9c14ff) by qdsl 0.1.0.  Do not edit: change the spec
+and run `qdsl build specs/int_group.yaml`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import minmax
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+    """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales float16 [ceil(K/group), N]; g_idx
+    int32 [K].
+    """
+    qweight_bytes = qweight.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = qzeros.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    fields = {
+        "q": torch.stack([qweight_bytes & 15, qweight_bytes >> 4], -1).flatten(1),
+        "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -1).permute(0, 2, 3, 1).flatten(0, 2),
+        "s": scales.t(),
+    }
+    if g_idx is not None:
+        fields["g"] = g_idx
+    return fields
+
+
+def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v2."""
+    q_split = q.unflatten(-1, (-1, 4, 2))
+    qweight_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    z_split = z.unflatten(0, (-1, 4, 2))
+    qzeros_bytes = (z_split[:, :, 0] | z_split[:, :, 1] << 4).permute(0, 2, 1)
+    tensors = {
+        "qweight": qweight_bytes.view(torch.int32).squeeze(-1).t().contiguous(),
+        "qzeros": qzeros_bytes.contiguous().view(torch.int32).squeeze(-1).t().contiguous(),
+        "scales": s.t().contiguous(),
+    }
+    if g is not None:
+        tensors["g_idx"] = g
+    return tensors
+
+
+def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """Fields of qweight int32 [K, N/8]; qzeros int32 [ceil(K/group), N/8]; scales float16 [ceil(K/group), N]."""
+    qweight_bytes = qweight.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    q_bytes = qweight_bytes.unflatten(-1, (2, 2))
+    qzeros_bytes = qzeros.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    z_bytes = qzeros_bytes.unflatten(-1, (2, 2))
+    return {
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -3).permute(0, 4, 2, 3, 1).flatten(0, 3),
+        "z": torch.stack([z_bytes & 15, z_bytes >> 4], -3).permute(0, 4, 2, 3, 1).flatten(0, 3),
+        "s": scales.t(),
+    }
+
+
+def pack_awq(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, qzeros, scales of the fields; the inverse of unpack_awq."""
+    q_split = q.unflatten(0, (-1, 2, 2, 2))
+    qweight_bytes = (q_split[:, :, 0] | q_split[:, :, 1] << 4).permute(0, 3, 2, 1).flatten(2)
+    z_split = z.unflatten(0, (-1, 2, 2, 2))
+    qzeros_bytes = (z_split[:, :, 0] | z_split[:, :, 1] << 4).permute(0, 3, 2, 1).flatten(2)
+    return {
+        "qweight": qweight_bytes.contiguous().view(torch.int32).squeeze(-1).t().contiguous(),
+        "qzeros": qzeros_bytes.contiguous().view(torch.int32).squeeze(-1).t().contiguous(),
+        "scales": s.t().contiguous(),
+    }
+
+
+def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None) -> Tensor:
+    """Weights float32 [N, K], each operation rounded: (q - z) * s.  q [N, K], z [N, ceil(K/group)], s [N,
+    ceil(K/group)], g [K].
+    """
+    if g is not None:
+        z, s = z[:, g], s[:, g]
+    q = q.to(torch.int8).unflatten(1, (z.shape[1], -1))
+    z = z.to(torch.int8).unsqueeze(-1)
+    s = s.float().unsqueeze(-1)
+    return ((q - z) * s).flatten(1)
+
+
+def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
+    of 0.  options: by, ties, symmetric.
+    """
+    q, z, s = minmax(weight, code="u4", zero="u4", scale="f16", rows=1, columns=group, axes=2, **options)
+    return {"q": q, "z": z, "s": s}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 8 weights."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+    qweight += n
+    qzeros += n // 8
+    scales += n
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 8)
+    q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+    if g_idx is None:
+        g = t // (group // 8)
+        z = (tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    for h in tl.static_range(8):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        if g_idx is not None:
+            g = tl.load(g_idx + 8 * t + h, live, 0)
+            z = (tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + 8 * t + h, w, live)
+
+
+@triton.jit
+def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 8 weights at a time."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qweight += n
+    qzeros += n // 8
+    scales += n
+    acc = tl.zeros((BK, BN), tl.float32)
+    for start in range(0, K // 8, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
+        live = (n < N) & (t < K // 8)
+        q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+        if g_idx is None:
+            g = t // (group // 8)
+            z = (tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        for h in tl.static_range(8):
+            q = (q_word >> 4 * h & 15).to(tl.int32)
+            if g_idx is not None:
+                g = tl.load(g_idx + 8 * t + h, live, 0)
+                z = (tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
+
+
+@triton.jit
+def _dequantize_awq(qweight, qzeros, scales, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 8 weights."""
+    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+    qweight += r
+    qzeros += r
+    scales += 8 * r
+    live = (r < N // 8) & (k < K)
+    q_word = tl.load(qweight + k.to(tl.int64) * (N // 8), live, 0)
+    g = k // group
+    z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0)
+    for h in tl.static_range(4):
+        for i in tl.static_range(2):
+            q = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
+            z = (z_word >> 16 * i + 4 * h & 15).to(tl.int32)
+            s = tl.load(scales + 2 * h + i + g.to(tl.int64) * N, live, 0).to(tl.float32)
+            w = (q - z) * s
+            tl.store(out + (8 * r + 2 * h + i).to(tl.int64) * K + k, w, live)
+
+
+@triton.jit
+def _linear_awq(qweight, qzeros, scales, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 8 weights at a time."""
+    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qweight += r
+    qzeros += r
+    scales += 8 * r
+    acc0 = tl.zeros((BK, BN), tl.float32)
+    acc1 = tl.zeros((BK, BN), tl.float32)
+    acc2 = tl.zeros((BK, BN), tl.float32)
+    acc3 = tl.zeros((BK, BN), tl.float32)
+    acc4 = tl.zeros((BK, BN), tl.float32)
+    acc5 = tl.zeros((BK, BN), tl.float32)
+    acc6 = tl.zeros((BK, BN), tl.float32)
+    acc7 = tl.zeros((BK, BN), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
+        live = (r < N // 8) & (k < K)
+        q_word = tl.load(qweight + k.to(tl.int64) * (N // 8), live, 0)
+        q = (q_word & 15).to(tl.int32)
+        g = k // group
+        z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0)
+        z = (z_word & 15).to(tl.int32)
+        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        q1 = (q_word >> 16 & 15).to(tl.int32)
+        z1 = (z_word >> 16 & 15).to(tl.int32)
+        s1 = tl.load(scales + g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+        q2 = (q_word >> 4 & 15).to(tl.int32)
+        z2 = (z_word >> 4 & 15).to(tl.int32)
+        s2 = tl.load(scales + g.to(tl.int64) * N + 2, live, 0).to(tl.float32)
+        q3 = (q_word >> 20 & 15).to(tl.int32)
+        z3 = (z_word >> 20 & 15).to(tl.int32)
+        s3 = tl.load(scales + g.to(tl.int64) * N + 3, live, 0).to(tl.float32)
+        q4 = (q_word >> 8 & 15).to(tl.int32)
+        z4 = (z_word >> 8 & 15).to(tl.int32)
+        s4 = tl.load(scales + g.to(tl.int64) * N + 4, live, 0).to(tl.float32)
+        q5 = (q_word >> 24 & 15).to(tl.int32)
+        z5 = (z_word >> 24 & 15).to(tl.int32)
+        s5 = tl.load(scales + g.to(tl.int64) * N + 5, live, 0).to(tl.float32)
+        q6 = (q_word >> 12 & 15).to(tl.int32)
+        z6 = (z_word >> 12 & 15).to(tl.int32)
+        s6 = tl.load(scales + g.to(tl.int64) * N + 6, live, 0).to(tl.float32)
+        q7 = (q_word >> 28 & 15).to(tl.int32)
+        z7 = (z_word >> 28 & 15).to(tl.int32)
+        s7 = tl.load(scales + g.to(tl.int64) * N + 7, live, 0).to(tl.float32)
+        acc0 += (q - z) * s * x_k
+        acc1 += (q1 - z1) * s1 * x_k
+        acc2 += (q2 - z2) * s2 * x_k
+        acc3 += (q3 - z3) * s3 * x_k
+        acc4 += (q4 - z4) * s4 * x_k
+        acc5 += (q5 - z5) * s5 * x_k
+        acc6 += (q6 - z6) * s6 * x_k
+        acc7 += (q7 - z7) * s7 * x_k
+    r = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, 8 * r, N, tl.sum(acc0, 0))
+    device.store_sums(out, bias, 8 * r + 1, N, tl.sum(acc1, 0))
+    device.store_sums(out, bias, 8 * r + 2, N, tl.sum(acc2, 0))
+    device.store_sums(out, bias, 8 * r + 3, N, tl.sum(acc3, 0))
+    device.store_sums(out, bias, 8 * r + 4, N, tl.sum(acc4, 0))
+    device.store_sums(out, bias, 8 * r + 5, N, tl.sum(acc5, 0))
+    device.store_sums(out, bias, 8 * r + 6, N, tl.sum(acc6, 0))
+    device.store_sums(out, bias, 8 * r + 7, N, tl.sum(acc7, 0))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "g": Field("index", "K", groups="ceil(K/group)"),
+        "q": Field("u4", "N", "K"),
+        "z": Field("u4", "N", "ceil(K/group)"),
+        "s": Field("f16", "N", "ceil(K/group)"),
+    },
+    storages={
+        "gptq_v2": Storage(
+            tensors={
+                "qweight": Stored("i32", "K/8", "N"),
+                "qzeros": Stored("i32", "ceil(K/group)", "N/8"),
+                "scales": Stored("f16", "ceil(K/group)", "N"),
+                "g_idx": Stored("index", "K", optional=True),
+            },
+            unpack=unpack_gptq_v2, pack=pack_gptq_v2,
+            kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/8", last="n"),
+        ),
+        "awq": Storage(
+            tensors={
+                "qweight": Stored("i32", "K", "N/8"),
+                "qzeros": Stored("i32", "ceil(K/group)", "N/8"),
+                "scales": Stored("f16", "ceil(K/group)", "N"),
+            },
+            unpack=unpack_awq, pack=pack_awq, where=("g",),
+            kernels=Kernels(_dequantize_awq, _linear_awq, rows="N/8", units="K", last="n", sums=8),
+        ),
+    },
+     decode=decode, encode=encode, options=("by", "ties", "symmetric"), defaults={"g": None},
+            cuts=("N", "ceil(K/group)"),
+)

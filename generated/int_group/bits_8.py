@@ -1,0 +1,162 @@
+"""int_group at bits = 8: integer codes with a zero point and a scale per group of columns.
+
+    w = (q - z) * s
+    float32, rounded after each operation
+
+    g      index into ceil(K/group) groups [K]
+    q      u8     [N, K]
+    z      u8     [N, ceil(K/group)]
+    s      f16    [N, ceil(K/group)]
+
+    gptq_v2: 8.1875 bits per weight
+
+Built from specs/int_group.yaml (sha256 d6e9833e7d9c14ff) by qdsl 0.1.0.  Do not edit: change the spec
+and run `qdsl build specs/int_group.yaml`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import minmax
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+    """Fields of qweight int32 [K/4, N]; qzeros int32 [ceil(K/group), N/4]; scales float16 [ceil(K/group), N]; g_idx
+    int32 [K].
+    """
+    qweight_bytes = qweight.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = qzeros.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    fields = {
+        "q": qweight_bytes.flatten(1),
+        "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1),
+        "s": scales.t(),
+    }
+    if g_idx is not None:
+        fields["g"] = g_idx
+    return fields
+
+
+def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v2."""
+    qweight_bytes = q.unflatten(-1, (-1, 4))
+    qzeros_bytes = z.unflatten(0, (-1, 4)).permute(0, 2, 1)
+    tensors = {
+        "qweight": qweight_bytes.contiguous().view(torch.int32).squeeze(-1).t().contiguous(),
+        "qzeros": qzeros_bytes.contiguous().view(torch.int32).squeeze(-1).t().contiguous(),
+        "scales": s.t().contiguous(),
+    }
+    if g is not None:
+        tensors["g_idx"] = g
+    return tensors
+
+
+def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None) -> Tensor:
+    """Weights float32 [N, K], each operation rounded: (q - z) * s.  q [N, K], z [N, ceil(K/group)], s [N,
+    ceil(K/group)], g [K].
+    """
+    if g is not None:
+        z, s = z[:, g], s[:, g]
+    q = q.to(torch.int16).unflatten(1, (z.shape[1], -1))
+    z = z.to(torch.int16).unsqueeze(-1)
+    s = s.float().unsqueeze(-1)
+    return ((q - z) * s).flatten(1)
+
+
+def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
+    of 0.  options: by, ties, symmetric.
+    """
+    q, z, s = minmax(weight, code="u8", zero="u8", scale="f16", rows=1, columns=group, axes=2, **options)
+    return {"q": q, "z": z, "s": s}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 4 weights."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+    qweight += n
+    qzeros += n // 4
+    scales += n
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 4)
+    q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+    if g_idx is None:
+        g = t // (group // 4)
+        z = (tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
+        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    for h in tl.static_range(4):
+        q = (q_word >> 8 * h & 255).to(tl.int32)
+        if g_idx is not None:
+            g = tl.load(g_idx + 4 * t + h, live, 0)
+            z = (tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
+            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + 4 * t + h, w, live)
+
+
+@triton.jit
+def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 4 weights at a time."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qweight += n
+    qzeros += n // 4
+    scales += n
+    acc = tl.zeros((BK, BN), tl.float32)
+    for start in range(0, K // 4, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
+        live = (n < N) & (t < K // 4)
+        q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+        if g_idx is None:
+            g = t // (group // 4)
+            z = (tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
+            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        for h in tl.static_range(4):
+            q = (q_word >> 8 * h & 255).to(tl.int32)
+            if g_idx is not None:
+                g = tl.load(g_idx + 4 * t + h, live, 0)
+                z = (tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
+                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+            x_k = tl.load(x + 4 * t + h, live, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "g": Field("index", "K", groups="ceil(K/group)"),
+        "q": Field("u8", "N", "K"),
+        "z": Field("u8", "N", "ceil(K/group)"),
+        "s": Field("f16", "N", "ceil(K/group)"),
+    },
+    storages={
+        "gptq_v2": Storage(
+            tensors={
+                "qweight": Stored("i32", "K/4", "N"),
+                "qzeros": Stored("i32", "ceil(K/group)", "N/4"),
+                "scales": Stored("f16", "ceil(K/group)", "N"),
+                "g_idx": Stored("index", "K", optional=True),
+            },
+            unpack=unpack_gptq_v2, pack=pack_gptq_v2,
+            kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/4", last="n"),
+        ),
+    },
+     decode=decode, encode=encode, options=("by", "ties", "symmetric"), defaults={"g": None},
+            cuts=("N", "ceil(K/group)"),
+)

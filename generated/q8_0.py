@@ -1,0 +1,137 @@
+"""q8_0: GGML Q8_0, 8-bit codes with one scale per 32.
+
+    w = d * q
+    float32, rounded after each operation
+
+    d      f16    [N, K/32]
+    q      i8     [N, K]
+
+    gguf: 8.5 bits per weight
+
+Built from specs/q8_0.yaml (sha256 d55629b2f1a39312) by qdsl 0.1.0.  Do not edit: change the spec
+and run `qdsl build specs/q8_0.yaml`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import absmax
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 34*K/32]."""
+    r = blocks.unflatten(-1, (-1, 34))
+    return {
+        "d": r[..., 0:2].contiguous().view(torch.float16).squeeze(-1),
+        "q": r[..., 2:34].view(torch.int8).flatten(1),
+    }
+
+
+def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_gguf."""
+    r = torch.zeros(d.shape[0], d.shape[1], 34, dtype=torch.uint8, device=d.device)
+    r[..., 0:2] = d.unsqueeze(-1).contiguous().view(torch.uint8)
+    r[..., 2:34] = q.unflatten(-1, (-1, 32)).view(torch.uint8)
+    return {
+        "blocks": r.flatten(1),
+    }
+
+
+def decode(d: Tensor, q: Tensor) -> Tensor:
+    """Weights float32 [N, K], each operation rounded: d * q.  d [N, K/32], q [N, K]."""
+    d = d.float().unsqueeze(-1)
+    q = q.unflatten(1, (-1, 32))
+    return (d * q).flatten(1)
+
+
+def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by, ties."""
+    q, d = absmax(weight, code="i8", scale="f16", rows=1, columns=32, axes=2, divisor=127,
+            **{"by": 'exact', "ties": 'away', **options})
+    return {"q": q, "d": d}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of weights."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    blocks += 34 * n.to(tl.int64) * (K // 32)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    out += n.to(tl.int64) * K
+    t = k // 32
+    h = k % 32
+    live = (n < N) & (t < K // 32)
+    d = tl.load(blocks_f16 + 17 * t, live, 0).to(tl.float32)
+    q = tl.load(blocks + 34 * t + h + 2, live, 0).to(tl.int8, bitcast=True)
+    w = d * q
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK weights at a time."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    blocks += 34 * n.to(tl.int64) * (K // 32)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = k // 32
+        h = k % 32
+        live = (n < N) & (t < K // 32)
+        d = tl.load(blocks_f16 + 17 * t, live, 0).to(tl.float32)
+        q = tl.load(blocks + 34 * t + h + 2, live, 0).to(tl.int8, bitcast=True)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += d * q * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "d": Field("f16", "N", "K/32"),
+        "q": Field("i8", "N", "K"),
+    },
+    storages={
+        "gguf": Storage(
+            tensors={
+                "blocks": Stored("u8", "N", "34*K/32"),
+            },
+            unpack=unpack_gguf, pack=pack_gguf,
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k"),
+        ),
+    },
+    decode=decode, encode=encode, options=("by", "ties"),
+)
+
+FORMAT = Format(
+    name="q8_0", title="GGML Q8_0, 8-bit codes with one scale per 32",
+    source="ggml-common.h block_q8_0", formula="d * q",
+    variants={(): VARIANT},
+    detect={"gguf": "Q8_0"},
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+linear = FORMAT.linear
+Linear = FORMAT.Linear

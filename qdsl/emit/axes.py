@@ -1,0 +1,59 @@
+"""Extents as the short texts that generated modules describe their shapes with: 'N', '18*K/32', 'ceil(K/group)'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qdsl.emit.tensors import Unsupported
+from qdsl.ir import index as ix
+from qdsl.ir.index import Atom, Index, name
+from qdsl.ir.program import Field, Program, Tensor
+from qdsl.passes.samples import divisor_of
+
+
+def axis_text(extent: Index, words: int = 1) -> str:
+    """One axis: words times a dim over a step."""
+    head = f"{words}*" if words > 1 else ""
+    if extent == Index(1):
+        return f"{head}1"
+    atom, coefficient = extent.terms[0]
+    if len(extent.terms) == 1 and not extent.const:
+        if coefficient != 1:
+            return axis_text(Index(0, ((atom, 1),)), words * coefficient)
+        if atom in (_atom("N"), _atom("K")):
+            return head + atom.name
+        if atom.op == "mul" and set(atom.args) == {name("N"), name("K")}:
+            return head + "N*K"
+        if atom.op in ("exact", "ceil"):
+            body = f"{axis_text(atom.args[0])}/{str(atom.args[1]).replace(' ', '')}"
+            return head + (f"ceil({body})" if atom.op == "ceil" else body)
+    raise Unsupported(f"the extent {extent} is not a dim over a step")
+
+
+def _atom(word: str) -> Atom:
+    return Atom("name", word)
+
+
+def tensor_axes(tensor: Tensor) -> list[str]:
+    """The axes of a stored tensor."""
+    found: list[str] = []
+    for axis in tensor.axes:
+        variables = [digit for digit in axis.digits if digit]
+        words = tensor.words if "" in axis.digits else 1
+        if len(variables) > 1:
+            raise Unsupported(f"an axis of '{tensor.name}' has two variables")
+        found.append(axis_text(tensor.var(variables[0]).extent if variables else Index(1), words))
+    return found
+
+
+def field_axes(programs: Sequence[Program], field: Field) -> list[str]:
+    """The axes of a field, exact where every storage makes its blocks whole."""
+    found: list[str] = []
+    for extent in field.extents:
+        atom = extent.terms[0][0]
+        if atom.op == "ceil" and atom.args[1].is_const and atom.args[0] in (name("N"), name("K")):
+            dim = str(atom.args[0])
+            if all(divisor_of(dim, [v.extent for t in p.tensors for v in t.vars]) % atom.args[1].const == 0 for p in programs):
+                extent = ix.exact(atom.args[0], atom.args[1])
+        found.append(axis_text(extent))
+    return found

@@ -1,0 +1,181 @@
+"""The torch reference, computing: from fields to float32 weights.
+
+Every field is brought to the same axes, whole blocks of n and k cut into digits, and the formula of the spec is written once;
+broadcasting does the rest.  Blocks of constant size that always divide an axis are cut by their size; others (a size
+parameter, a short last block) by how many there are, so one text serves whole and short blocks, cut apart by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qdsl.emit.formula import TORCH, formula, integer_fields
+from qdsl.emit.lines import wrapped
+from qdsl.ir import index as ix
+from qdsl.ir.index import Index
+from qdsl.ir.program import Field, Program
+from qdsl.passes.samples import divisor_of
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Block sizes along one axis, largest first, 1 last.  `fixed`: all are constants that always divide the axis."""
+
+    blocks: tuple[Index, ...]
+    fixed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The text of decode, and the steps at which its caller must cut rows and columns so that blocks are whole or alone."""
+
+    lines: tuple[str, ...]
+    fields: tuple[Field, ...]
+    optional: tuple[str, ...]
+    cuts: tuple[Index, Index]
+    copies: str | None
+
+
+def decode(programs: Sequence[Program]) -> Decode:
+    """Decode of a format, for all of its storages."""
+    program = programs[0]
+    read = {value.name for value in program.values if value.op == "field"}
+    fields = tuple(field for field in program.fields if field.name in read or field.number is None)
+    optional = tuple(f.name for f in fields if any(f.name in p.defaults or f.name in p.where for p in programs))
+    rows, columns = (_levels(programs, fields, axis) for axis in "nk")
+    lines = _gathers(fields)
+    prepared = [line for field in fields if field.number is not None
+                for line in _prepare(programs, fields, field, rows, columns, optional)]
+    lines += sorted(prepared, key=lambda line: ".shape[" not in line)       # counts are read before axes are added
+    text = formula(program, TORCH)
+    last = program.values[-1]
+    copies = last.name if last.op == "field" else None
+    deep = (len(rows.blocks), len(columns.blocks))
+    if deep == (1, 1):
+        lines.append(f"return {text}")
+    else:
+        text = text if text.isidentifier() else f"({text})"
+        text += f".flatten({deep[0]})" if deep[1] > 1 else ""
+        text += f".flatten(0, {deep[0] - 1})" if deep[0] > 1 else ""
+        lines.append(f"return {text}")
+    cuts = tuple(Index(1) if axis.fixed else axis.blocks[0] for axis in (rows, columns))
+    return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), copies)
+
+
+def _block(field: Field, axis: str) -> Index | None:
+    """How many rows or columns share a value of the field; None where it does not vary along the axis or is gathered."""
+    for index in field.index:
+        if index == ix.name(axis):
+            return Index(1)
+        if index.terms[0][0].op == "div" and axis in index.names():
+            return index.terms[0][0].args[1]
+    return None
+
+
+def _gathered(field: Field) -> str | None:
+    """The index field by which a field is subscripted."""
+    names = [str(index) for index in field.index if index.terms[0][0].op == "name" and str(index) not in ("n", "k")]
+    return names[0] if names else None
+
+
+def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str) -> Levels:
+    blocks = {block for field in fields if field.number is not None and (block := _block(field, axis)) is not None}
+    gathers = [program.defaults.get(name) or program.where.get(name) for program in programs for field in fields
+               if axis == "k" and (name := _gathered(field))]
+    blocks |= {index.terms[0][0].args[1] for index in gathers if index is not None and index.terms[0][0].op == "div"}
+    if gathers and len(blocks) == 1:
+        blocks.add(ix.name("block"))
+    known = [block for block in blocks if block.is_const]
+    if len(known) == len(blocks):
+        order = tuple(sorted(known, key=lambda block: -block.const))
+        divides = all(_divisor(program, axis) % order[0].const == 0 for program in programs)
+        nested = all(a.const % b.const == 0 for a, b in zip(order, order[1:], strict=False))
+        if nested and (divides or len(order) <= 2):
+            return Levels(order, divides)
+    elif len(blocks) == 2 and Index(1) in blocks:
+        return Levels((next(block for block in blocks if block != Index(1)), Index(1)), False)
+    raise NotImplementedError(f"blocks of {', '.join(sorted(str(b) for b in blocks))} along {axis} do not nest")
+
+
+def _divisor(program: Program, axis: str) -> int:
+    """What the storage makes an axis a multiple of."""
+    return divisor_of({"n": "N", "k": "K"}[axis], [var.extent for tensor in program.tensors for var in tensor.vars])
+
+
+def _gathers(fields: Sequence[Field]) -> list[str]:
+    """Values by group become values by column where a checkpoint stores which group a column is in."""
+    lines: list[str] = []
+    for index in fields:
+        if index.number is None:
+            found = [field.name for field in fields if _gathered(field) == index.name]
+            taken = [f"{name}[:, {index.name}]" if len(_field(fields, name).index) == 2 else f"{name}[{index.name}]"
+                     for name in found]
+            lines += [f"if {index.name} is not None:", f"    {', '.join(found)} = {', '.join(taken)}"]
+    return lines
+
+
+def _field(fields: Sequence[Field], name: str) -> Field:
+    return next(field for field in fields if field.name == name)
+
+
+def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field, rows: Levels, columns: Levels,
+             optional: Sequence[str]) -> list[str]:
+    """One line that brings a field to a type that computes and to the common axes; none where it has both already."""
+    program = programs[0]
+    text = _typed(program, field)
+    shown: list[str] = []
+    axis = 0
+    for letter, levels in (("n", rows), ("k", columns)):
+        block = Index(1) if len(levels.blocks) == 1 else _block(field, letter)
+        if letter == "k" and _gathered(field):
+            block = levels.blocks[0]
+        here = any(letter in i.names() or (letter == "k" and str(i) == _gathered(field)) for i in field.index)
+        if not here:
+            shown += ["None"] * len(levels.blocks) if field.index else []
+            continue
+        at = levels.blocks.index(block) if block in levels.blocks else 0
+        if at > 0:
+            text = f"{text}.unflatten({axis}, ({_counts(fields, letter, levels, at, optional)}))"
+        shown += [":"] * (at + 1) + ["None"] * (len(levels.blocks) - 1 - at)
+        axis += at + 1
+    trailing = len(shown) - 1 - max((i for i, s in enumerate(shown) if s == ":"), default=-1)
+    if "None" in shown[:len(shown) - trailing]:
+        text += f"[{', '.join(shown)}]"
+    elif trailing == 1:
+        text += ".unsqueeze(-1)"
+    elif trailing > 1:
+        text += "[" + ", ".join(["..."] + ["None"] * trailing) + "]"
+    if field.name in optional:
+        default = next(p.defaults.get(field.name) or p.where.get(field.name) for p in programs
+                       if field.name in p.defaults or field.name in p.where)
+        return [f"{field.name} = {default} if {field.name} is None else {text}"]
+    return [f"{field.name} = {text}"] if text != field.name else []
+
+
+def _counts(fields: Sequence[Field], letter: str, levels: Levels, at: int, optional: Sequence[str]) -> str:
+    """Sizes into which an axis unflattens, down to level `at`."""
+    if levels.fixed:
+        return ", ".join(["-1", *(str(a.const // b.const) for a, b in zip(levels.blocks, levels.blocks[1:at + 1], strict=False))])
+    coarse = next(f for f in sorted(fields, key=lambda f: f.name in optional) if f.number is not None
+                  and (_block(f, letter) == levels.blocks[0] or (letter == "k" and _gathered(f))))
+    place = [i for i, index in enumerate(coarse.index) if letter in index.names() or str(index) == _gathered(coarse)]
+    return f"{coarse.name}.shape[{place[0]}], -1"
+
+
+def _typed(program: Program, field: Field) -> str:
+    number = field.number
+    assert number is not None
+    if number.name == "f32" and field.kind == "f32":
+        return field.name
+    if number.name in ("f32", "f16", "bf16"):
+        return f"{field.name}.float()"
+    if number.is_float:
+        return f"{number.name}({field.name})"
+    bits = integer_fields(program).get(field.name)
+    held = 8 if number.kind == "signed" and number.bits <= 8 else 32 if number.bits > 8 else 0
+    return f"{field.name}.to(torch.int{bits})" if bits and bits > held else field.name
+
+
+def signature(items: Sequence[str], result: str, name: str) -> list[str]:
+    return wrapped(f"def {name}(", items, f") -> {result}:")

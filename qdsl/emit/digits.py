@@ -1,0 +1,92 @@
+"""A slice of a field over the bytes of its record: which digits move by whole bytes, and the lanes that are left.
+
+The torch reference moves whole bytes by views and cuts the rest with shifts.  A lane is one value of the digits whose stride
+is no whole number of bytes: it lies `shift` bits above byte `skip` of a container.  A container is one byte where no lane
+straddles bytes (nibbles; Q4_K's mins, whose second half is four bytes and four bits away), else the few bytes after which
+the digits are at a byte border again (three for 3-bit codes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+
+from qdsl.layout import Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """A digit of coordinate `axis`; `weight` is its weight there, `stride` its step in bits of the record."""
+
+    axis: int
+    weight: int
+    extent: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The value of every bit digit, and where its elements lie: `shift` bits above byte `skip` of the container."""
+
+    values: tuple[int, ...]
+    skip: int
+    shift: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One slice, cut: byte digits with the largest stride first, bit digits in the order of the coordinates."""
+
+    part: Slice
+    bytes_: tuple[Digit, ...]
+    bits: tuple[Digit, ...]
+    container: int
+    lanes: tuple[Lane, ...]
+
+    @property
+    def first(self) -> int:
+        """The first byte."""
+        return self.part.offset // 8
+
+    @property
+    def whole(self) -> bool:
+        """Whether an element is exactly its container."""
+        return not self.bits and self.part.width == 8 * self.container and self.part.offset % 8 == 0
+
+    @property
+    def skips(self) -> list[int]:
+        """The different bytes at which lanes lie."""
+        return sorted({lane.skip for lane in self.lanes})
+
+
+def cut(part: Slice) -> Cut | None:
+    """The slice over bytes; None where it does not come apart into byte digits and containers of up to eight bytes."""
+    bytes_: list[Digit] = []
+    bits: list[Digit] = []
+    for axis, layout in enumerate(part.dims):
+        weight = 1
+        for extent, stride in layout.modes:
+            period = 8 // gcd(stride, 8)                         # after so many steps the digit is at a byte again
+            inside = min(extent, period)
+            if extent % inside:
+                return None
+            if inside > 1:
+                bits.append(Digit(axis, weight, inside, stride))
+            if extent > inside:
+                bytes_.append(Digit(axis, weight * inside, extent // inside, stride * inside))
+            weight *= extent
+    bits.sort(key=lambda d: (d.axis, -d.weight))
+    at = {values: part.offset % 8 + sum(v * d.stride for v, d in zip(values, bits, strict=True))
+          for values in product(*(range(d.extent) for d in bits))}
+    one = all(bit % 8 + part.width <= 8 for bit in at.values())
+    container = 1 if one else -(-(max(at.values()) + part.width) // 8)
+    lanes = tuple(Lane(values, bit // 8 if one else 0, bit % 8 if one else bit) for values, bit in at.items())
+    if min(at.values()) < 0 or container > 8 or any(d.stride < 8 * container for d in bytes_):
+        return None
+    return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), container, lanes)
+
+
+def coordinate(digits: list[Digit], axis: int) -> list[Digit]:
+    """The digits of one coordinate, slowest first."""
+    return sorted((d for d in digits if d.axis == axis), key=lambda d: -d.weight)

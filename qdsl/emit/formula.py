@@ -1,0 +1,73 @@
+"""The decode expression as text: one printer for torch and Triton, which differ in three operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qdsl.ir.program import Program, Value
+
+_LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "field": 4, "const": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """`divide` and `negate` are calls or prefixes where the plain operator would not round or sign as defined."""
+
+    divide: str | None = None
+    negate: str = "-"
+
+
+TORCH = Dialect()
+TRITON = Dialect(divide="tl.div_rn", negate="-1.0 * ")     # tl's `/` is approximate, and its -x is 0 - x, which loses -0
+
+
+def formula(program: Program, dialect: Dialect = TORCH, names: Mapping[str, str] | None = None, around: int = 0) -> str:
+    """The value of weight [n, k], in the order of operations that the spec wrote.
+
+    `names` says what fields are called; `around` is 2 where the text becomes the left side of a product.
+    """
+    return _text(program, len(program.values) - 1, dialect, names or {}, around)
+
+
+def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str], around: int) -> str:
+    value = program.values[number]
+    if value.op == "float":
+        return _text(program, value.args[0], dialect, names, around)
+    if value.op == "field":
+        return names.get(value.name, value.name)
+    if value.op == "const":
+        return repr(value.const) if value.const >= 0 else f"({value.const!r})"
+    if value.op == "neg":
+        level = 2 if "*" in dialect.negate else 3
+        body = dialect.negate + _text(program, value.args[0], dialect, names, 3)
+        return f"({body})" if around > level else body
+    left, right = value.args
+    if value.op == "/" and dialect.divide:
+        return f"{dialect.divide}({_text(program, left, dialect, names, 0)}, {_text(program, right, dialect, names, 0)})"
+    level = _LEVEL[value.op]
+    body = f"{_text(program, left, dialect, names, level)} {value.op} {_text(program, right, dialect, names, level + 1)}"
+    return f"({body})" if around > level else body
+
+
+def integer_fields(program: Program) -> dict[str, int]:
+    """Fields that take part in integer arithmetic, with the bits of a signed integer that holds every step of it."""
+    found: dict[str, int] = {}
+    for value in program.values:
+        if value.is_int and value.op not in ("field", "const"):
+            leaves, low, high = _leaves(program, value)
+            bits = next(b for b in (8, 16, 32) if -(1 << b - 1) <= low and high < 1 << b - 1)
+            found.update({leaf: max(bits, found.get(leaf, 8)) for leaf in leaves})
+    return found
+
+
+def _leaves(program: Program, value: Value) -> tuple[set[str], int, int]:
+    """Fields below an integer value, and the range of all its steps."""
+    assert value.range is not None
+    low, high = value.range
+    leaves = {value.name} if value.op == "field" else set()
+    for arg in value.args:
+        names, small, large = _leaves(program, program.values[arg])
+        leaves |= names
+        low, high = min(low, small), max(high, large)
+    return leaves, low, high

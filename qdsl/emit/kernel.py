@@ -1,0 +1,452 @@
+"""Triton bodies: how a tile of weights is loaded and decoded, from the bit layouts.
+
+A kernel works on a two-dimensional tile of units (see passes/choose_units).  Every load is a whole tile of one shape, so that
+no value changes threads inside the loop.  Lanes are unrolled by `tl.static_range`, and a value is computed at the outermost
+loop in which it does not change: a word is loaded once and cut once per lane.  Without units, a unit is one weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+
+from qdsl.emit.formula import TRITON, formula, integer_fields
+from qdsl.emit.lines import indent
+from qdsl.ir import index as ix
+from qdsl.ir.index import Facts, Index, name
+from qdsl.ir.program import Field, Lane, Placement, Program, Tensor, Units
+from qdsl.layout import Layout, Slice, split
+
+TRITON_FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The coordinates of a kernel: what n and k are in terms of its variables."""
+
+    last: str
+    rows: str
+    unit: str
+    n: Index
+    k: Index
+    digits: tuple[tuple[str, str], ...]
+    lanes: tuple[Lane, ...]
+    row_tile: int
+    row_count: Index
+    unit_count: Index
+    unit_bound: str
+    ragged: bool
+    facts: Facts
+
+
+@dataclass(slots=True)
+class Body:
+    """Lines by loop: level 0 is the unit's, level i the i-th lane's.  `before` stands ahead of the loop over units."""
+
+    before: list[str] = field(default_factory=list)
+    levels: list[list[tuple[str, str]]] = field(default_factory=list)
+    at: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, level: int, target: str, text: str, guard: str = "") -> str:
+        """`target = text` under a condition; the same text at the same place is computed once."""
+        for other, line in self.levels[level]:
+            if other == guard and line.split(" = ", 1)[1:] == [text]:
+                return line.split(" = ", 1)[0]
+        taken = {line.split(" = ", 1)[0] for rows in self.levels for other, line in rows if other == guard or not other}
+        free = next(word for word in (target, *(f"{target}{i}" for i in range(1, 99))) if word not in taken)
+        self.levels[level].append((guard, f"{free} = {text}"))
+        self.at[free, guard] = level
+        return free
+
+    def level(self, variable: str, guard: str | None = None) -> int:
+        """The innermost loop in which a variable is set: under a condition, or (None) under any."""
+        if guard is not None and (variable, guard) in self.at:
+            return self.at[variable, guard]
+        return max((at for (other, _), at in self.at.items() if other == variable), default=0)
+
+
+def tile(program: Program) -> Tile:
+    """Names and coordinates of a program's kernels."""
+    units = program.units or _weight_by_weight()
+    taken = {"n", "k", "m", "x", "out", "bias", "acc", "live", "inside", "w", "N", "K", *program.sizes,
+             *(t.name for t in program.tensors), *(f.name for f in program.fields)}
+    fresh = _fresh(taken)
+    lanes = tuple(replace(lane, name=next(fresh)) for lane in units.lanes)
+    rows_lanes = [lane for lane in lanes if lane.axis == "n"]
+    column_lanes = [lane for lane in lanes if lane.axis == "k"]
+    per_record = prod(extent for _, _, extent in units.digits if extent)
+    natural = not column_lanes
+    rows = "n" if units.tiles["n"] == 1 else "r"
+    record = "k" if units.tiles["k"] == 1 else "t"
+    names = [record, *(next(fresh) for _ in units.digits[1:])]
+    unit = "k" if natural else record if per_record == 1 else "u"
+    digits: list[tuple[str, str]] = []
+    if unit != record:
+        digits.append((record, f"{unit} // {per_record}"))
+        below = per_record
+        for digit, (_, _, extent) in zip(names[1:], units.digits[1:], strict=True):
+            below //= extent or 1
+            digits.append((digit, f"{unit} // {below} % {extent}" if below > 1 else f"{unit} % {extent}"))
+    bounds: dict[str, tuple[int, int | None]] = {lane.name: (0, lane.extent - 1) for lane in lanes}
+    bounds |= {digit: (0, (extent or 1) - 1) for digit, (_, _, extent) in zip(names[1:], units.digits[1:], strict=True)}
+    facts = Facts({**program.facts.bounds, **bounds}, program.facts.divisors)
+    k = _sum([(name(digit), weight) for digit, (_, weight, _) in zip(names, units.digits, strict=True)]
+             + [(name(lane.name), lane.weight) for lane in column_lanes])
+    n = _sum([(name(rows), units.tiles["n"])] + [(name(lane.name), lane.weight) for lane in rows_lanes])
+    row_count, row_exact = _records(program, units, "n")
+    records, exact = _records(program, units, "k")
+    bound = f"{record} < {_show(records)}"
+    return Tile(units.last, rows, unit, n, k, tuple(digits), lanes, units.tiles["n"], row_count,
+                _units_per(records, per_record), bound, not (exact and row_exact), facts)
+
+
+def _weight_by_weight() -> Units:
+    return Units("", "k", {"n": 1, "k": 1}, (("k", 1, None),), (), False)
+
+
+def _fresh(taken: set[str]) -> Iterator[str]:
+    return (letter for letter in "hijcbaefopvyz" if letter not in taken)
+
+
+def _sum(parts: list[tuple[Index, int]]) -> Index:
+    return ix.combine(parts)
+
+
+def _records(program: Program, units: Units, axis: str) -> tuple[Index, bool]:
+    """How many records there are along an axis, and whether they hold whole tiles."""
+    size = units.tiles[axis]
+    whole = name({"n": "N", "k": "K"}[axis])
+    if size == 1:
+        return whole, True
+    tensor = program.tensor(units.tensor)
+    var = next(tensor.var(v) for placement in tensor.placements if placement.extents == (units.tiles["n"], units.tiles["k"])
+               for v, extent in placement.tiles if extent == size and v)
+    return var.extent, var.exact
+
+
+def _units_per(records: Index, count: int) -> Index:
+    """records * count, where records is K // R and count divides R as K // (R // count)."""
+    atom = records.terms[0][0] if len(records.terms) == 1 else None
+    if count > 1 and atom is not None and atom.op == "exact" and atom.args[1].is_const and atom.args[1].const % count == 0:
+        return ix.exact(atom.args[0], atom.args[1].const // count)
+    return records * count
+
+
+def _show(index: Index, tight: int = 0) -> str:
+    return ix.text(index, tight, "tl.cdiv")
+
+
+class Decoder:
+    """Fills a Body with the loads and cuts that make the fields of one weight."""
+
+    def __init__(self, program: Program, tile: Tile, body: Body, fixed: Mapping[str, int]) -> None:
+        self.program = program
+        self.tile = tile
+        self.body = body
+        self.fixed = {lane: Index(value) for lane, value in fixed.items()}
+        self.lanes = [lane.name for lane in tile.lanes if lane.name not in fixed]
+        self.whole: dict[str, str] = {}
+
+    def weight(self, around: int = 0) -> str:
+        """The formula over variables that hold the fields."""
+        names = {field.name: self.field(field) for field in self.program.fields
+                 if any(value.op == "field" and value.name == field.name for value in self.program.values)}
+        return formula(self.program, TRITON, names, around)
+
+    def coordinate(self, axis: str) -> Index:
+        index = self.tile.n if axis == "n" else self.tile.k
+        return ix.substitute(index, self.fixed, self.tile.facts)
+
+    def level(self, *indices: Index, guard: str = "") -> int:
+        """The innermost loop whose lane, or whose variable, an expression reads."""
+        read = set().union(*(index.names() for index in indices))
+        depth = max([i + 1 for i, lane in enumerate(self.lanes) if lane in read]
+                    + [self.body.level(variable, guard) for variable in read if (variable, guard) in self.body.at], default=0)
+        return len(self.lanes) if depth and self.tile.ragged else depth
+
+    def mask(self, level: int) -> str:
+        return "inside" if self.tile.ragged and level == len(self.lanes) and self.lanes else "live"
+
+    # -- fields -------------------------------------------------------------------------------------------------------
+
+    def field(self, field: Field) -> str:
+        """The variable that holds a field's value, under both conditions where something it reads is optional."""
+        program = self.program
+        coordinates: dict[str, Index] = {"n": self.coordinate("n"), "k": self.coordinate("k")}
+        gathers = [str(index) for index in field.index if str(index) not in ("n", "k") and index.terms[0][0].op == "name"]
+        if field.name in program.where:
+            default = ix.substitute(program.where[field.name], coordinates, self.tile.facts)
+            return self.body.add(self.level(default), field.name, _show(default))
+        stored = {p.field: t for t in program.tensors for p in t.placements}
+        if field.name in program.defaults:
+            tensor = stored[field.name].name
+            default = ix.substitute(program.defaults[field.name], coordinates, self.tile.facts)
+            self.body.add(self.level(default), field.name, _show(default), f"{tensor} is None")
+            return self.load_field(field, coordinates, f"{tensor} is not None")
+        if not gathers:
+            return self.load_field(field, coordinates, "")
+        index = gathers[0]
+        if index in program.where:
+            return self.load_field(field, coordinates | {index: self.group(index, program.where[index], coordinates, "")}, "")
+        guard = ""
+        if index in program.defaults:
+            tensor = stored[index].name
+            guard = f"{tensor} is not None"
+            known = self.group(index, program.defaults[index], coordinates, f"{tensor} is None")
+            self.load_field(field, coordinates | {index: known}, f"{tensor} is None")
+        self.load_field(program.field(index), coordinates, guard)
+        return self.load_field(field, coordinates, guard)
+
+    def group(self, index: str, value: Index, coordinates: Mapping[str, Index], guard: str) -> Index:
+        """The group of a column, where it is not stored but computed."""
+        text = ix.substitute(value, coordinates, self.tile.facts)
+        return name(self.body.add(self.level(text), index, _show(text), guard))
+
+    def load_field(self, field: Field, coordinates: Mapping[str, Index], guard: str) -> str:
+        """Load and cut all slices of a field."""
+        parts: list[tuple[int, int, str]] = []
+        tensor = None
+        for tensor in self.program.tensors:
+            for placement in tensor.placements:
+                if placement.field == field.name:
+                    index = [ix.substitute(i, coordinates, self.tile.facts) for i in field.index]
+                    if placement.flat:
+                        index = [index[0] * name("K") + index[1]]
+                    for part in placement.slices:
+                        level, text = self.slice(field, tensor, placement, part, index, guard)
+                        parts.append((part.lo, level, text))
+        level = max(level for _, level, _ in parts)
+        if len(parts) == 1:
+            text = parts[0][2]
+        else:
+            shown = [(lo, self.body.add(own, f"{field.name}_{'high' if lo else 'low'}", text, guard))
+                     for lo, own, text in sorted(parts)]
+            text = " | ".join(f"{part} << {lo}" if lo else part for lo, part in shown)
+        return self.body.add(level, field.name, self.typed(field, text, len(parts) > 1), guard)
+
+    def typed(self, field: Field, text: str, joined: bool) -> str:
+        """Bits as a value that the formula can use."""
+        number = field.number
+        if number is None or number.name == field.kind == "f32":
+            return text
+        if number.name in TRITON_FLOATS:
+            bits = f"({text}).to(tl.uint16).to(tl.{TRITON_FLOATS[number.name]}, bitcast=True)" if joined else text
+            return f"{bits}.to(tl.float32)"
+        if number.is_float:
+            return f"device.{number.name}({text})"
+        call = text if text.endswith(")") and text.startswith(("tl.load(", "device.")) else f"({text})"
+        if number.kind == "signed" and number.bits == 8:
+            text = f"{call}.to(tl.int8, bitcast=True)" if self.unsigned(field) else text
+            call = text
+        elif number.kind == "signed" and number.bits < 32:
+            half = 1 << number.bits - 1
+            return f"({call}.to(tl.int32) ^ {half}) - {half}"
+        return f"{call}.to(tl.int32)" if field.name in integer_fields(self.program) else text
+
+    def unsigned(self, field: Field) -> bool:
+        return any(t.element.kind == "unsigned" or t.element.bits != 8 for t in self.program.tensors
+                   for p in t.placements if p.field == field.name)
+
+    # -- slices -------------------------------------------------------------------------------------------------------
+
+    def slice(self, field: Field, tensor: Tensor, placement: Placement, part: Slice, index: list[Index],
+              guard: str) -> tuple[int, str]:
+        """(loop, text) of the bits of one slice."""
+        facts = self.tile.facts
+        records = {var: ix.div(i, size, facts) for i, (var, size) in zip(index, placement.tiles, strict=True) if var}
+        local = [ix.mod(i, size, facts) for i, (_, size) in zip(index, placement.tiles, strict=True)]
+        number = field.number
+        bits = tensor.element.bits
+        if number is not None and number.name in TRITON_FLOATS and part.width == number.bits > bits:
+            return self.typed_load(tensor, part, records, local, number.name, guard)
+        cut = split(part, bits)
+        if cut is None:
+            return self.straddling(field, tensor, part, records, local, guard)
+        shift_part, steps = cut
+        step = ix.combine([(self.position(layout, i), 1) for layout, i in zip(steps, local, strict=True)])
+        shift = self.position(Layout(), Index()) + shift_part.offset
+        for layout, i in zip(shift_part.dims, local, strict=True):
+            shift = shift + self.position(layout, i)
+        loaded = self.load(tensor, records, step, guard)
+        level = self.level(*records.values(), step, guard=guard)
+        if part.width == bits and tensor.stored is None:
+            return level, loaded
+        if self.level(shift) > level or self.fixed or tensor.stored is not None:
+            loaded = self.body.add(level, f"{field.name}_word", self.restored(tensor, loaded), guard)
+        text = f"{loaded} >> {_show(shift, 1)}" if shift != Index(0) else loaded
+        text = f"{text} & {(1 << part.width) - 1}" if part.width < bits else text
+        if tensor.stored is not None and tensor.stored.field == field.name:
+            text = f"({text}) {'-' if tensor.stored.amount > 0 else '+'} {abs(tensor.stored.amount)} & {(1 << field.bits) - 1}"
+        return max(level, self.level(shift)), text
+
+    def position(self, layout: Layout, index: Index) -> Index:
+        """layout(index), as an expression."""
+        total = Index(layout.offset)
+        weight = 1
+        for extent, stride in layout.modes:
+            if stride:
+                digit = ix.div(index, weight, self.tile.facts)
+                total = total + (ix.mod(digit, extent, self.tile.facts) if weight * extent < layout.size else digit) * stride
+            weight *= extent
+        return total
+
+    def restored(self, tensor: Tensor, text: str) -> str:
+        """A stored word as the record packed it."""
+        if tensor.stored is None or tensor.stored.field is not None:
+            return text
+        amount = tensor.stored.amount
+        return f"{text} {'-' if amount > 0 else '+'} {abs(amount):#x}"
+
+    def typed_load(self, tensor: Tensor, part: Slice, records: Mapping[str, Index], local: list[Index], kind: str,
+                   guard: str) -> tuple[int, str]:
+        """A float that fills several elements of the tensor, read through a pointer of its own type."""
+        size = part.width // tensor.element.bits
+        cut = split(part, part.width)
+        if cut is None or cut[0].offset or tensor.words % size:
+            raise NotImplementedError(f"a {kind} of '{tensor.name}' is not aligned to its size")
+        step = ix.combine([(self.position(layout, i), 1) for layout, i in zip(cut[1], local, strict=True)])
+        pointer = f"{tensor.name}_{kind}"
+        self.base(tensor, records)
+        line = f"{pointer} = {tensor.name}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))"
+        if line not in self.body.before:
+            self.body.before.append(line)
+        level = self.level(*records.values(), step, guard=guard)
+        offset = self.offset(tensor, records, step, size)
+        return level, f"tl.load({pointer} + {_offset_text(offset)}, {self.mask(level)}, 0)"
+
+    def straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], local: list[Index],
+                   guard: str) -> tuple[int, str]:
+        """Bits that cross words: cut from all words of the record at a constant bit, or from the two around a variable bit."""
+        bit = Index(part.offset)
+        for layout, i in zip(part.dims, local, strict=True):
+            bit = bit + self.position(layout, i)
+        if tensor.element.bits != 32:
+            raise NotImplementedError(f"elements of '{field.name}' cross the bytes of '{tensor.name}'")
+        units = self.program.units
+        if units is not None and units.whole and bit.names() <= {lane.name for lane in self.tile.lanes}:
+            words = [self.load(tensor, records, Index(i), guard) for i in range(tensor.words)]
+            level = self.level(*records.values(), guard=guard)
+            held = self.body.add(level, f"{field.name}_words", f"({', '.join(words)})", guard)
+            return self.level(bit), self.stored_field(tensor, field, f"device.bits({held}, {_show(bit)}, {part.width})")
+        self.base(tensor, records)
+        level = self.level(*records.values(), bit, guard=guard)
+        start = self.offset(tensor, records, Index(0), 1)
+        step = self.stride(tensor)
+        text = f"device.stream({tensor.name} + {_offset_text(start)}, {_show(step)}, {_show(bit)}, {part.width}, {self.mask(level)})"
+        return level, self.stored_field(tensor, field, text)
+
+    def stored_field(self, tensor: Tensor, field: Field, text: str) -> str:
+        add = tensor.stored
+        if add is None:
+            return text
+        if add.field is None:
+            raise NotImplementedError(f"words of '{tensor.name}' are changed by 'stored', and elements cross them")
+        return f"{text} {'-' if add.amount > 0 else '+'} {abs(add.amount)} & {(1 << field.bits) - 1}"
+
+    # -- addresses ----------------------------------------------------------------------------------------------------
+
+    def load(self, tensor: Tensor, records: Mapping[str, Index], step: Index, guard: str) -> str:
+        self.base(tensor, records)
+        offset = self.offset(tensor, records, step, 1)
+        level = self.level(*records.values(), step, guard=guard)
+        place = f"{tensor.name} + {_offset_text(offset)}" if offset != Index(0) else tensor.name
+        if not tensor.vars:
+            return f"tl.load({tensor.name})"
+        return f"tl.load({place}, {self.mask(level)}, 0)"
+
+    def address(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> Index:
+        """The element's position in the tensor."""
+        total = Index(0)
+        for axis in tensor.axes:
+            place = Index(0)
+            length = Index(1)
+            for digit in axis.digits:
+                extent = tensor.var(digit).extent if digit else Index(tensor.words)
+                place = place * extent + (records[digit] if digit else step)
+                length = length * extent
+            total = total * length + place
+        return total
+
+    def base(self, tensor: Tensor, records: Mapping[str, Index]) -> None:
+        """Advance the tensor's pointer to its rows once, ahead of the loop."""
+        rows = self.rows_part(self.address(tensor, records, Index(0)))
+        line = f"{tensor.name} += {_offset_text(rows)}"
+        if rows != Index(0) and line not in self.body.before:
+            self.body.before.append(line)
+
+    def rows_part(self, address: Index) -> Index:
+        """The terms that move with the rows of the tile alone."""
+        rows = {self.tile.rows}
+        fixed = {"N", "K", *self.program.sizes}
+        return Index(0, tuple((atom, c) for atom, c in address.terms
+                              if rows <= (read := Index(0, ((atom, 1),)).names()) and read <= rows | fixed))
+
+    def offset(self, tensor: Tensor, records: Mapping[str, Index], step: Index, size: int) -> Index:
+        """The rest of the address, in elements of `size` elements of the tensor."""
+        address = self.address(tensor, records, step * size if size > 1 else step)
+        return ix.exact(address - self.rows_part(address), size) if size > 1 else address - self.rows_part(address)
+
+    def stride(self, tensor: Tensor) -> Index:
+        """How far a record's words are apart."""
+        first, second = (self.address(tensor, {var.name: Index(0) for var in tensor.vars}, Index(i)) for i in (0, 1))
+        return second - first
+
+
+def _offset_text(index: Index) -> str:
+    """An address: products of a variable with an extent are 64 bits wide."""
+    parts: list[str] = []
+    for atom, coefficient in index.terms:
+        if atom.op == "mul":
+            left, right = atom.args
+            wide, by = (left, right) if not left.names() <= {"N", "K"} else (right, left)
+            text = f"{_show(wide, 3)}.to(tl.int64) * {_show(by, 3)}"
+            parts.append(f"{coefficient} * {text}" if coefficient != 1 else text)
+        else:
+            parts.append(_show(Index(0, ((atom, coefficient),)), 1))
+    if index.const or not parts:
+        parts.append(str(index.const))
+    return " + ".join(parts)
+
+
+def nest(body: Body, lanes: list[Lane], tail: list[str]) -> list[str]:
+    """The levels of a body as nested loops around `tail`."""
+    lines = tail
+    for level in reversed(range(len(body.levels))):
+        own = _guarded(body.levels[level])
+        lines = [*own, *lines]
+        if level:
+            lane = lanes[level - 1]
+            lines = [f"for {lane.name} in tl.static_range({lane.extent}):", *indent(lines)]
+    return lines
+
+
+def _guarded(rows: list[tuple[str, str]]) -> list[str]:
+    """Lines with the conditions under which they hold, neighbours under one condition together."""
+    order: list[str] = []
+    for guard, _ in rows:
+        if guard not in order:
+            order.append(guard)
+    lines: list[str] = []
+    done: set[int] = set()
+    for i, (guard, line) in enumerate(rows):
+        if i in done:
+            continue
+        if not guard:
+            lines.append(line)
+            continue
+        lines.append(f"if {guard}:")
+        j = i
+        while j < len(rows) and rows[j][0] == guard:
+            lines += indent([rows[j][1]])
+            done.add(j)
+            j += 1
+    return lines
+
+
+def unrolled(lanes: tuple[Lane, ...]) -> Iterator[dict[str, int]]:
+    """Every value of the lanes that move rows, for kernels that keep one accumulator per row."""
+    rows = [lane for lane in lanes if lane.axis == "n"]
+    for values in product(*(range(lane.extent) for lane in rows)):
+        yield {lane.name: value for lane, value in zip(rows, values, strict=True)}

@@ -1,0 +1,90 @@
+"""The kernels of a program: skeletons (templates of whole lines) filled with bodies."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+
+import jinja2
+
+from qdsl.emit.kernel import Body, Decoder, Tile, _offset_text, _show, nest, tile, unrolled
+from qdsl.ir import index as ix
+from qdsl.ir.index import name
+from qdsl.ir.program import Program
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """Templates of this package only; a name without a value is an error."""
+    return jinja2.Environment(loader=jinja2.PackageLoader("qdsl.emit", "skeletons"), undefined=jinja2.StrictUndefined,
+                              trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
+
+
+def kernels(program: Program) -> list[str]:
+    """The lines of a storage's dequantize and linear kernels."""
+    coordinates = tile(program)
+    return [*_dequantize(program, coordinates), "", "", *_linear(program, coordinates)]
+
+
+def _shared(program: Program, at: Tile) -> dict[str, str]:
+    k_last = at.last == "k"
+    count = prod(lane.extent for lane in at.lanes)
+    units = "weights" if count == 1 else f"units of {count} weights"
+    return {
+        "storage": program.storage, "arguments": ", ".join(tensor.name for tensor in program.tensors),
+        "sizes": "".join(f", {size}" for size in program.sizes), "units": units, "rows": at.rows, "unit": at.unit,
+        "shape": "(BN, BK)" if k_last else "(BK, BN)", "across": "[:, None]" if k_last else "[None, :]",
+        "along": "[None, :]" if k_last else "[:, None]",
+    }
+
+
+def _masks(at: Tile, lanes: list[str], body: Body) -> None:
+    """`live` for units, and `inside` for single weights where the last unit may hang over."""
+    rows = f"{at.rows} < {_show(at.row_count)}"
+    body.levels[0].append(("", f"live = ({rows}) & ({at.unit_bound})"))
+    if at.ragged and lanes:
+        body.levels[-1].append(("", f"inside = live & ({_show(at.n)} < N) & ({_show(at.k)} < K)"))
+
+
+def _start(at: Tile, loops: int, lanes: list[str]) -> Body:
+    body = Body(levels=[[] for _ in range(loops + 1)])
+    body.levels[0] += [("", f"{digit} = {text}") for digit, text in at.digits]
+    _masks(at, lanes, body)
+    return body
+
+
+def _dequantize(program: Program, at: Tile) -> list[str]:
+    body = _start(at, len(at.lanes), [lane.name for lane in at.lanes])
+    decoder = Decoder(program, at, body, {})
+    text = decoder.weight()
+    body.before.append(f"out += {_offset_text(at.n * name('K'))}" if not any(lane.axis == "n" for lane in at.lanes) else "")
+    place = "k" if at.unit == "k" else _show(at.k)
+    if any(lane.axis == "n" for lane in at.lanes):
+        place = f"({_show(at.n)}).to(tl.int64) * K + {place}"
+    tail = [f"w = {text}", f"tl.store(out + {place}, w, {decoder.mask(len(at.lanes))})"]
+    before = [line for line in body.before if line]
+    return _render("dequantize", program, at, before=before, body=nest(body, list(at.lanes), tail))
+
+
+def _linear(program: Program, at: Tile) -> list[str]:
+    loops = [lane for lane in at.lanes if lane.axis == "k"]
+    body = _start(at, len(loops), [lane.name for lane in loops])
+    cases = list(unrolled(at.lanes))
+    sums = [f"acc{i}" if len(cases) > 1 else "acc" for i in range(len(cases))]
+    tail: list[str] = []
+    rows: list[dict[str, str]] = []
+    for acc, fixed in zip(sums, cases, strict=True):
+        decoder = Decoder(program, at, body, fixed)
+        text = decoder.weight(around=2)
+        k = decoder.coordinate("k")
+        place = "k" if at.unit == "k" else _show(k)
+        xk = body.add(decoder.level(k), "x_k", f"tl.load(x + {place}, {decoder.mask(decoder.level(k))}, 0).to(tl.float32)")
+        tail.append(f"{acc} += {text} * {xk}")
+        rows.append({"name": acc, "row": _show(decoder.coordinate("n"))})
+    return _render("linear", program, at, before=body.before, body=nest(body, loops, tail), sums=rows,
+                   count=_show(at.unit_count), axis="1" if at.last == "k" else "0")
+
+
+def _render(skeleton: str, program: Program, at: Tile, **holes: object) -> list[str]:
+    text = environment().get_template(f"{skeleton}.py.jinja").render(**_shared(program, at), **holes)
+    return [line.rstrip() for line in text.rstrip("\n").split("\n")]

@@ -1,0 +1,356 @@
+"""A generated module: reference, kernels and description of a format, in one file or, where bits differ, in a package.
+
+Parameters that change the text get a file per value; all others are arguments or types of tensors.  The text depends on the
+spec and the compiler alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import qdsl
+from qdsl.emit.axes import axis_text, field_axes, tensor_axes
+from qdsl.emit.decode import Decode, decode
+from qdsl.emit.kernel import tile
+from qdsl.emit.kernels import kernels
+from qdsl.emit.lines import indent, wrapped
+from qdsl.emit.pack import pack_body
+from qdsl.emit.tensors import is_plain, tensor_dtype
+from qdsl.emit.unpack import unpack_body
+from qdsl.ir.program import Field, Program, Tensor
+from qdsl.numbers import FLOATS
+from qdsl.passes.check_claims import bits_per_weight
+from qdsl.passes.samples import size_axis
+from qdsl.passes.schemes import SCHEMES
+from qdsl.spec.source import Text
+
+RULE = "-" * 118
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The programs of one choice of the parameters that change the text, and that text."""
+
+    params: Mapping[str, int | str]
+    programs: tuple[Program, ...]
+    body: tuple[str, ...]
+    decode: Decode
+
+
+def module(programs: Sequence[Program]) -> dict[str, str]:
+    """Files of a format by path below the folder of generated modules: 'q4_0.py', or 'int_group/bits_4.py' and so on."""
+    by, parts = _parts(programs)
+    name = programs[0].spec.name.value
+    if not by:
+        part = parts[0]
+        lines = [*_header(part.programs), *_imports(part.body), "", "", *part.body, "", *_format(parts, by, programs)]
+        return {f"{name}.py": _finish(lines)}
+    files = {}
+    for part in parts:
+        title = ", ".join(f"{key} = {part.params[key]}" for key in by)
+        lines = [*_header(part.programs, title), *_imports(part.body), "", "", *part.body]
+        files[f"{name}/{_part_name(by, part)}.py"] = _finish(lines)
+    names = ", ".join(_part_name(by, part) for part in parts)
+    lines = [*_header(programs), "from qdsl.runtime import Format", "", f"from . import {names}", "",
+             *_format(parts, by, programs)]
+    files[f"{name}/__init__.py"] = _finish(lines)
+    return files
+
+
+def _part_name(by: Sequence[str], part: Part) -> str:
+    return "_".join(f"{key}_{part.params[key]}" for key in by)
+
+
+def _finish(lines: Sequence[str]) -> str:
+    text = "\n".join(line.rstrip() for line in lines) + "\n"
+    ast.parse(text)                                              # a generator that writes no Python has a bug
+    return text
+
+
+# -- variants ---------------------------------------------------------------------------------------------------------
+
+
+def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
+    """The parameters that change the text, and a part for each of their values."""
+    choices: list[tuple[Mapping[str, int | str], list[Program]]] = []
+    for program in programs:
+        group = next((group for params, group in choices if params == program.params), None)
+        if group is None:
+            choices.append((program.params, [program]))
+        else:
+            group.append(program)
+    made = [Part(params, tuple(group), tuple(_body(group)), decode(group)) for params, group in choices]
+    by = tuple(key for key in programs[0].params if any(
+        a.body != b.body for a in made for b in made
+        if all(a.params[other] == b.params[other] for other in a.params if other != key)))
+    parts: dict[tuple[int | str, ...], Part] = {}
+    for part in made:
+        parts.setdefault(tuple(part.params[key] for key in by), part)
+    return by, list(parts.values())
+
+
+def _body(programs: Sequence[Program]) -> list[str]:
+    """Everything of a variant but its header and imports."""
+    decoded = decode(programs)
+    lines = [f"# -- reference {RULE[:103]}", ""]
+    for program in programs:
+        lines += ["", *_unpack(program), "", "", *_pack(program), ""]
+    lines += ["", *_decode(programs, decoded), ""]
+    if programs[0].encode is not None:
+        lines += ["", *_encode(programs[0], decoded), ""]
+    lines += ["", f"# -- kernels {RULE[:105]}", ""]
+    for program in programs:
+        lines += ["", *kernels(program), ""]
+    return [*lines, "", f"# -- format {RULE[:106]}", "", *_variant(programs, decoded)]
+
+
+# -- functions --------------------------------------------------------------------------------------------------------
+
+
+def _unpack(program: Program) -> list[str]:
+    optional = {tensor.name for tensor in program.tensors if tensor.optional}
+    arguments = [f"{t.name}: Tensor{' | None' if t.name in optional else ''}" for t in program.tensors]
+    if needs_shape(program):
+        arguments += ["*", "N: int", "K: int"]
+    stored = "; ".join(f"{t.name} {t.kind if t.kind in program.params else tensor_dtype(t)} [{', '.join(tensor_axes(t))}]"
+                       for t in program.tensors)
+    return [*wrapped(f"def unpack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
+            *indent([*_doc(f"Fields of {stored}."), *unpack_body(program)])]
+
+
+def _pack(program: Program) -> list[str]:
+    stored = [f for f in program.fields if f.name not in program.where]
+    optional = set(program.defaults)
+    arguments = [f"{f.name}: Tensor{' | None' if f.name in optional else ''}" for f in stored]
+    names = ", ".join(tensor.name for tensor in program.tensors)
+    return [*wrapped(f"def pack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
+            *indent([*_doc(f"{names} of the fields; the inverse of unpack_{program.storage}."), *pack_body(program)])]
+
+
+def needs_shape(program: Program) -> bool:
+    """Whether unpack must be told N and K: the last record may be padded, or rows lie one after the other."""
+    return any(placement.flat for tensor in program.tensors for placement in tensor.placements) or \
+        any(not var.exact for tensor in program.tensors for var in tensor.vars)
+
+
+def _decode(programs: Sequence[Program], decoded: Decode) -> list[str]:
+    fields = sorted(decoded.fields, key=lambda f: f.name in decoded.optional)
+    arguments = [f"{f.name}: Tensor{' | None = None' if f.name in decoded.optional else ''}" for f in fields]
+    shapes = ", ".join(f"{f.name} [{', '.join(field_axes(programs, f))}]" for f in fields)
+    doc = f"Weights float32 [N, K], each operation rounded: {programs[0].spec.decode_text}.  {shapes}."
+    return [*wrapped("def decode(", arguments, ") -> Tensor:"), *indent([*_doc(doc), *decoded.lines])]
+
+
+def _encode(program: Program, decoded: Decode) -> list[str]:
+    encode = program.encode
+    assert encode is not None
+    scale = program.field(encode.roles["scale"])
+    sizes = list(program.sizes)
+    types = [key for key, value in program.params.items() if isinstance(value, str)]
+    rows, columns = (_block(program, scale, axis) for axis in "nk")
+    arguments = ["weight"]
+    for role, field in encode.roles.items():
+        kind = program.field(field).kind
+        arguments.append(f"{role}={kind}" if kind in program.params else f'{role}="{kind}"')
+    arguments += [f"rows={rows}", f"columns={columns}", f"axes={len(scale.index)}"]
+    arguments += [f"{key}={_literal(value)}" for key, value in encode.options.items()]
+    arguments += [f"offset={encode.offset}"] if encode.offset else []
+    # What the scheme returns: the code first, the zero point if there is one, the scale.
+    order = [encode.roles[role] for role in ("code", "zero", "scale") if role in encode.roles]
+    open_options = [option for option in SCHEMES[encode.scheme].options if option != "divisor"]
+    head = ["weight: Tensor", *(["*"] if sizes or types else []), *(f"{size}: int" for size in sizes),
+            *(f"{key}: str" for key in types), "**options: Any"]
+    fixed = [a for a in arguments if a.split("=")[0] not in open_options]
+    given = [a for a in arguments if a.split("=")[0] in open_options]
+    call = [*fixed, f"**{{{', '.join(_pair(a) for a in given)}, **options}}" if given else "**options"]
+    summary = SCHEMES[encode.scheme].summary
+    return [*wrapped("def encode(", head, ") -> dict[str, Tensor]:"),
+            *indent([*_doc(f"Fields for a float weight [N, K]: {summary}.  options: {', '.join(open_options)}."),
+                     *wrapped(f"{', '.join(order)} = {encode.scheme}(", call, ")", level=1),
+                     f"return {{{', '.join(f'{_quoted(name)}: {name}' for name in order)}}}"])]
+
+
+def _pair(argument: str) -> str:
+    key, value = argument.split("=", 1)
+    return f'"{key}": {value}'
+
+
+def _literal(value: str | int | float) -> str:
+    if value in ("true", "false"):
+        return str(value == "true")
+    return repr(value)
+
+
+def _quoted(word: str) -> str:
+    return f'"{word}"'
+
+
+def _block(program: Program, field: Field, axis: str) -> str:
+    """How many rows or columns share a value of the field, as text."""
+    index = next((i for i in field.index if axis in i.names()), None)
+    if index is None and axis == "k" and len(field.index) == 2:     # a gather: the block is that of the groups in order
+        known = program.defaults.get(str(field.index[1])) or program.where.get(str(field.index[1]))
+        index = known
+    if index is None:
+        return f"weight.shape[{'nk'.index(axis)}]"
+    return "1" if index.terms[0][0].op == "name" else str(index.terms[0][0].args[1])
+
+
+# -- description ------------------------------------------------------------------------------------------------------
+
+
+def _variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
+    first = programs[0]
+    lines = ["VARIANT = Variant(", "    fields={"]
+    for field in first.fields:
+        groups = f', groups="{axis_text(field.groups)}"' if field.groups is not None else ""
+        axes = "".join(f', "{axis}"' for axis in field_axes(programs, field))
+        lines.append(f'        "{field.name}": Field("{field.kind}"{axes}{groups}),')
+    lines += ["    },", "    storages={"]
+    for program in programs:
+        lines += indent(_storage(program), 2)
+    lines.append("    },")
+    tail = ["decode=decode"] + (["encode=encode"] if first.encode is not None else [])
+    if first.encode is not None:
+        options = [option for option in SCHEMES[first.encode.scheme].options if option != "divisor"]
+        tail.append(f"options={tuple(options)!r}".replace("'", '"'))
+    defaults = _defaults(programs)
+    if defaults:
+        tail.append("defaults={" + ", ".join(f'"{name}": {value}' for name, value in defaults.items()) + "}")
+    if [str(cut) for cut in decoded.cuts] != ["1", "1"]:
+        shown = [dim if str(cut) == "1" else f"ceil({dim}/{cut})" for dim, cut in zip("NK", decoded.cuts, strict=True)]
+        tail.append(f'cuts=("{shown[0]}", "{shown[1]}")')
+    if decoded.copies:
+        tail.append(f'copies="{decoded.copies}"')
+    return [*lines, *indent(wrapped("", tail, ",", level=1)), ")"]
+
+
+def _defaults(programs: Sequence[Program]) -> dict[str, str]:
+    """Fields that may be missing: an integer, or None for an index in order."""
+    found: dict[str, str] = {}
+    for program in programs:
+        for name, value in {**program.defaults, **program.where}.items():
+            found[name] = "None" if program.field(name).number is None else str(value)
+    return found
+
+
+def _storage(program: Program) -> list[str]:
+    lines = [f'"{program.storage}": Storage(', "    tensors={"]
+    for tensor in program.tensors:
+        kind = "index" if is_plain(tensor) and program.field(tensor.placements[0].field).number is None else tensor.kind
+        axes = "".join(f', "{axis}"' for axis in tensor_axes(tensor))
+        aliases = "".join(f'"{alias}", ' for alias in tensor.aliases)
+        more = (f", aliases=({aliases.rstrip(' ') if len(tensor.aliases) == 1 else aliases[:-2]})" if aliases else "") + \
+            (", optional=True" if tensor.optional else "")
+        lines.append(f'        "{tensor.name}": Stored("{kind}"{axes}{more}),')
+    lines.append("    },")
+    at = tile(program)
+    sums = 1
+    for lane in at.lanes:
+        sums *= lane.extent if lane.axis == "n" else 1
+    kernel = [f"_dequantize_{program.storage}", f"_linear_{program.storage}", f'rows="{axis_text(at.row_count)}"',
+              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
+    tail = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}"]
+    if program.where:
+        tail.append("where=(" + ", ".join(f'"{name}"' for name in program.where) + ("," if len(program.where) == 1 else "") + ")")
+    if needs_shape(program):
+        tail.append("needs_shape=True")
+    return [*lines, "    " + ", ".join(tail) + ",", f"    kernels=Kernels({', '.join(kernel)}),", "),"]
+
+
+def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program]) -> list[str]:
+    spec = programs[0].spec
+    lines = ["FORMAT = Format(", f'    name="{spec.name}", title="{spec.title}",',
+             f'    source="{spec.origin}", formula="{spec.decode_text}",']
+    if by:
+        lines.append(f'    by=({", ".join(_quoted(key) for key in by)},),')
+        lines.append("    variants={")
+        for part in parts:
+            key = ", ".join(repr(part.params[word]) for word in by)
+            lines.append(f"        ({key},): {_part_name(by, part)}.VARIANT,".replace("'", '"'))
+        lines.append("    },")
+    else:
+        lines.append("    variants={(): VARIANT},")
+    if spec.params:
+        shown = [f'"{p.name}": {_tuple(p.values)}' for p in spec.params]
+        lines += indent(wrapped("params={", shown, "},", level=1))
+    if programs[0].sizes:
+        shown = [f'"{size}": "{size_axis(programs[0], size)}"' for size in programs[0].sizes]
+        lines += indent(wrapped("sizes={", shown, "},", level=1))
+    if spec.detect:
+        lines.append(f"    detect={_data({key.value: value for key, value in spec.detect})},")
+    surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linear", "Linear"]
+    return [*lines, ")", "SPEC = FORMAT.spec", *(f"{name} = FORMAT.{name}" for name in surface)]
+
+
+def _tuple(values: Sequence[int | str]) -> str:
+    shown = ", ".join(_quoted(value) if isinstance(value, str) else str(value) for value in values)
+    return f"({shown},)" if len(values) == 1 else f"({shown})"
+
+
+def _data(value: object) -> str:
+    """Detection rules as literals: names of parameters stay text, integers are numbers."""
+    if isinstance(value, Text):
+        return value.value if value.value.lstrip("-").isdigit() else _quoted(value.value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_data, value))}]"
+    assert isinstance(value, dict)
+    return "{" + ", ".join(f'"{key}": {_data(item)}' for key, item in value.items()) + "}"
+
+
+# -- header -----------------------------------------------------------------------------------------------------------
+
+
+def _header(programs: Sequence[Program], title: str = "") -> list[str]:
+    spec = programs[0].spec
+    digest = hashlib.sha256(spec.source.text.encode()).hexdigest()
+    lines = [f'"""{spec.name}{f" at {title}" if title else ""}: {spec.title}.' if spec.title else f'"""{spec.name}.', "",
+             f"    w = {spec.decode_text}", "    float32, rounded after each operation", ""]
+    for field in programs[0].fields:
+        number = f"index into {axis_text(field.groups)} groups" if field.groups is not None else field.kind
+        lines.append(f"    {field.name:<6} {number:<6} [{', '.join(field_axes(programs, field))}]")
+    lines.append("")
+    for program in programs:
+        bits = bits_per_weight(program)
+        only = "" if len({tuple(p.params.items()) for p in programs}) == 1 else \
+            " at " + ", ".join(f"{k} = {v}" for k, v in program.params.items())
+        lines.append(f"    {program.storage}{only}: {_bits(bits)} bits per weight")
+    path = f"specs/{spec.name}.yaml"
+    return [*lines, "", f"Built from {path} (sha256 {digest[:16]}) by qdsl {qdsl.__version__}.  Do not edit: change the spec",
+            f"and run `qdsl build {path}`.", '"""', ""]
+
+
+def _bits(bits: Fraction) -> str:
+    return f"{float(bits):.6g}"
+
+
+def _imports(body: Sequence[str]) -> list[str]:
+    """Imports of what the body uses."""
+    text = "\n".join(body)
+    runtime = [word for word in ("Field", "Format", "Kernels", "Storage", "Stored", "Variant", "cdiv", "device", "integer", "pad")
+               if f"{word}(" in text or f"{word}." in text or word == "Format"]
+    floats = [word for word in FLOATS if f" {word}(" in text or f"({word}(" in text]
+    schemes = [word for word in SCHEMES if f" {word}(" in text]
+    lines = ["from typing import Any", ""] if "Any" in text else []
+    lines += ["import torch", "import triton", "import triton.language as tl", "from torch import Tensor", ""]
+    lines += [f"from qdsl.encode import {', '.join(schemes)}"] if schemes else []
+    lines.append(f"from qdsl.runtime import {', '.join(runtime)}")
+    lines += [f"from qdsl.runtime.numbers import {', '.join(floats)}"] if floats else []
+    return lines
+
+
+def _doc(text: str) -> list[str]:
+    """A docstring, broken between words at the width."""
+    words = text.split(" ")
+    rows = ['"""']
+    for word in words:
+        if len(rows[-1]) + len(word) > 112:
+            rows.append("")
+        rows[-1] += word if rows[-1] in ("", '"""') else f" {word}"
+    if len(rows) == 1:
+        return [rows[0] + '"""']
+    return [*rows, '"""']

@@ -1,0 +1,163 @@
+"""The torch reference, writing: from fields to stored tensors, the inverse of unpack."""
+
+from __future__ import annotations
+
+from qdsl.emit.digits import Cut
+from qdsl.emit.lines import indent, named
+from qdsl.emit.tensors import (
+    Unsupported, bare, count, cut_slice, element_labels, field_dtype, field_shifted, is_plain, is_signed, records_name,
+    sizes, tensor_dtype, to_axes, variables,
+)
+from qdsl.emit.views import BYTES, Chain, Label, region
+from qdsl.ir.program import Field, Placement, Program, Tensor
+from qdsl.layout import Slice
+
+
+def pack_body(program: Program) -> list[str]:
+    """Statements that turn fields into a dict of stored tensors."""
+    lines: list[str] = []
+    entries: list[str] = []
+    optional: list[str] = []
+    for tensor in program.tensors:
+        chain = _plain(program, tensor) if is_plain(tensor) else _records(program, tensor, lines)
+        text = to_axes(tensor, chain)
+        if tensor.optional:
+            optional += [f"if {tensor.placements[0].field} is not None:", f'    tensors["{tensor.name}"] = {text}']
+        else:
+            entries.append(f'"{tensor.name}": {text},')
+    if not optional:
+        return [*lines, "return {", *indent(entries), "}"]
+    return [*lines, "tensors = {", *indent(entries), "}", *optional, "return tensors"]
+
+
+def _plain(program: Program, tensor: Tensor) -> Chain:
+    field = program.field(tensor.placements[0].field)
+    text = field_shifted(tensor, field, field.name, +1)
+    if field_dtype(field) != tensor_dtype(tensor):
+        text += f".view(torch.{tensor_dtype(tensor)})"
+    return Chain(text, tuple(variables(tensor)))
+
+
+def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
+    """Records as elements of the tensor, words last."""
+    size = tensor.record_bits // 8
+    parts = [(placement, part) for placement in tensor.placements for part in placement.slices]
+    order = variables(tensor)
+    if len(parts) == 1 and parts[0][1].width * count(parts[0][0]) == tensor.record_bits:
+        placement, part = parts[0]
+        field = program.field(placement.field)
+        cuts = cut_slice(tensor, placement, part)
+        split = _split(tensor, placement, field, cuts, lines)
+        value = _value(field, cuts, cuts.skips[0], split, [*order, *cuts.bytes_])
+        value = value.flatten(len(order), len(value.labels) - len(order), BYTES)
+        fresh = value.text.startswith(("(", "sum(")) and value.text.endswith(")") and bare(value.text) != value.text
+        chain = Chain(named(lines, records_name(program, tensor), bare(value.text)), value.labels)
+    else:
+        chain = Chain(records_name(program, tensor), (*order, BYTES))
+        lines.append(_allocate(tensor, chain.text, size))
+        for placement, part in parts:
+            _store(program.field(placement.field), tensor, placement, part, chain, lines)
+        fresh = True
+    if tensor_dtype(tensor) != "uint8":
+        chain = chain.call(f"{'' if fresh else 'contiguous().'}view(torch.{tensor_dtype(tensor)})")
+    return chain if tensor.words > 1 else Chain(f"{chain.text}.squeeze(-1)", chain.labels[:-1])
+
+
+def _allocate(tensor: Tensor, name: str, size: int) -> str:
+    """Zeroed records for every value of the tensor's variables."""
+    lengths: dict[str, str] = {}
+    for placement in sorted(tensor.placements, key=count):
+        for axis, (var, tile) in enumerate(placement.tiles):
+            length = f"{placement.field}.shape[{axis}]"
+            exact = not var or tensor.var(var).exact
+            lengths.setdefault(var, length if tile == 1 else f"{length} // {tile}" if exact else f"cdiv({length}, {tile})")
+    shown = ", ".join([*(lengths[str(var)] for var in variables(tensor)), str(size)])
+    return f"{name} = torch.zeros({shown}, dtype=torch.uint8, device={tensor.placements[0].field}.device)"
+
+
+def _store(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> None:
+    """Write one slice into zeroed records: assigned where it has its bytes for itself, else or-ed."""
+    cuts = cut_slice(tensor, placement, part)
+    split = _split(tensor, placement, field, cuts, lines)
+    others = [other for p in tensor.placements for other in p.slices if other is not part]
+    shared = any(_may_share(part, other) for other in others) or len(cuts.skips) > 1
+    for skip in cuts.skips:
+        found = region(records, cuts, skip, tensor.record_bits // 8)
+        if found is None:
+            raise Unsupported(f"the bytes of '{field.name}' in '{tensor.name}' are too scattered for a view")
+        target, digits = found
+        value = _value(field, cuts, skip, split, list(target.labels[:-1]) + list(digits))
+        keep = len(target.labels) - 1
+        value = value.flatten(keep, len(value.labels) - keep, BYTES)
+        left = target.text if target.text.endswith("]") else f"{target.text}[...]"
+        lines.append(f"{left} {'|=' if shared else '='} {bare(value.text)}")
+
+
+def _may_share(a: Slice, b: Slice) -> bool:
+    """Whether two slices may have a byte in common."""
+    def ends(part: Slice) -> tuple[int, int]:
+        first = part.offset + sum(layout.first for layout in part.dims)
+        last = part.offset + sum(layout.last for layout in part.dims) + part.width - 1
+        return first // 8, last // 8
+    (first, last), (low, high) = ends(a), ends(b)
+    return first <= high and low <= last
+
+
+def _split(tensor: Tensor, placement: Placement, field: Field, cuts: Cut, lines: list[str]) -> Chain:
+    """The field with one axis per variable and digit, padded to whole records where it may be ragged."""
+    text = field_shifted(tensor, field, field.name, +1)
+    partial = not cuts.whole or cuts.part.width < field.bits
+    if is_signed(field) and field.bits <= 8 and partial:
+        text += ".view(torch.uint8)"
+    if field.number is not None and field.number.is_float and field_dtype(field) != "uint8" and partial:
+        text += f".view(torch.{'uint8' if field.bits == 8 else f'int{field.bits}'})"
+    if placement.flat:
+        text += ".flatten()"
+    text = _padded(tensor, placement, field, text)
+    wanted = element_labels(placement, cuts)
+    chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(wanted))))
+    for axis in reversed(range(len(wanted))):
+        chain = chain.unflatten(axis, wanted[axis], sizes(wanted[axis]))
+    return Chain(named(lines, f"{field.name}_split", chain.text), chain.labels) if len(cuts.lanes) > 1 else chain
+
+
+def _padded(tensor: Tensor, placement: Placement, field: Field, text: str) -> str:
+    tiles = [0 if not name or tensor.var(name).exact else tile for name, tile in placement.tiles]
+    if not any(tiles):
+        return text
+    lengths = [f"{field.name}.numel()"] if placement.flat else [f"{field.name}.shape[{i}]" for i in range(len(tiles))]
+    amounts = [f"0, -{length} % {tile}" if tile else "0, 0" for length, tile in zip(lengths, tiles, strict=True)]
+    return f"pad({text}, ({', '.join(reversed(amounts))}))"
+
+
+def _value(field: Field, cuts: Cut, skip: int, split: Chain, order: list[Label]) -> Chain:
+    """The bytes that a slice's lanes at byte `skip` contribute: axes in `order`, then a container's bytes if several."""
+    if cuts.whole and cuts.part.width == field.bits:
+        chain = split.permute(order)
+        if cuts.container == 1:
+            return chain if field_dtype(field) == "uint8" else chain.call("view(torch.uint8)")
+        return Chain(f"{chain.text}.unsqueeze(-1).contiguous().view(torch.uint8)", (*order, BYTES))
+    lanes = [lane for lane in cuts.lanes if lane.skip == skip]
+    wide = {1: "", 2: ".to(torch.int32)", 3: ".to(torch.int32)"}.get(cuts.container, ".to(torch.int64)")
+    if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes):
+        lane = split.pick({cuts.bits[0]: "i"})
+        text = f"sum({_masked(field, cuts.part, lane.text)}{wide} << {cuts.bits[0].stride} * i for i in range({len(lanes)}))"
+    else:
+        texts: list[str] = []
+        for each in lanes:
+            lane = split.select(dict(zip(cuts.bits, each.values, strict=True)))
+            texts.append(_masked(field, cuts.part, lane.text) + wide + (f" << {each.shift}" if each.shift else ""))
+        text = f"({' | '.join(texts)})" if len(texts) > 1 else texts[0]
+    value = Chain(text, lane.labels).permute(order)
+    if not wide:
+        return value
+    return Chain(f"{value.text}.unsqueeze(-1).view(torch.uint8)[..., :{cuts.container}]", (*order, BYTES))
+
+
+def _masked(field: Field, part: Slice, text: str) -> str:
+    """The slice's bits of an element, at bit 0."""
+    if part.width == field.bits and not is_signed(field):
+        return text
+    shown = f"{text} >> {part.lo}" if part.lo else text
+    keep = part.lo + part.width < field.bits or is_signed(field)
+    return f"({shown} & {(1 << part.width) - 1})" if keep else f"({shown})"

@@ -1,0 +1,142 @@
+"""Stored tensors and fields as torch sees them: dtypes, axes and their order; shared by unpack and pack."""
+
+from __future__ import annotations
+
+from math import prod
+
+from qdsl.emit.digits import Cut, coordinate, cut
+from qdsl.emit.views import BYTES, Chain, Label
+from qdsl.ir.program import Field, Placement, Program, Tensor
+from qdsl.layout import Slice
+
+TORCH_FLOATS = {
+    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+    "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
+}
+
+
+class Unsupported(Exception):
+    """A layout that views and shifts cannot express."""
+
+
+def field_dtype(field: Field) -> str:
+    """The torch dtype in which a field is held."""
+    number = field.number
+    if number is None or number.bits > 8 and not number.is_float:
+        return "int32"
+    return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else "int8" if number.kind == "signed" else "uint8"
+
+
+def tensor_dtype(tensor: Tensor) -> str:
+    """The torch dtype of a stored tensor."""
+    number = tensor.element
+    return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else \
+        "uint8" if number.name == "u8" else f"int{number.bits}"
+
+
+def is_signed(field: Field) -> bool:
+    return field.number is not None and field.number.kind == "signed"
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether an element of the tensor is an element of its one field, so that no bytes need to be cut."""
+    if len(tensor.placements) != 1 or tensor.words != 1:
+        return False
+    placement = tensor.placements[0]
+    return not placement.flat and all(extent == 1 for extent in placement.extents) \
+        and [part.width for part in placement.slices] == [tensor.element.bits]
+
+
+def count(placement: Placement) -> int:
+    """Elements of the field in one record."""
+    return prod(placement.extents)
+
+
+def records_name(program: Program, tensor: Tensor) -> str:
+    """What the bytes of a tensor's records are called: r where there is one such tensor."""
+    return "r" if sum(not is_plain(t) for t in program.tensors) == 1 else f"{tensor.name}_bytes"
+
+
+def variables(tensor: Tensor) -> list[Label]:
+    """A tensor's variables in the order of the coordinates that they carry, rows first."""
+    order: list[Label] = []
+    for placement in sorted(tensor.placements, key=lambda p: -len(p.tiles)):
+        order += [name for name, _ in placement.tiles if name and name not in order]
+    return order
+
+
+def element_labels(placement: Placement, cuts: Cut) -> list[list[Label]]:
+    """Per coordinate of a field: the variable, then the digits inside the record, slowest first."""
+    digits = [*cuts.bytes_, *cuts.bits]
+    return [[*([name] if name else []), *coordinate(digits, axis)] for axis, (name, _) in enumerate(placement.tiles)]
+
+
+def sizes(labels: list[Label]) -> list[int]:
+    """Extents of digits, 0 for variables and bytes, which torch works out."""
+    return [0 if isinstance(label, str) else label.extent for label in labels]
+
+
+def cut_slice(tensor: Tensor, placement: Placement, part: Slice) -> Cut:
+    found = cut(part)
+    if found is None:
+        raise Unsupported(f"the bits of '{placement.field}' in '{tensor.name}' do not fit containers of up to 8 bytes")
+    return found
+
+
+def in_order(tensor: Tensor) -> Chain:
+    """The stored tensor with its axes in the order of `variables`; BYTES last where words are an axis of their own."""
+    order = variables(tensor)
+    labels: list[Label] = [axis.digits[0] or BYTES if axis.digits else BYTES for axis in tensor.axes]
+    text = shifted(tensor, tensor.name, -1)
+    for i in reversed(range(len(labels))):
+        if labels[i] == BYTES and (tensor.words == 1 or not tensor.axes[i].digits):
+            text += f".squeeze({i})"
+            del labels[i]
+    chain = Chain(text, tuple(labels))
+    if BYTES in labels:
+        return chain.permute([*order, BYTES])
+    mixed = [axis.digits[0] for axis in tensor.axes if len(axis.digits) == 2 and tensor.words > 1]
+    if mixed and mixed[0] != order[-1]:
+        split = chain.unflatten(labels.index(mixed[0]), [mixed[0], BYTES], [0, tensor.words])
+        return split.permute([*order, BYTES])
+    return chain.permute(order)
+
+
+def to_axes(tensor: Tensor, chain: Chain) -> str:
+    """The way back: from the order of `variables`, words last, to the stored tensor's axes."""
+    word: list[Label] = [BYTES] if tensor.words > 1 else []
+    groups = [[digit or BYTES for digit in axis.digits if digit or word] for axis in tensor.axes]
+    moved = chain.permute([label for group in groups for label in group])
+    if moved.text != chain.text:
+        moved = moved.call("contiguous()")
+    for i, group in enumerate(groups):
+        moved = moved.flatten(i, len(group), f"axis {i}")
+    return bare(shifted(tensor, moved.text, +1))
+
+
+def shifted(tensor: Tensor, text: str, sign: int) -> str:
+    """What the file holds of what the record packs (sign 1) or the reverse (sign -1), where `stored` speaks of words."""
+    if tensor.stored is None or tensor.stored.field is not None:
+        return text
+    amount = sign * tensor.stored.amount
+    return f"({text} {'-' if amount < 0 else '+'} {abs(amount):#x})"
+
+
+def field_shifted(tensor: Tensor, field: Field, text: str, sign: int) -> str:
+    """The same for `stored` on one field."""
+    if tensor.stored is None or tensor.stored.field != field.name:
+        return text
+    amount = sign * tensor.stored.amount
+    return f"({text} {'-' if amount < 0 else '+'} {abs(amount)} & {(1 << field.bits) - 1})"
+
+
+def bare(text: str) -> str:
+    """Without parentheses around the whole."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[1:-1] if i == len(text) - 1 else text
+    return text

@@ -1,0 +1,170 @@
+"""The torch reference, reading: from stored tensors to fields.
+
+Fields are torch tensors: uint8 for codes up to 8 bits, int8 for signed ones, int32 above, and the float's own dtype where
+torch has it.
+"""
+
+from __future__ import annotations
+
+from qdsl.emit.digits import Cut, Digit
+from qdsl.emit.lines import indent, named
+from qdsl.emit.tensors import (
+    Unsupported, bare, cut_slice, element_labels, field_dtype, field_shifted, in_order, is_plain, is_signed, records_name,
+    sizes, tensor_dtype, variables,
+)
+from qdsl.emit.views import BYTES, Chain, Label, region
+from qdsl.ir import index as ix
+from qdsl.ir.program import Field, Placement, Program, Tensor
+from qdsl.layout import Slice
+
+
+def unpack_body(program: Program) -> list[str]:
+    """Statements that turn the stored tensors into a dict of fields."""
+    lines: list[str] = []
+    parts: dict[str, list[tuple[int, str]]] = {}
+    for tensor in program.tensors:
+        if is_plain(tensor):
+            field = program.field(tensor.placements[0].field)
+            parts.setdefault(field.name, []).append((0, _plain(tensor, field)))
+            continue
+        name = records_name(program, tensor)
+        lines.append(f"{name} = {_records(tensor)}")
+        records = Chain(name, (*variables(tensor), BYTES))
+        for placement in tensor.placements:
+            for part in placement.slices:
+                text = _slice(program.field(placement.field), tensor, placement, part, records, lines)
+                if len(placement.slices) > 1:
+                    text = named(lines, f"{placement.field}_{'high' if part.lo else 'low'}", bare(text))
+                parts.setdefault(placement.field, []).append((part.lo, text))
+    optional = {tensor.placements[0].field: tensor.name for tensor in program.tensors if tensor.optional}
+    stored = [field for field in program.fields if field.name in parts]
+    entries = [f'"{f.name}": {_join(f, parts[f.name])},' for f in stored if f.name not in optional]
+    if len(optional) == 0:
+        return [*lines, "return {", *indent(entries), "}"]
+    lines += ["fields = {", *indent(entries), "}"]
+    for field in stored:
+        if field.name in optional:
+            lines += [f"if {optional[field.name]} is not None:",
+                      f'    fields["{field.name}"] = {_join(field, parts[field.name])}']
+    return [*lines, "return fields"]
+
+
+def _plain(tensor: Tensor, field: Field) -> str:
+    text = in_order(tensor).text
+    if tensor_dtype(tensor) != field_dtype(field):
+        text += f".view(torch.{field_dtype(field)})"
+    return field_shifted(tensor, field, text, -1)
+
+
+def _records(tensor: Tensor) -> str:
+    """The tensor as bytes, one record along the last axis."""
+    chain = in_order(tensor)
+    text = chain.text
+    if tensor_dtype(tensor) != "uint8":
+        text += (".contiguous()" if text != tensor.name else "") + ".view(torch.uint8)"
+    elif tensor.words == 1:
+        return f"{text}.unsqueeze(-1)"
+    return text if BYTES in chain.labels else f"{text}.unflatten(-1, (-1, {tensor.record_bits // 8}))"
+
+
+def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> str:
+    """The bits of one slice for all elements, in the field's shape."""
+    cuts = cut_slice(tensor, placement, part)
+    if cuts.whole and cuts.container in (1, 2, 4) and part.width == field.bits:
+        chain = _typed(field, tensor, cuts, records)
+    else:
+        chain = _lanes(field, tensor, cuts, records, lines)
+    wanted = element_labels(placement, cuts)
+    chain = chain.permute([label for group in wanted for label in group])
+    for axis, group in enumerate(wanted):
+        chain = chain.flatten(axis, len(group), f"axis {axis}")
+    return field_shifted(tensor, field, _cropped(tensor, placement, field, chain.text), -1)
+
+
+def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> tuple[Chain, tuple[Digit, ...]]:
+    found = region(records, cuts, skip, tensor.record_bits // 8)
+    if found is None:
+        raise Unsupported(f"the bytes of a field in '{tensor.name}' are too scattered for a view")
+    return found
+
+
+def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
+    """Bytes as the elements that they are."""
+    chain, digits = _region(tensor, cuts, records, 0)
+    if cuts.container > 1:
+        chain = chain.call("contiguous()")
+    if field_dtype(field) != "uint8":
+        chain = chain.call(f"view(torch.{field_dtype(field)})")
+    return chain.unflatten(len(chain.labels) - 1, digits, sizes(list(digits)))
+
+
+def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[str]) -> Chain:
+    """Containers shifted and masked once per lane, stacked along a new axis where there are several lanes."""
+    sources = {skip: _container(tensor, cuts, records, skip) for skip in cuts.skips}
+    one = sources[cuts.skips[0]]
+    if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
+        name = named(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}", one.text)
+        sources = {cuts.skips[0]: Chain(name, one.labels)}
+    texts = [_extract(sources[lane.skip].text, str(lane.shift), cuts) for lane in cuts.lanes]
+    narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""
+    if len(texts) == 1:
+        return Chain(f"({texts[0]}){narrow}", one.labels)
+    place = _place(one.labels, cuts.bits[0])
+    listed = ", ".join(texts)
+    if len(texts) > 2 and len(cuts.bits) == 1 and len(sources) == 1 and cuts.lanes[0].shift == 0:
+        text = sources[cuts.skips[0]].text
+        listed = f"{text} >> {cuts.bits[0].stride} * i & {(1 << cuts.part.width) - 1} for i in range({len(texts)})"
+    stacked = Chain(f"torch.stack([{listed}], {place - len(one.labels) - 1}){narrow}",
+                    (*one.labels[:place], BYTES, *one.labels[place:]))
+    return stacked.unflatten(place, cuts.bits, [d.extent for d in cuts.bits])
+
+
+def _container(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> Chain:
+    """The containers as integers, one axis per byte digit."""
+    chain, digits = _region(tensor, cuts, records, skip)
+    labels: tuple[Label, ...] = (*digits, BYTES) if cuts.container > 1 else digits
+    shape = [*sizes(list(digits)), cuts.container] if cuts.container > 1 else sizes(list(digits))
+    chain = chain.unflatten(len(chain.labels) - 1, labels, shape)
+    return Chain(f"integer({chain.text})", chain.labels[:-1]) if cuts.container > 1 else chain
+
+
+def _place(labels: tuple[Label, ...], lane: Digit) -> int:
+    """Where the new axis stands so that the coordinates' digits are in order: before the first faster digit."""
+    for place, label in enumerate(labels):
+        if isinstance(label, Digit) and (label.axis, -label.weight) > (lane.axis, -lane.weight):
+            return place
+    return len(labels)
+
+
+def _extract(text: str, shift: str, cuts: Cut) -> str:
+    """`text >> shift & mask`, without the parts that do nothing."""
+    shown = f"{text} >> {shift}" if shift != "0" else text
+    top = cuts.container == 1 and int(shift) + cuts.part.width == 8
+    return shown if top else f"{shown} & {(1 << cuts.part.width) - 1}"
+
+
+def _cropped(tensor: Tensor, placement: Placement, field: Field, text: str) -> str:
+    """Without the padding of the last record, where there may be some; flat positions in rows again."""
+    if placement.flat:
+        return f"{text}[:N * K].unflatten(0, (N, K))"
+    shown = [":" if not name or tensor.var(name).exact else f":{ix.text(extent)}"
+             for (name, _), extent in zip(placement.tiles, field.extents, strict=True)]
+    return text if set(shown) <= {":"} else f"{text}[{', '.join(shown)}]"
+
+
+def _join(field: Field, parts: list[tuple[int, str]]) -> str:
+    """A field of its slices, low bits first, with its sign and type."""
+    number = field.number
+    typed = len(parts) == 1 and (number is None or not is_signed(field) or number.bits == 8)
+    if typed:
+        return bare(parts[0][1])
+    wide = ".to(torch.int32)" if field.bits > 8 else ""
+    text = " | ".join(f"{text}{wide}" if lo == 0 else f"{text}{wide} << {lo}" for lo, text in sorted(parts))
+    if is_signed(field):
+        half = 1 << field.bits - 1
+        view = f"({text}).view(torch.int8)" if field.bits <= 8 else f"({text})"
+        return view if field.bits in (8, 32) else f"({view} ^ {half}) - {half}"
+    if number is not None and number.is_float and field_dtype(field) != "uint8":
+        short = ".to(torch.int16)" if number.bits == 16 else ".to(torch.uint8)" if number.bits == 8 else ""
+        return f"({text}){short}.view(torch.{field_dtype(field)})"
+    return text

@@ -1,0 +1,49 @@
+"""Scales from the largest magnitude of a block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, shaped, stored_scale
+
+
+def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float, offset: int = 0,
+           by: str = "stored", ties: str = "even") -> tuple[Tensor, Tensor]:
+    """(codes, scales) of w = scale * (code - offset), with scale = largest magnitude / divisor.
+
+    rows, columns: the block that shares a scale; axes: how many axes the scale field has.
+    by 'stored': codes are w / the stored scale (compressed-tensors); 'exact': w * (1 / the exact scale) (ggml);
+    'inverse': the exact inverse divisor / largest comes first, codes are w times it, and its reciprocal is stored
+    (transformers).  A block of zeros has codes of zero; its scale is the dtype's epsilon ('stored'), 0 or 1 / divisor.
+    """
+    blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
+    return _encode(weight, blocks, blocks.abs().amax((1, 3), keepdim=True), code, scale, axes, divisor, offset, by, ties)
+
+
+def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float, offset: int = 0,
+            by: str = "stored", ties: str = "even") -> tuple[Tensor, Tensor]:
+    """As absmax, with scale = the value of largest magnitude, sign and all, / divisor; of equals, the first counts (ggml)."""
+    blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
+    flat = blocks.permute(0, 2, 1, 3).flatten(2)
+    at = flat.abs().argmax(2, keepdim=True)
+    largest = flat.gather(2, at).permute(0, 2, 1).unsqueeze(-1)
+    return _encode(weight, blocks, largest, code, scale, axes, divisor, offset, by, ties)
+
+
+def _encode(weight: Tensor, blocks: Tensor, largest: Tensor, code: str, scale: str, axes: int, divisor: float, offset: int,
+            by: str, ties: str) -> tuple[Tensor, Tensor]:
+    if by == "inverse":
+        factor = divisor / torch.where(largest == 0, torch.ones_like(largest), largest)
+        stored = stored_scale(1 / factor, scale)
+        scaled = blocks * factor
+    elif by == "exact":
+        exact = largest / divisor
+        stored = stored_scale(exact, scale)
+        scaled = blocks * torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
+    else:
+        exact = largest / divisor
+        stored = stored_scale(torch.where(exact == 0, torch.full_like(exact, torch.finfo(exact.dtype).eps), exact), scale)
+        used = stored.to(blocks.dtype)
+        scaled = torch.where(used == 0, torch.zeros_like(blocks), blocks / used)
+    return join_blocks(codes(scaled, code, ties, offset), *weight.shape), shaped(stored, axes).contiguous()

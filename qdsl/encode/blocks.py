@@ -1,0 +1,66 @@
+"""Weights cut into blocks that share a scale, and values turned into codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qdsl.numbers import number
+from qdsl.runtime.layout import FLOATS
+from qdsl.runtime.match import torch_dtype
+from qdsl.runtime.numbers import to_minifloat
+from qdsl.runtime.packed import FormatError
+
+
+def cut_blocks(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """[N, K] as [N / rows, rows, K / columns, columns], with zeros where the last blocks are short."""
+    n, k = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -k % columns, 0, -n % rows)) if n % rows or k % columns else weight
+    return padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+
+
+def join_blocks(blocks: Tensor, n: int, k: int) -> Tensor:
+    """The way back, without the padding."""
+    return blocks.flatten(2).flatten(0, 1)[:n, :k].contiguous()
+
+
+def arithmetic(weight: Tensor, scale: str) -> Tensor:
+    """The weight in the dtype that scales are computed in: its own where scales are stored in it, else float32."""
+    return weight if weight.dtype == FLOATS.get(scale) else weight.float()
+
+
+def stored_scale(exact: Tensor, scale: str) -> Tensor:
+    """A scale as it is stored.  Raises FormatError where it becomes infinite."""
+    stored = exact.to(FLOATS[scale])
+    bad = torch.nonzero(~torch.isfinite(stored.float()) & torch.isfinite(exact.float()))
+    if bad.numel():
+        where = tuple(int(i) for i in bad[0])
+        raise FormatError(f"the scale {float(exact[where]):g} of block {[where[0], where[2]]} does not fit {scale}")
+    return stored
+
+
+def shaped(values: Tensor, axes: int) -> Tensor:
+    """Per-block values [R, 1, C, 1] as the field has them: with both axes, rows alone, or none."""
+    both = values[:, 0, :, 0]
+    return both if axes == 2 else both[:, 0] if axes == 1 else both[0, 0]
+
+
+def codes(values: Tensor, code: str, ties: str, offset: int = 0) -> Tensor:
+    """The codes nearest to values + offset, cut to the type's range.
+
+    ties: 'even', 'away' (from zero) or 'up', for integers; floats round to even.
+    """
+    kind = number(code)
+    assert kind is not None
+    if kind.is_float:
+        cut = values.clamp(-kind.largest, kind.largest)
+        return cut.to(FLOATS[code]) if code in FLOATS else to_minifloat(cut.float(), code)
+    if ties == "even":
+        whole = torch.round(values) + offset
+    elif ties == "away":
+        size = values.abs()
+        floor = size.floor()
+        whole = torch.copysign(floor + (size - floor >= 0.5), values) + offset
+    else:
+        whole = torch.floor(values + (offset + 0.5))
+    return whole.clamp(kind.low, kind.high).to(torch_dtype(code))

@@ -1,0 +1,189 @@
+"""What a format means: one typed program for each storage and each choice of the parameters that shape its bits.
+
+Passes fill a `Program` from left to right (params, fields, tensors, values, units); printers read it and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qdsl.ir.index import Facts, Index
+from qdsl.layout import Line, Slice
+from qdsl.numbers import Number
+from qdsl.spec.model import Spec
+from qdsl.spec.source import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field: its type (None for an index into `groups`), and what it is subscripted by for weight [n, k].
+
+    `kind` is the type as the spec names it: a number type, 'index', or a parameter that lists types.  `index` is over n, k,
+    size parameters and the names of index fields (a gather); `extents` is the shape of the field.
+    """
+
+    name: str
+    kind: str
+    number: Number | None
+    index: tuple[Index, ...]
+    extents: tuple[Index, ...]
+    groups: Index | None
+    span: Span
+
+    @property
+    def bits(self) -> int:
+        return self.number.bits if self.number else 32
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    """A digit of a tensor's axis: `t < extent`.  `exact` says that the extent divides evenly, so nothing is padding."""
+
+    name: str
+    extent: Index
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One physical axis: the product of its digits, slowest first; '' stands for the word."""
+
+    digits: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a field lies in a tensor: per coordinate (variable, tile), coordinate = tile * variable + local, and slices.
+
+    `flat` says that the one coordinate is the position n * K + k of a two-dimensional field.  `slices` is
+    empty until the layouts are inferred.
+    """
+
+    field: str
+    tiles: tuple[tuple[str, int], ...]
+    flat: bool
+    slices: tuple[Slice, ...] = ()
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The box of elements that one record holds."""
+        return tuple(tile for _, tile in self.tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """stored = packed + amount modulo 2^bits, on the words of a tensor (`field` None) or on one field; amount is signed."""
+
+    field: str | None
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A stored tensor: records of `record_bits`, each along the word digit of an axis, in elements of `element`.
+
+    `kind` is the element type as the spec names it.
+    """
+
+    name: str
+    kind: str
+    element: Number
+    vars: tuple[Var, ...]
+    axes: tuple[Axis, ...]
+    lines: tuple[Line, ...]
+    record_bits: int
+    placements: tuple[Placement, ...]
+    stored: Add | None
+    optional: bool
+    aliases: tuple[str, ...]
+    span: Span
+
+    @property
+    def words(self) -> int:
+        """Elements of one record."""
+        return self.record_bits // self.element.bits
+
+    def var(self, name: str) -> Var:
+        return next(var for var in self.vars if var.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One step of decode.  `op` is 'field', 'const', 'neg' or an operator; integers carry their range, f32 has none.
+
+    `index` is what the value varies over; two values meet at the finer of their subscripts.
+    """
+
+    op: str
+    args: tuple[int, ...]
+    name: str
+    const: int | float
+    range: tuple[int, int] | None
+    index: tuple[Index, ...]
+    span: Span = field(compare=False)
+
+    @property
+    def is_int(self) -> bool:
+        return self.range is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """The scheme that chooses codes: its roles (role -> field), options, and the constant that decode takes off a code."""
+
+    scheme: str
+    roles: Mapping[str, str]
+    options: Mapping[str, str | int | float]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A digit that a kernel unrolls: weight `axis` moves by `weight` for each of its `extent` values."""
+
+    name: str
+    axis: str
+    weight: int
+    extent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """How a kernel walks the weight: by words of `tensor`, whose variable along `last` is contiguous in memory.
+
+    `digits` are the variables of the unit, slowest first: (name, weight in k, extent or None).  `lanes` are the weights
+    of one unit.  `whole` says that the words of a record are loaded together because elements straddle them.
+    """
+
+    tensor: str
+    last: str
+    tiles: Mapping[str, int]
+    digits: tuple[tuple[str, int, int | None], ...]
+    lanes: tuple[Lane, ...]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`params` has the structural parameters' values; `sizes` names the others; `dims` are the derived extents."""
+
+    spec: Spec
+    storage: str
+    params: Mapping[str, int | str]
+    sizes: tuple[str, ...]
+    dims: Mapping[str, Index] = field(default_factory=dict)
+    facts: Facts = Facts()
+    fields: tuple[Field, ...] = ()
+    where: Mapping[str, Index] = field(default_factory=dict)
+    defaults: Mapping[str, Index] = field(default_factory=dict)
+    tensors: tuple[Tensor, ...] = ()
+    values: tuple[Value, ...] = ()
+    encode: Encode | None = None
+    units: Units | None = None
+
+    def field(self, name: str) -> Field:
+        return next(field for field in self.fields if field.name == name)
+
+    def tensor(self, name: str) -> Tensor:
+        return next(tensor for tensor in self.tensors if tensor.name == name)

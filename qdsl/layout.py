@@ -1,0 +1,354 @@
+"""Where a bit lies.
+
+A `Layout` sends a mixed-radix index to a bit position: `(32,2,4):(8,4,256)@128` puts element i at bit
+128 + 8*(i % 32) + 4*(i // 32 % 2) + 256*(i // 64).  Extents and strides are written fastest first, positions count bits
+from the least significant bit of byte 0.  A record (the author's nested loops in storage order) is walked into placed
+pieces, the pieces of a field are gathered into `Slice`s, and from there on every width, shift, proof and picture is
+arithmetic on layouts.  Each operation states its post-condition (`@post`), which tests/test_layout.py checks by brute force.
+
+This module uses the standard library only and knows nothing of formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd, prod
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A strided map from [0, size) to positions: modes are (extent, stride), fastest first."""
+
+    modes: tuple[tuple[int, int], ...] = ()
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if any(extent < 1 for extent, _ in self.modes):
+            raise ValueError(f"extents are at least 1: {self}")
+
+    @property
+    def size(self) -> int:
+        return prod(extent for extent, _ in self.modes)
+
+    @property
+    def first(self) -> int:
+        """The smallest position.   @post first == min(self(i) for i in range(size))"""
+        return self.offset + sum((extent - 1) * stride for extent, stride in self.modes if stride < 0)
+
+    @property
+    def last(self) -> int:
+        """The largest position.   @post last == max(self(i) for i in range(size))"""
+        return self.offset + sum((extent - 1) * stride for extent, stride in self.modes if stride > 0)
+
+    def __call__(self, index: int) -> int:
+        position = self.offset
+        for extent, stride in self.modes:
+            index, digit = divmod(index, extent)
+            position += digit * stride
+        return position
+
+    def __str__(self) -> str:
+        extents = ",".join(str(extent) for extent, _ in self.modes) or "1"
+        strides = ",".join(str(stride) for _, stride in self.modes) or "0"
+        return f"({extents}):({strides})@{self.offset}"
+
+
+def coalesce(layout: Layout) -> Layout:
+    """The same map with the fewest modes.
+
+    @post coalesce(L)(i) == L(i) for all i, and no mode has extent 1 or continues the one before it
+    """
+    modes: list[tuple[int, int]] = []
+    for extent, stride in layout.modes:
+        if extent == 1:
+            continue
+        if modes and stride == modes[-1][0] * modes[-1][1]:
+            modes[-1] = (modes[-1][0] * extent, modes[-1][1])
+        else:
+            modes.append((extent, stride))
+    return Layout(tuple(modes), layout.offset)
+
+
+def factor(positions: Sequence[int]) -> Layout | None:
+    """The coalesced layout through these positions, or None where they are not strided.
+
+    @post factor(P) is None or all(factor(P)(i) == P[i] for i in range(len(P)))
+    @post factor([L(i) for i in range(L.size)]) is not None
+    """
+    modes: list[tuple[int, int]] = []
+    rest = list(positions)
+    while len(rest) > 1:
+        stride = rest[1] - rest[0]
+        extent = next((i for i, p in enumerate(rest) if p != rest[0] + i * stride), len(rest))
+        while extent > 1 and not _repeats(rest, extent, stride):
+            extent -= 1
+        if extent == 1:
+            return None
+        modes.append((extent, stride))
+        rest = rest[::extent]
+    return coalesce(Layout(tuple(modes), rest[0])) if rest else None
+
+
+def _repeats(positions: Sequence[int], extent: int, stride: int) -> bool:
+    """Whether the positions are whole runs of `extent` elements, `stride` apart."""
+    return len(positions) % extent == 0 and all(
+        positions[i] == positions[i - i % extent] + i % extent * stride for i in range(len(positions)))
+
+
+def refine(layout: Layout, cuts: Iterable[int]) -> Layout | None:
+    """The same map with a mode boundary at every index weight in `cuts`; None where a mode cannot be cut there.
+
+    @post refine(L, C)(i) == L(i) for all i
+    @post every c in C with c < size is the product of the extents of the first modes
+    """
+    wanted = sorted({cut for cut in cuts if 1 < cut < layout.size})
+    modes: list[tuple[int, int]] = []
+    weight = 1
+    for extent, stride in layout.modes:
+        if extent == 1:
+            continue
+        end = weight * extent
+        begin = weight
+        for cut in [c for c in wanted if weight < c < end] + [end]:
+            if cut % begin:
+                return None
+            modes.append((cut // begin, stride * (begin // weight)))
+            begin = cut
+        weight = end
+    return Layout(tuple(modes), layout.offset)
+
+
+def inverse(layout: Layout) -> Layout:
+    """From positions back to indices, for a layout whose positions fill [offset, offset + size).
+
+    @post inverse(L)(L(i) - L.offset) == i for all i
+    Raises ValueError where positions are missing or shared.
+    """
+    modes: list[tuple[int, int]] = []
+    weights = [prod(extent for extent, _ in layout.modes[:i]) for i in range(len(layout.modes))]
+    filled = 1
+    for (extent, stride), weight in sorted(zip(layout.modes, weights, strict=True), key=lambda m: (m[0][1], -m[0][0])):
+        if extent == 1:
+            continue
+        if stride != filled:
+            raise ValueError(f"{layout} does not fill its positions: nothing or too much lies at {layout.offset + filled}")
+        modes.append((extent, weight))
+        filled *= extent
+    return Layout(tuple(modes))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`width` bits of a field, from its bit `lo`: one layout per coordinate of the field, sharing an offset.
+
+    The slice of element (i, j) lies at bits [at, at + width) of the record, at = offset + dims[0](i) + dims[1](j).
+    """
+
+    lo: int
+    width: int
+    offset: int
+    dims: tuple[Layout, ...]
+
+    def bit(self, index: Sequence[int]) -> int:
+        return self.offset + sum(layout(i) for layout, i in zip(self.dims, index, strict=True))
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return tuple(layout.size for layout in self.dims)
+
+    def __str__(self) -> str:
+        dims = [layout for layout in self.dims if layout.size > 1]
+        if len(dims) <= 1:
+            return str(Layout(dims[0].modes if dims else (), self.offset))
+        return " x ".join(str(Layout(layout.modes))[:-2] for layout in dims) + f"@{self.offset}"
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """const + sum of coefficient * variable, with integer coefficients: what a record's subscript may be."""
+
+    const: int = 0
+    terms: tuple[tuple[str, int], ...] = ()
+
+    def __call__(self, values: Mapping[str, int]) -> int:
+        return self.const + sum(coefficient * values[name] for name, coefficient in self.terms)
+
+    def coefficient(self, name: str) -> int:
+        return dict(self.terms).get(name, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item of a record line: `width` bits of an element from its bit `lo`; `field` None is padding."""
+
+    field: str | None
+    index: tuple[Affine, ...]
+    lo: Affine
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Nested loops, rightmost fastest, around items written one after the other."""
+
+    loops: tuple[tuple[str, int], ...]
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bits [lo, lo + width) of element `index` of a field, at bit `at` of its record.  `field` None is padding."""
+
+    field: str | None
+    index: tuple[int, ...]
+    lo: int
+    width: int
+    at: int
+    line: int
+    item: int
+
+
+def walk(lines: Sequence[Line]) -> Iterator[Piece]:
+    """The pieces of a record in storage order; a variable that no loop binds (a tile) counts from 0.
+
+    @post pieces are adjacent: the first is at bit 0, each next one where the last ended
+    """
+    at = 0
+    for number, line in enumerate(lines):
+        free = {name for item in line.items for form in (*item.index, item.lo) for name, _ in form.terms}
+        values = dict.fromkeys(free, 0)
+        names = [name for name, _ in line.loops]
+        for counters in product(*(range(extent) for _, extent in line.loops)):
+            values.update(zip(names, counters, strict=True))
+            for position, item in enumerate(line.items):
+                index = tuple(form(values) for form in item.index)
+                yield Piece(item.field, index, item.lo(values), item.width, at, number, position)
+                at += item.width
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """A bit of an element that is stored by no piece (`pieces` empty) or by several."""
+
+    index: tuple[int, ...]
+    bit: int
+    pieces: tuple[Piece, ...]
+
+
+def coverage(pieces: Iterable[Piece], extents: Sequence[int], bits: Iterable[int]) -> Clash | None:
+    """The first (element, bit) of a field's tile that is not stored exactly once, in index order, or None.
+
+    @post None iff each of `bits` of every element of the box `extents` is stored once, and nothing else is
+    """
+    held: dict[tuple[tuple[int, ...], int], list[Piece]] = {}
+    for piece in pieces:
+        for bit in range(piece.lo, piece.lo + piece.width):
+            held.setdefault((piece.index, bit), []).append(piece)
+    wanted = sorted(bits)
+    for index in product(*(range(extent) for extent in extents)):
+        for bit in wanted:
+            owners = held.pop((index, bit), [])
+            if len(owners) != 1:
+                return Clash(index, bit, tuple(owners))
+    for (index, bit), owners in sorted(held.items()):
+        return Clash(index, bit, tuple(owners))
+    return None
+
+
+def gather(pieces: Sequence[Piece]) -> tuple[Slice, ...] | None:
+    """The slices of one field from its pieces in one record, lowest bits first; None where they are not strided.
+
+    Bits of an element that lie together in every element share a slice, so a field stored whole has one slice and a
+    field cut in two (Q4_K's scales) has two.  Every element must have the same bits in the record (see `coverage`).
+
+    @post for every piece and every t < width: some slice s has s.lo <= piece.lo + t < s.lo + s.width and
+          s.bit(piece.index) + piece.lo + t - s.lo == piece.at + t
+    """
+    where = {(piece.index, piece.lo + t): piece.at + t for piece in pieces for t in range(piece.width)}
+    indices = sorted({index for index, _ in where})
+    bits = sorted({bit for _, bit in where})
+    extents = tuple(1 + max(index[axis] for index in indices) for axis in range(len(indices[0])))
+    slices: list[Slice] = []
+    while bits:
+        lo = bits.pop(0)
+        width = 1
+        while bits and bits[0] == lo + width and all(where[i, lo + width] == where[i, lo] + width for i in indices):
+            bits.pop(0)
+            width += 1
+        found = _strided({index: where[index, lo] for index in indices}, extents)
+        if found is None:
+            return None
+        slices.append(Slice(lo, width, *found))
+    return tuple(slices)
+
+
+def _strided(where: Mapping[tuple[int, ...], int], extents: Sequence[int]) -> tuple[int, tuple[Layout, ...]] | None:
+    """Offset and one layout per axis of positions over a box, where the axes add up; else None."""
+    origin = (0,) * len(extents)
+    offset = where[origin]
+    dims: list[Layout] = []
+    for axis, extent in enumerate(extents):
+        line = [where[(*origin[:axis], i, *origin[axis + 1:])] - offset for i in range(extent)]
+        layout = factor(line)
+        if layout is None:
+            return None
+        dims.append(layout)
+    found = Slice(0, 1, offset, tuple(dims))
+    return (offset, tuple(dims)) if all(found.bit(index) == at for index, at in where.items()) else None
+
+
+def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[tuple[str, tuple[int, ...], int] | None]:
+    """What lies at each bit of a record: (field, element, bit of the element), or None for padding.  The way back.
+
+    @post spread(gather(walk(lines)))[piece.at + t] == (piece.field, piece.index, piece.lo + t) for every piece
+    """
+    record: list[tuple[str, tuple[int, ...], int] | None] = [None] * bits
+    for field, parts in slices.items():
+        for part in parts:
+            for index in product(*(range(extent) for extent in part.extents)):
+                at = part.bit(index)
+                for t in range(part.width):
+                    record[at + t] = (field, index, part.lo + t)
+    return record
+
+
+def split(part: Slice, word: int) -> tuple[Slice, tuple[Layout, ...]] | None:
+    """Cut a slice at words of `word` bits: (shifts inside a word, steps in words); None where an element straddles.
+
+    A digit may move both: Q4_K's second half of mins lies four bytes and four bits after the first.
+
+    @post None, or for every element: part.bit(i) == word * (sum of steps) + shift.bit(i), and shift.bit(i) + width <= word
+    """
+    inner: list[Layout] = []
+    outer: list[Layout] = []
+    for layout in part.dims:
+        inside: list[tuple[int, int]] = []
+        outside: list[tuple[int, int]] = []
+        for extent, stride in layout.modes:
+            period = min(extent, word // gcd(stride, word))      # after so many steps the digit is at a word again
+            if extent % period:
+                return None
+            whole = stride // word if abs(stride) >= word else 0
+            inside += [(period, stride - whole * word), (extent // period, 0)]
+            outside += [(period, whole), (extent // period, stride * period // word)]
+        inner.append(Layout(tuple(mode for mode in inside if mode[0] > 1)))
+        outer.append(Layout(tuple(mode for mode in outside if mode[0] > 1)))
+    start = part.offset % word
+    if start + sum(layout.first for layout in inner) < 0 or start + sum(layout.last for layout in inner) + part.width > word:
+        return None
+    outer[0:1] = [Layout(outer[0].modes, part.offset // word)] if outer else []
+    return Slice(part.lo, part.width, start, tuple(inner)), tuple(outer)
+
+
+def vector_width(part: Slice, record: int, limit: int = 128) -> int | None:
+    """The widest load, a power of two of bits up to `limit`, that serves this slice of a record of `record` bits.
+
+    @post the width divides `record`, so that loads stay aligned from record to record, and `split` cuts the slice there
+    @post no wider power of two up to `limit` does; None where none does (an element that straddles every word)
+    """
+    width = limit
+    while width and (record % width or split(part, width) is None):
+        width //= 2
+    return width or None

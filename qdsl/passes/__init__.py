@@ -1,0 +1,48 @@
+"""From a spec to its programs: the passes in order, each in the file of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qdsl.ir.program import Program
+from qdsl.passes.check_claims import check_claims
+from qdsl.passes.check_coverage import check_coverage
+from qdsl.passes.check_encode import check_encode
+from qdsl.passes.choose_units import choose_units
+from qdsl.passes.choose_variants import choose_variants
+from qdsl.passes.infer_layouts import infer_layouts
+from qdsl.passes.read_records import read_records
+from qdsl.passes.type_decode import type_decode
+from qdsl.passes.type_fields import type_fields
+from qdsl.spec.model import Spec
+from qdsl.spec.source import Problems
+
+Pass = Callable[[Program, Problems], Program]
+
+PASSES: tuple[Pass, ...] = (
+    type_fields,        # dims, types and subscripts of the fields
+    read_records,       # tensors, variables, records, stored operations
+    check_coverage,     # every bit placed once, every extent filled
+    infer_layouts,      # records become strided bit layouts
+    type_decode,        # the decode expression as typed values with ranges
+    check_encode,       # roles and options of the encode scheme, and that it inverts decode
+    check_claims,       # bytes and bits per weight
+    choose_units,       # words, units and lanes of the kernels
+)
+
+
+def compile_spec(spec: Spec, after: Callable[[str, Program], None] | None = None) -> tuple[Program, ...]:
+    """The programs of a spec.  Raises SpecError with the problems of all programs at the first pass that finds any.
+
+    `after(name, program)` is called when a pass is done with a program; tests check the program there.
+    """
+    problems = Problems()
+    programs = choose_variants(spec, problems)
+    problems.stop()
+    for step in PASSES:
+        programs = [step(program, problems) for program in programs]
+        problems.stop()
+        if after is not None:
+            for program in programs:
+                after(step.__name__, program)
+    return tuple(programs)

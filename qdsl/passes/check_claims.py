@@ -1,0 +1,43 @@
+"""What the author says of the format's size, against the layout."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from qdsl.ir.program import Program
+from qdsl.passes.samples import divisor_of, size_axis
+from qdsl.spec.source import Problems
+
+
+def check_claims(program: Program, problems: Problems) -> Program:
+    for claim in program.spec.claims:
+        if claim.name.value == "bytes":
+            records = [tensor.record_bits // 8 for tensor in program.tensors if tensor.words > 1]
+            found = Fraction(records[0]) if len(records) == 1 else None
+            if found is None:
+                problems.add(claim.name.span, "'bytes' is for storages with one tensor of records")
+                continue
+        else:
+            found = bits_per_weight(program)
+        if found != Fraction(str(claim.value)):
+            problems.add(claim.name.span, f"the spec claims {claim.value:g} {claim.name}, and '{program.storage}' has {float(found):g}")
+    return program
+
+
+def bits_per_weight(program: Program) -> Fraction:
+    """Stored bits per weight of a large matrix of whole blocks, with the default sizes."""
+    extents = [var.extent for tensor in program.tensors for var in tensor.vars]
+    sizes = {p.name.value: p.values[0] for p in program.spec.params if p.name.value in program.sizes}
+    n, k = (divisor_of(axis, extents) * (1 << 14) for axis in ("N", "K"))
+    for value in sizes.values():
+        n, k = (n * max(1, int(value)), k * max(1, int(value)))
+    env = {"N": n, "K": k, **{s: (n if size_axis(program, s) == "N" else k) if v == -1 else int(v) for s, v in sizes.items()}}
+    bits = 0
+    for tensor in program.tensors:
+        records = 1
+        for var in tensor.vars:
+            records *= var.extent(env)
+        if tensor.vars and not tensor.optional and {v.name for v in tensor.vars}:
+            bits += records * tensor.record_bits
+    exact = Fraction(bits, n * k)
+    return exact.limit_denominator(1 << 12)

@@ -1,0 +1,123 @@
+"""Every record bit placed once, every field bit stored once, for every N and K.
+
+Does: walks each record and proves that it holds whole elements; proves that every field's tiles fill the field; compares
+extents at concrete sizes (samples), where a variable's extent is a quotient and nothing can hide between the samples.
+Does not: look for strides (infer_layouts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qdsl.ir.index import Index
+from qdsl.ir.program import Field, Placement, Program, Tensor
+from qdsl.layout import Clash, coverage, walk
+from qdsl.passes.samples import samples
+from qdsl.spec.source import Problems, did_you_mean
+
+
+def check_coverage(program: Program, problems: Problems) -> Program:
+    held: dict[str, set[int]] = {}
+    for tensor in program.tensors:
+        _check_words(program, tensor, problems)
+        for placement in tensor.placements:
+            _check_tile(program, tensor, placement, held, problems)
+    storage = next(s for s in program.spec.storages if s.name.value == program.storage)
+    for field in program.fields:
+        bits = held.get(field.name, set())
+        if field.name in program.where:
+            if bits:
+                problems.add(field.span, f"field '{field.name}' is stored by '{program.storage}', which also fixes its value")
+        elif not bits:
+            problems.add(storage.name.span, f"storage '{program.storage}' does not store field '{field.name}'",
+                         "store it, or give its value under where")
+        elif missing := sorted(set(range(field.bits)) - bits):
+            problems.add(storage.name.span, f"storage '{program.storage}' does not store bit {missing[0]} of '{field.name}'")
+    if problems:
+        return program
+    return replace(program, tensors=tuple(_check_extents(program, tensor, problems) for tensor in program.tensors))
+
+
+def _check_words(program: Program, tensor: Tensor, problems: Problems) -> None:
+    span = next(t.record_text.span for s in program.spec.storages if s.name.value == program.storage
+                for t in s.tensors if t.name.span == tensor.span)
+    if tensor.record_bits % tensor.element.bits:
+        problems.add(span, f"the record of '{tensor.name}' has {tensor.record_bits} bits, which is not a whole number of "
+                           f"{tensor.element.bits}-bit elements", "fill it with pad:BITS")
+    elif tensor.words != 1 and not any("" in axis.digits for axis in tensor.axes):
+        problems.add(span, f"the record of '{tensor.name}' has {tensor.record_bits} bits and an element has "
+                           f"{tensor.element.bits}: add 'word' to the axis along which its {tensor.words} elements lie")
+
+
+def _check_tile(program: Program, tensor: Tensor, placement: Placement, held: dict[str, set[int]], problems: Problems) -> None:
+    """One record holds the same bits of every element of the field's tile, each once."""
+    field = program.field(placement.field)
+    pieces = [piece for piece in walk(tensor.lines) if piece.field == field.name]
+    bits = {bit for piece in pieces for bit in range(piece.lo, piece.lo + piece.width)}
+    if outside := [bit for bit in bits if not 0 <= bit < field.bits]:
+        problems.add(tensor.span, f"'{tensor.name}' stores bit {min(outside)} of '{field.name}', which has {field.bits} bits")
+        return
+    unmoved = [var.name for var in tensor.vars if var.name not in {name for name, _ in placement.tiles}]
+    if unmoved and placement.tiles:
+        problems.add(tensor.span, f"'{tensor.name}' stores '{field.name}' again for every '{unmoved[0]}', "
+                                  f"which no subscript of '{field.name}' has")
+        return
+    if bits & held.get(field.name, set()):
+        problems.add(tensor.span, f"'{tensor.name}' stores '{field.name}', which another tensor stores already")
+        return
+    held.setdefault(field.name, set()).update(bits)
+    clash = coverage(pieces, placement.extents, bits)
+    if clash is not None:
+        problems.add(tensor.span, _describe(field, placement, clash), *_where(field, placement, clash))
+
+
+def _describe(field: Field, placement: Placement, clash: Clash) -> str:
+    element = f"{field.name}[{', '.join(map(str, clash.index))}]" if clash.index else field.name
+    if any(not 0 <= i < extent for i, extent in zip(clash.index, placement.extents, strict=True)):
+        box = " x ".join(map(str, placement.extents))
+        return f"a record stores {element}, outside its {box} elements of '{field.name}'"
+    if not clash.pieces:
+        return f"no item of the record stores bit {clash.bit} of {element}"
+    places = " and ".join(str(piece.at + clash.bit - piece.lo) for piece in clash.pieces[:3])
+    return f"bit {clash.bit} of {element} is stored {len(clash.pieces)} times, at record bits {places}"
+
+
+def _where(field: Field, placement: Placement, clash: Clash) -> list[str]:
+    """The first weight that the clash breaks."""
+    if len(clash.index) != len(field.index) or not clash.index or min(clash.index) < 0:
+        return []
+    shared = [1 if not i.terms or i.terms[0][0].op == "name" else
+              i.terms[0][0].args[1].const if i.terms[0][0].args[1].is_const else 0 for i in field.index]
+    first = [f"{'n' if 'n' in i.names() else 'k'} = {c * s}"
+             for c, s, i in zip(clash.index, shared, field.index, strict=True) if s]
+    return [f"it breaks first at {', '.join(first)}, bit {clash.bit}"] if first else []
+
+
+def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tensor:
+    """Each variable times its tile is the extent of the coordinate, exactly or (ceil) with padding at the end."""
+    exact = {var.name: True for var in tensor.vars}
+    used = {name for placement in tensor.placements for name, _ in placement.tiles}
+    for var in tensor.vars:
+        if var.name not in used:
+            problems.add(tensor.span, f"variable '{var.name}' of '{tensor.name}' is in no subscript of its record"
+                                      f"{did_you_mean(var.name, used)}")
+            return tensor
+    extents = [var.extent for t in program.tensors for var in t.vars]
+    for placement in tensor.placements:
+        field = program.field(placement.field)
+        wanted = list(field.extents)
+        if placement.flat:
+            wanted = [wanted[0] * wanted[1]]
+        for (name, tile), extent in zip(placement.tiles, wanted, strict=True):
+            have = tensor.var(name).extent if name else Index(1)
+            for sample in samples(program, [*extents, *wanted]):
+                records, elements = have(sample), extent(sample)
+                if tile * records != elements:
+                    exact[name] = False
+                if -(-elements // tile) != records:
+                    sizes = ", ".join(f"{size} = {value}" for size, value in sample.items())
+                    problems.add(tensor.span, f"'{tensor.name}' has {records} records of {tile} '{field.name}' along "
+                                              f"'{name or 'its only record'}', but there are {elements} to store",
+                                 f"at {sizes}")
+                    return tensor
+    return replace(tensor, vars=tuple(replace(var, exact=exact[var.name]) for var in tensor.vars))

@@ -1,0 +1,29 @@
+"""From records to strided bit layouts, the normal form that every later step reads.
+
+Does: gathers the pieces of each field into slices.  Does not: choose anything; the layout is what the record says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qdsl.ir.program import Placement, Program, Tensor
+from qdsl.layout import gather, walk
+from qdsl.spec.source import Problems
+
+
+def infer_layouts(program: Program, problems: Problems) -> Program:
+    return replace(program, tensors=tuple(_infer(tensor, problems) for tensor in program.tensors))
+
+
+def _infer(tensor: Tensor, problems: Problems) -> Tensor:
+    pieces = list(walk(tensor.lines))
+    placements: list[Placement] = []
+    for placement in tensor.placements:
+        slices = gather([piece for piece in pieces if piece.field == placement.field])
+        if slices is None:
+            problems.add(tensor.span, f"the bits of '{placement.field}' in '{tensor.name}' are not strided",
+                         "each bit of a field lies at offset + sum of digit * stride for digits of its subscripts")
+            return tensor
+        placements.append(replace(placement, slices=slices))
+    return replace(tensor, placements=tuple(placements))

@@ -1,0 +1,330 @@
+"""Storage tensors and their records, with everything constant that must be constant.
+
+Does: resolves element types, variables, axes, record lines, optional values and stored operations of one storage, and finds
+for every field which variable carries it from record to record.  Does not: check that the bits are complete
+(check_coverage) or look for strides (infer_layouts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm, prod
+
+from qdsl.ir import index as ix
+from qdsl.ir.index import Index, name
+from qdsl.ir.program import Add, Axis, Field, Placement, Program, Tensor, Var
+from qdsl.layout import Affine, Item, Line, walk
+from qdsl.numbers import Number, number
+from qdsl.passes.scope import Scope
+from qdsl.passes.type_fields import AXES, axis_of, number_of, parameters
+from qdsl.spec import grammar as g
+from qdsl.spec import model
+from qdsl.spec.source import Problems, Span, Text, did_you_mean
+
+MAX_PIECES = 1 << 16
+MAX_WIDTH = 64
+
+
+def read_records(program: Program, problems: Problems) -> Program:
+    storage = next(s for s in program.spec.storages if s.name.value == program.storage)
+    where = _where(program, storage, problems)
+    tensors: list[Tensor] = []
+    defaults: dict[str, Index] = {}
+    for item in storage.tensors:
+        tensor = _TensorReader(program, item, problems).read()
+        if tensor is None:
+            continue
+        tensors.append(tensor)
+        if item.optional is not None:
+            value = _weight_scope(program, f"the value of tensor '{item.name}'", problems).index(item.optional)
+            stored = sorted({p.field for p in tensor.placements})
+            if len(stored) != 1:
+                problems.add(item.name.span, f"optional tensor '{item.name}' must store one field, not {', '.join(stored)}")
+            elif value is not None:
+                defaults[stored[0]] = value
+    return replace(program, tensors=tuple(tensors), where=where, defaults=defaults)
+
+
+def _weight_scope(program: Program, what: str, problems: Problems) -> Scope:
+    names = {"n": name("n"), "k": name("k"), **parameters(program)}
+    return Scope(names, what, problems, program.facts)
+
+
+def _where(program: Program, storage: model.Storage, problems: Problems) -> dict[str, Index]:
+    """Fields that this storage does not hold because they have one value there."""
+    found: dict[str, Index] = {}
+    params = {param.name.value for param in program.spec.params}
+    fields = {field.name for field in program.fields}
+    for key, expr in storage.where:
+        if key.value in fields:
+            value = _weight_scope(program, f"the value of '{key}'", problems).index(expr)
+            if value is not None:
+                found[key.value] = value
+        elif key.value not in params:
+            problems.add(key.span, f"'{key}' is neither a parameter nor a field{did_you_mean(key.value, params | fields)}")
+        elif key.value in program.sizes:
+            problems.add(key.span, f"'{key}' is a size: where fixes parameters that shape the bits, and fields")
+    return found
+
+
+class _TensorReader:
+    def __init__(self, program: Program, item: model.Tensor, problems: Problems) -> None:
+        self.program = program
+        self.item = item
+        self.problems = problems
+        self.fields = {field.name: field for field in program.fields}
+        self.constants = {**parameters(program), **{d: i for d, i in program.dims.items() if i.is_const}}
+        self.used: dict[str, list[tuple[Affine, ...]]] = {}
+        self.what = f"the record of '{item.name}'"
+
+    def read(self) -> Tensor | None:
+        item = self.item
+        found = self.shaped(item.shape) if item.shape is not None else self.run(item.run)
+        if found is None:
+            return None
+        element, variables, axes, lines = found
+        bits = sum(part.width for line in lines for part in line.items
+                   for _ in range(prod(extent for _, extent in line.loops)))
+        placements = tuple(self.placement(field, forms, lines) for field, forms in self.used.items())
+        if None in placements:
+            return None
+        kept = tuple(p for p in placements if p is not None)
+        kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
+        return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element),
+                      item.optional is not None, tuple(alias.value for alias in item.aliases), item.name.span)
+
+    # -- shapes -------------------------------------------------------------------------------------------------------
+
+    def shaped(self, shape: g.Shape) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
+        element = number_of(self.program, shape.type, self.problems)
+        scope = Scope({"N": name("N"), "K": name("K"), **self.constants, **self.program.dims},
+                      f"the shape of '{self.item.name}'", self.problems, self.program.facts)
+        variables: list[Var] = []
+        axes: list[Axis] = []
+        words = 0
+        for axis in shape.axes:
+            digits: list[str] = []
+            for digit in axis.digits:
+                if digit is None:
+                    words += 1
+                    digits.append("")
+                    continue
+                extent = scope.index(digit.extent)
+                if digit.name in {var.name for var in variables} | self.constants.keys():
+                    self.problems.add(digit.span, f"'{digit.name}' already names something else")
+                if extent is not None:
+                    variables.append(Var(digit.name, extent, True))
+                    digits.append(digit.name)
+            axes.append(Axis(tuple(digits)))
+        if words > 1:
+            self.problems.add(shape.span, "a record's elements lie along one axis: 'word' may stand once")
+            return None
+        dense = self.dense_loop()
+        if dense is not None and element is not None and words:
+            return self.dense(element, tuple(variables), tuple(axes), *dense)
+        lines = self.lines(self.item.record, {var.name for var in variables})
+        if element is None or lines is None:
+            return None
+        return element, tuple(variables), tuple(axes), lines
+
+    def run(self, axis: Text | None) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
+        """Bytes in records of consecutive elements along k: `u8[n<N, t<K/R word]` with local subscripts."""
+        if axis is None:
+            return None
+        if axis.value != "k":
+            self.problems.add(axis.span, f"a record runs along k, not '{axis}'")
+            return None
+        lines = self.lines(self.item.record, set(), local=True)
+        element = number("u8")
+        if lines is None or element is None:
+            return None
+        covered = {field: self.columns(self.fields[field]) * (1 + self.highest(lines, field)) for field in self.used}
+        if 0 in covered.values():
+            return None
+        run = max(covered.values())
+        for field, columns in covered.items():
+            if run % self.columns(self.fields[field]):
+                self.problems.add(self.item.record_text.span, f"a record of '{self.item.name}' holds {run} columns, which is "
+                                  f"not a multiple of the {self.columns(self.fields[field])} that share one '{field}'")
+                return None
+            self.used[field] = [(Affine(0, (("n", 1),)), Affine(0, (("t", run // self.columns(self.fields[field])),)))]
+        extent = ix.exact(name("K"), run)
+        return element, (Var("n", name("N"), True), Var("t", extent, True)), (Axis(("n",)), Axis(("t", ""))), lines
+
+    def columns(self, field: Field) -> int:
+        """How many columns share one value of a field; 0, with a problem, where that is no constant."""
+        last = field.index[-1] if field.index else Index()
+        if last == name("k"):
+            return 1
+        divisor = last.terms[0][0].args[1] if last.terms and last.terms[0][0].op == "div" else None
+        if len(field.index) != 2 or axis_of(self.program, last) != "k" or divisor is None or not divisor.is_const:
+            self.problems.add(field.span, f"field '{field.name}' is stored in records that run along k, so it is "
+                                          "subscripted [n, k] or [n, k // constant]")
+            return 0
+        return divisor.const
+
+    def highest(self, lines: tuple[Line, ...], field: str) -> int:
+        """The largest local subscript of a field in the record."""
+        return max(piece.index[-1] for piece in walk(lines) if piece.field == field)
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def lines(self, record: tuple[g.Line, ...], variables: set[str], local: bool = False) -> tuple[Line, ...] | None:
+        """The record with constant loops, widths and linear subscripts."""
+        lines: list[Line] = []
+        pieces = 0
+        for line in record:
+            loops: list[tuple[str, int]] = []
+            for loop in line.loops:
+                extent = Scope(self.constants, self.what, self.problems).const(loop.extent, "a loop's extent")
+                if loop.name in variables | {seen for seen, _ in loops} | self.constants.keys():
+                    self.problems.add(loop.span, f"loop '{loop.name}' has the name of something else")
+                if extent is not None and not 1 <= extent <= MAX_PIECES:
+                    self.problems.add(loop.span, f"a loop runs from 1 to {MAX_PIECES} times, not {extent}")
+                    extent = None
+                if extent is None:
+                    return None
+                loops.append((loop.name, extent))
+            pieces += len(line.items) * prod(extent for _, extent in loops)
+            if pieces > MAX_PIECES:
+                self.problems.add(line.span, f"the record has more than {MAX_PIECES} pieces")
+                return None
+            names = variables | {loop for loop, _ in loops}
+            items = [self.part(item, names, local) for item in line.items]
+            if None in items:
+                return None
+            lines.append(Line(tuple(loops), tuple(item for item in items if item is not None)))
+        return tuple(lines)
+
+    def part(self, item: g.Item, names: set[str], local: bool) -> Item | None:
+        scope = Scope({**self.constants, **{word: name(word) for word in names}}, self.what, self.problems)
+        if item.field is None:
+            width = scope.const(item.width, "a width") if item.width is not None else None
+            return None if not self.fits(width, MAX_WIDTH, item.span) else Item(None, (), Affine(), width or 0)
+        field = self.fields.get(item.field.name)
+        if field is None:
+            self.problems.add(item.field.span,
+                              f"unknown field '{item.field.name}' in {self.what}{did_you_mean(item.field.name, self.fields)}")
+            return None
+        index = [self.linear(scope, expr) for expr in item.index]
+        width = field.bits if item.width is None else scope.const(item.width, "a width")
+        if None in index or not self.fits(width, field.bits, item.span):
+            return None
+        assert width is not None
+        lo = self.linear(scope, item.lo) if item.lo is not None else Affine(field.bits - width if item.part == "hi" else 0)
+        rank = len(field.index)
+        allowed = (0, 1) if local else (rank, 1) if rank == 2 else (rank,)
+        if len(index) not in allowed:
+            expected = "one local subscript, or none" if local else f"{rank}" + (", or one flat position" if rank == 2 else "")
+            self.problems.add(item.span, f"field '{field.name}' has {len(index)} subscripts here; expected {expected}")
+            return None
+        if lo is None:
+            return None
+        forms = tuple(form for form in index if form is not None) or ((Affine(),) if local else ())
+        self.used.setdefault(field.name, []).append(forms)
+        return Item(field.name, (Affine(), *forms) if local else forms, lo, width)
+
+    def fits(self, width: int | None, most: int, span: Span) -> bool:
+        if width is not None and not 1 <= width <= most:
+            self.problems.add(span, f"a width of {width} bits: expected 1 to {most}")
+            return False
+        return width is not None
+
+    def linear(self, scope: Scope, expr: g.Expr) -> Affine | None:
+        index = scope.index(expr)
+        if index is None:
+            return None
+        if any(atom.op != "name" for atom, _ in index.terms):
+            self.problems.add(expr.span, f"a record's subscript is linear in its variables, not {index}")
+            return None
+        return Affine(index.const, tuple((atom.name, coefficient) for atom, coefficient in index.terms))
+
+    def placement(self, field: str, forms: list[tuple[Affine, ...]], lines: tuple[Line, ...]) -> Placement | None:
+        """Which variable carries each coordinate from record to record; all items of a field must agree."""
+        loops = {loop for line in lines for loop, _ in line.loops}
+        tiles: list[tuple[str, int]] = []
+        span = self.item.record_text.span
+        for axis in range(len(forms[0])):
+            steps = {tuple(term for term in form[axis].terms if term[0] not in loops) for form in forms}
+            if len(steps) > 1:
+                self.problems.add(span, f"items of '{field}' move differently from record to record")
+                return None
+            moves = steps.pop()
+            if len(moves) > 1:
+                self.problems.add(span, f"a subscript of '{field}' has several variables of the tensor: "
+                                        f"{', '.join(var for var, _ in moves)}")
+                return None
+            tiles.append(moves[0] if moves else ("", 1 + max(p.index[axis] for p in walk(lines) if p.field == field)))
+        flat = len(forms[0]) == 1 and len(self.fields[field].index) == 2
+        return Placement(field, tuple(tiles), flat)
+
+    # -- dense records ------------------------------------------------------------------------------------------------
+
+    def dense_loop(self) -> tuple[g.Loop, Index] | None:
+        """The first loop of a one-line record, if it runs along a whole axis: `k<K: q[n, k]`."""
+        if len(self.item.record) != 1 or not self.item.record[0].loops:
+            return None
+        loop = self.item.record[0].loops[0]
+        if set(AXES.values()) & set(g.names(loop.extent)):
+            names = {"N": name("N"), "K": name("K"), **self.constants, **self.program.dims}
+            extent = Scope(names, self.what, self.problems).index(loop.extent)
+            return None if extent is None else (loop, extent)
+        return None
+
+    def dense(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...], loop: g.Loop, extent: Index,
+              ) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
+        """A stream without gaps along a whole axis, cut into the shortest records of whole elements: `t<ceil(K/P) word`."""
+        line = self.item.record[0]
+        lines = self.lines((replace(line, loops=line.loops[1:]),), {var.name for var in variables} | {loop.name})
+        if lines is None:
+            return None
+        bits = sum(part.width for part in lines[0].items) * prod(e for _, e in lines[0].loops)
+        period = lcm(bits, element.bits) // bits
+        tile = next(word for word in ("t", "u", "v") if word not in {var.name for var in variables})
+        items = tuple(replace(part, index=tuple(_chunk(form, loop.name, tile, period) for form in part.index))
+                      for part in lines[0].items)
+        self.used = {f: [tuple(_chunk(form, loop.name, tile, period) for form in forms) for forms in all_forms]
+                     for f, all_forms in self.used.items()}
+        axes = tuple(Axis((tile, "") if axis.digits == ("",) else axis.digits) for axis in axes)
+        lines = (Line(((loop.name, period), *lines[0].loops), items),)
+        records = ix.ceil(extent, period) if period * bits == element.bits else ix.exact(extent, period)
+        return element, (*variables, Var(tile, records, True)), axes, lines
+
+    # -- stored operations --------------------------------------------------------------------------------------------
+
+    def stored(self, element: Number) -> Add | None:
+        """The rule of `stored` that holds for this program's parameters."""
+        found: list[Add] = []
+        for rule in self.item.stored:
+            params = self.program.params
+            for key, _ in rule.when:
+                if key.value not in params:
+                    self.problems.add(key.span, f"unknown parameter '{key}'{did_you_mean(key.value, params)}")
+            target = rule.target.value
+            if target != "word" and target not in self.used:
+                self.problems.add(rule.target.span, f"'{target}' is neither 'word' nor a field of this tensor"
+                                                    f"{did_you_mean(target, ['word', *self.used])}")
+                continue
+            amount = self.amount(rule)
+            if amount is not None and all(params.get(key.value) in values for key, values in rule.when):
+                half = 1 << (element.bits if target == "word" else self.fields[target].bits) - 1
+                found.append(Add(None if target == "word" else target, (amount + half) % (2 * half) - half))
+        if len(found) > 1:
+            self.problems.add(self.item.stored[0].target.span, "two rules of 'stored' hold for the same parameters")
+        return found[0] if found else None
+
+    def amount(self, rule: model.Stored) -> int | None:
+        """The constant of `word - constant`; anything else might not be reversible."""
+        value = rule.value
+        if isinstance(value, g.Binary) and value.op in ("+", "-") and isinstance(value.left, g.Name) \
+                and value.left.name == rule.target.value:
+            amount = Scope(self.constants, "a stored operation", self.problems).const(value.right, "the amount")
+            return None if amount is None else amount if value.op == "+" else -amount
+        self.problems.add(value.span, f"a stored operation must be reversible: {rule.target} plus or minus a constant")
+        return None
+
+
+def _chunk(form: Affine, loop: str, tile: str, period: int) -> Affine:
+    """Loop variable i becomes period * tile + i."""
+    step = form.coefficient(loop)
+    return Affine(form.const, form.terms + (((tile, step * period),) if step else ()))

@@ -1,0 +1,61 @@
+"""Concrete sizes at which a program's extents are compared: the smallest that its divisions allow, whole and ragged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import lcm
+
+from qdsl.ir.index import Atom, Index
+from qdsl.ir.program import Program
+
+MAX_SAMPLES = 4000
+
+
+def samples(program: Program, extents: list[Index]) -> Iterator[dict[str, int]]:
+    """Values for N, K and the size parameters at which every one of `extents` is defined."""
+    sizes = {p.name.value: [v for v in p.values if isinstance(v, int)] for p in program.spec.params}
+    choices = [sizes[size] for size in program.sizes]
+    rows, columns = (_candidates(divisor_of(axis, extents)) for axis in ("N", "K"))
+    for i, (n, k, *values) in enumerate(product(rows, columns, *choices)):
+        if i >= MAX_SAMPLES:
+            return
+        env = dict(zip(program.sizes, values, strict=True))
+        whole = {size: (n if size_axis(program, size) == "N" else k) if value < 0 else value for size, value in env.items()}
+        sample = {"N": n, "K": k, **whole}
+        try:
+            for extent in extents:
+                extent(sample)
+        except ArithmeticError:
+            continue
+        yield sample
+
+
+def divisor_of(axis: str, extents: list[Index]) -> int:
+    """What an axis must be a multiple of, so that every exact division of it by a constant divides."""
+    found = 1
+    for extent in extents:
+        for atom, _ in extent.terms:
+            found = lcm(found, *_divisors(atom, axis))
+    return found
+
+
+def _divisors(atom: Atom, axis: str) -> list[int]:
+    found = [d for argument in atom.args for inner, _ in argument.terms for d in _divisors(inner, axis)]
+    if atom.op == "exact" and atom.args[1].is_const and atom.args[0] == Index(0, ((Atom("name", axis), 1),)):
+        found.append(atom.args[1].const)
+    return found
+
+
+def _candidates(step: int) -> list[int]:
+    return [step * i for i in ((1, 2, 3, 5) if step > 1 else (1, 2, 3, 8, 33, 64))]
+
+
+def size_axis(program: Program, size: str) -> str:
+    """The axis that a size parameter divides: 'N' or 'K'."""
+    for field in program.fields:
+        for index in field.index:
+            if size in index.names():
+                return "N" if "n" in index.names() else "K"
+    dims = [index for index in program.dims.values() if size in index.names()]
+    return "N" if dims and "N" in dims[0].names() else "K"

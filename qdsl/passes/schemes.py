@@ -1,0 +1,31 @@
+"""The encode schemes that a spec may name: their roles and options, as qdsl/encode implements them (tests compare)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """roles: argument -> what the field is ('code', 'scale' or 'zero').  options: argument -> allowed words, None: a number."""
+
+    roles: tuple[str, ...]
+    required: tuple[str, ...]
+    options: Mapping[str, tuple[str, ...] | None]
+    summary: str
+
+
+_TIES = ("even", "away", "up")
+
+SCHEMES = {
+    "absmax": Scheme(("code", "scale"), ("code", "scale", "divisor"),
+                     {"divisor": None, "by": ("stored", "exact", "inverse"), "ties": _TIES},
+                     "scale = largest magnitude of the block / divisor"),
+    "signmax": Scheme(("code", "scale"), ("code", "scale", "divisor"),
+                      {"divisor": None, "by": ("stored", "exact", "inverse"), "ties": _TIES},
+                      "scale = the value of largest magnitude, sign and all, / divisor"),
+    "minmax": Scheme(("code", "zero", "scale"), ("code", "zero", "scale"),
+                     {"by": ("stored", "exact"), "ties": _TIES, "symmetric": ("true", "false")},
+                     "scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0"),
+}

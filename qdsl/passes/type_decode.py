@@ -1,0 +1,197 @@
+"""The decode expression as typed values.
+
+Does: names, types and integer ranges of every step; folds constants; refuses integers that float32 cannot hold exactly where
+they meet a float.  Does not: reorder or merge anything, because the order of roundings is the format's definition.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from qdsl.ir import index as ix
+from qdsl.ir.index import Index
+from qdsl.ir.program import Program, Value
+from qdsl.numbers import round_to_f32
+from qdsl.spec import grammar as g
+from qdsl.spec.source import Problems, Span, did_you_mean
+
+F32_EXACT = 1 << 24
+INT32 = 1 << 31
+
+
+def type_decode(program: Program, problems: Problems) -> Program:
+    builder = _Builder(program, problems)
+    root = builder.value(program.spec.decode)
+    if root is None:
+        return program
+    if builder.values[root].is_int:
+        root = builder.to_float(root)
+    index = builder.values[root].index if root is not None else ()
+    if root is not None and index != (ix.name("n"), ix.name("k")):
+        problems.add(program.spec.decode.span, "no field of decode is stored for every weight [n, k]")
+    return replace(program, values=tuple(builder.values))
+
+
+class _Builder:
+    def __init__(self, program: Program, problems: Problems) -> None:
+        self.program = program
+        self.problems = problems
+        self.values: list[Value] = []
+
+    def add(self, op: str, args: tuple[int, ...], span: Span, *, name: str = "", const: int | float = 0,
+            range: tuple[int, int] | None = None, index: tuple[Index, ...] = ()) -> int:
+        value = Value(op, args, name, const, range, index, span)
+        if value in self.values:
+            return self.values.index(value)
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def value(self, expr: g.Expr) -> int | None:
+        """The number of the value of an expression; None, with a problem added, where it has no meaning."""
+        match expr:
+            case g.Number(value, span):
+                fixed = (value, value) if isinstance(value, int) else None
+                return self.checked(self.add("const", (), span, const=value, range=fixed))
+            case g.Name():
+                return self.name(expr)
+            case g.Negate(inner, span):
+                arg = self.value(inner)
+                return None if arg is None else self.negate(arg, span)
+            case g.Binary():
+                left, right = self.value(expr.left), self.value(expr.right)
+                return None if left is None or right is None else self.binary(expr, left, right)
+            case g.Subscript(word, _, span):
+                self.problems.add(span, f"unknown table '{word}': fields stand in decode without subscripts")
+            case g.Apply(word, _, _, span):
+                self.problems.add(span, f"unknown function '{word}' in decode")
+        return None
+
+    def name(self, expr: g.Name) -> int | None:
+        program = self.program
+        parameter = program.params.get(expr.name)
+        if isinstance(parameter, int):
+            return self.add("const", (), expr.span, const=parameter, range=(parameter, parameter))
+        field = next((f for f in program.fields if f.name == expr.name), None)
+        if field is None or field.number is None:
+            known = [f.name for f in program.fields if f.number] + [p for p, v in program.params.items() if isinstance(v, int)]
+            what = "is an index field: it has no value of its own" if field else "is unknown in decode"
+            self.problems.add(expr.span, f"'{expr.name}' {what}{'' if field else did_you_mean(expr.name, known)}")
+            return None
+        number = field.number
+        limits = None if number.is_float else (number.low, number.high)
+        return self.add("field", (), expr.span, name=field.name, range=limits, index=_reach(program, field.index))
+
+    def negate(self, arg: int, span: Span) -> int | None:
+        value = self.values[arg]
+        if value.op == "const":
+            return self.add("const", (), span, const=-value.const, range=None if value.range is None else
+                            (-int(value.const), -int(value.const)))
+        limits = None if value.range is None else (-value.range[1], -value.range[0])
+        return self.add("neg", (arg,), span, range=limits, index=value.index)
+
+    def binary(self, expr: g.Binary, left: int, right: int) -> int | None:
+        a, b = self.values[left], self.values[right]
+        if expr.op == "**":
+            if a.op == b.op == "const" and a.const == 2 and isinstance(b.const, int) and -126 <= b.const <= 30:
+                power = 2 ** b.const
+                return self.add("const", (), expr.span, const=power, range=(power, power) if b.const >= 0 else None)
+            self.problems.add(expr.span, "'**' takes constants: 2 ** a, with a from -126 to 30")
+            return None
+        if a.is_int and b.is_int and expr.op != "/":
+            return self.integer(expr, left, right)
+        if expr.op in ("//", "%"):
+            self.problems.add(expr.span, f"'{expr.op}' is for integers")
+            return None
+        if b.op == "const" and b.const == 0 and expr.op == "/":
+            self.problems.add(expr.right.span, "division by zero")
+            return None
+        floats = self.to_float(left), self.to_float(right)
+        if None in floats:
+            return None
+        if a.op == b.op == "const":
+            folded = _round(_fold_floats(expr.op, _round(float(a.const)), _round(float(b.const))))
+            if not math.isfinite(folded):
+                self.problems.add(expr.span, "the constant does not fit float32")
+                return None
+            return self.add("const", (), expr.span, const=folded)
+        return self.add(expr.op, (floats[0] or 0, floats[1] or 0), expr.span, index=_finer(a.index, b.index))
+
+    def integer(self, expr: g.Binary, left: int, right: int) -> int | None:
+        a, b = self.values[left], self.values[right]
+        assert a.range is not None and b.range is not None
+        (low, high), (small, large) = a.range, b.range
+        if expr.op in ("//", "%"):
+            if small < 1 or low < 0:
+                self.problems.add(expr.span, f"'{expr.op}' needs a left side of at least 0 and a right side of at least 1; "
+                                             f"they run from {low} and from {small}")
+                return None
+            ends = [x // y for x in (low, high) for y in (small, large)] if expr.op == "//" else [0, large - 1]
+        elif expr.op == "*":
+            ends = [x * y for x in (low, high) for y in (small, large)]
+        else:
+            ends = [low + small, high + large] if expr.op == "+" else [low - large, high - small]
+        if not -INT32 <= min(ends) <= max(ends) < INT32:
+            self.problems.add(expr.span, f"the integer runs from {min(ends)} to {max(ends)}, which 32 bits cannot hold")
+            return None
+        limits = (min(ends), max(ends))
+        if a.op == b.op == "const":
+            return self.add("const", (), expr.span, const=_fold(expr.op, int(a.const), int(b.const)), range=limits)
+        return self.add(expr.op, (left, right), expr.span, range=limits, index=_finer(a.index, b.index))
+
+    def to_float(self, number: int) -> int | None:
+        """The value as float32; an integer must be exact there."""
+        value = self.values[number]
+        if value.range is None:
+            return number
+        low, high = value.range
+        if max(-low, high) > F32_EXACT:
+            self.problems.add(value.span, f"the integer runs from {low} to {high}, and float32 holds integers exactly only "
+                                          f"up to {F32_EXACT}")
+            return None
+        if value.op == "const":
+            return self.add("const", (), value.span, const=float(value.const))
+        return self.add("float", (number,), value.span, index=value.index)
+
+    def checked(self, number: int) -> int | None:
+        value = self.values[number]
+        if value.range is not None and abs(int(value.const)) >= INT32:
+            self.problems.add(value.span, f"{value.const} does not fit 32 bits")
+            return None
+        return number
+
+
+def _fold(op: str, a: int, b: int) -> int:
+    return {"+": a + b, "-": a - b, "*": a * b, "//": a // b if b else 0, "%": a % b if b else 0}[op]
+
+
+def _round(value: float) -> float:
+    """The nearest float32, or infinity where there is none."""
+    return round_to_f32(value) if abs(value) < 3.4028235677973366e38 else math.inf
+
+
+def _fold_floats(op: str, a: float, b: float) -> float:
+    return a / b if op == "/" else a * b if op == "*" else a + b if op == "+" else a - b
+
+
+def _reach(program: Program, index: tuple[Index, ...]) -> tuple[Index, ...]:
+    """A field's subscripts, where one by an index field varies with every column."""
+    indices = {field.name for field in program.fields if field.number is None}
+    return tuple(ix.name("k") if i.names() & indices else i for i in index)
+
+
+def _finer(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...]:
+    """What a value varies over that is made of two others."""
+    found: list[Index] = []
+    for axis in ("n", "k"):
+        both = {i for i in (*a, *b) if axis in i.names()}
+        if both:
+            found.append(both.pop() if len(both) == 1 else _finest(both, axis))
+    return tuple(found)
+
+
+def _finest(both: set[Index], axis: str) -> Index:
+    """Of two subscripts along one axis, the one whose blocks lie inside the other's, else the axis itself."""
+    by = {i: i.terms[0][0].args[1].const if i.terms[0][0].op == "div" and i.terms[0][0].args[1].is_const else 0 for i in both}
+    small, large = sorted(both, key=lambda i: by[i])
+    return small if by[small] and by[large] % by[small] == 0 else ix.name(axis)

@@ -1,0 +1,138 @@
+"""Types and subscripts of the fields.
+
+Does: evaluates dims, gives every field its number type, its subscripts as functions of n and k, and its extents; notes which
+axis each size parameter divides.  Does not: look at storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import gcd
+
+from qdsl.ir import index as ix
+from qdsl.ir.index import Facts, Index, name
+from qdsl.ir.program import Field, Program
+from qdsl.numbers import FLOATS, Number, number
+from qdsl.passes.scope import Scope
+from qdsl.spec import grammar as g
+from qdsl.spec.model import Field as SpecField
+from qdsl.spec.source import Problems, did_you_mean
+
+AXES = {"n": "N", "k": "K"}
+
+
+def type_fields(program: Program, problems: Problems) -> Program:
+    facts = _facts(program)
+    names = {**{axis: name(axis) for axis in ("N", "K")}, **parameters(program)}
+    dims: dict[str, Index] = {}
+    for dim in program.spec.dims:
+        value = Scope({**names, **dims}, f"dim '{dim.name}'", problems, facts).index(dim.value)
+        if value is not None:
+            dims[dim.name.value] = value
+    program = replace(program, dims=dims, facts=facts)
+    fields = [field for item in program.spec.fields if (field := _field(program, item, problems)) is not None]
+    return replace(program, fields=tuple(fields))
+
+
+def parameters(program: Program) -> dict[str, Index]:
+    """What parameters mean in integer expressions: structural ones their value, sizes themselves."""
+    fixed = {word: Index(value) for word, value in program.params.items() if isinstance(value, int)}
+    return {**fixed, **{size: name(size) for size in program.sizes}}
+
+
+def number_of(program: Program, kind: g.Type, problems: Problems) -> Number | None:
+    """The number type that a type expression names in this program."""
+    word = kind.name
+    if kind.parameter is not None:
+        value = program.params.get(kind.parameter.name)
+        if not isinstance(value, int):
+            problems.add(kind.parameter.span, f"unknown integer parameter '{kind.parameter.name}'"
+                                              f"{did_you_mean(kind.parameter.name, program.params)}")
+            return None
+        word += str(value)
+    elif isinstance(chosen := program.params.get(word), str):
+        word = chosen
+    found = number(word)
+    if found is None or kind.extent is not None:
+        lists = [param.name.value for param in program.spec.params if isinstance(param.values[0], str)]
+        problems.add(kind.span, f"unknown type '{word}'{did_you_mean(word, [*FLOATS, 'u4', 'u8', 'i8', *lists])}",
+                     "integers are u1 to u16 and i2 to i32")
+        return None
+    return found
+
+
+def _facts(program: Program) -> Facts:
+    """Size parameters are at least 1 and share the divisor of their positive values."""
+    listed = {p.name.value: [v for v in p.values if isinstance(v, int) and v > 0] for p in program.spec.params}
+    sizes = {size: listed[size] for size in program.sizes}
+    return Facts({size: (1, None) for size in sizes}, {size: gcd(*values) for size, values in sizes.items() if values})
+
+
+def _field(program: Program, item: SpecField, problems: Problems) -> Field | None:
+    word = item.name.value
+    kind = item.typed.type
+    groups: Index | None = None
+    found: Number | None = None
+    if kind.name == "index":
+        scope = Scope({"N": name("N"), "K": name("K"), **parameters(program), **program.dims}, "an extent", problems)
+        groups = scope.index(kind.extent) if kind.extent is not None else None
+        if groups is None:
+            problems.add(kind.span, "an index field says how many groups there are: index(G)")
+            return None
+    else:
+        found = number_of(program, kind, problems)
+    index = [_subscript(program, item, expr, problems) for expr in item.typed.index]
+    if None in index or (found is None and groups is None):
+        return None
+    subscripts = tuple(i for i in index if i is not None)
+    axes = [axis_of(program, i) for i in subscripts]
+    if axes != sorted(set(axes), key="nk".index):
+        problems.add(item.typed.span, f"field '{word}' is subscripted by n and then by k, each at most once")
+        return None
+    if groups is not None and subscripts != (name("k"),):
+        problems.add(item.typed.span, f"index field '{word}' is subscripted by k alone: which group a column belongs to")
+        return None
+    shown = kind.name if found is None or kind.name in program.params else found.name
+    return Field(word, shown, found, subscripts, tuple(_extent(program, i) for i in subscripts), groups, item.name.span)
+
+
+def _index_fields(program: Program) -> dict[str, Index]:
+    """Index fields of the spec, by name; as a subscript they stand for themselves."""
+    return {f.name.value: name(f.name.value) for f in program.spec.fields if f.typed.type.name == "index"}
+
+
+def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Problems) -> Index | None:
+    known: Mapping[str, Index] = {"n": name("n"), "k": name("k"), **_index_fields(program), **parameters(program),
+                                  **{d: i for d, i in program.dims.items() if i.is_const}}
+    index = Scope(known, f"a subscript of field '{item.name}'", problems, program.facts).index(expr)
+    if index is None:
+        return None
+    inner = index
+    if len(index.terms) == 1 and index.terms[0][0].op == "div":
+        inner, divisor = index.terms[0][0].args
+        if not divisor.is_const and divisor != name(str(divisor)):
+            inner = index
+    if inner not in (name("n"), name("k"), *(name(field) for field in _index_fields(program) if inner is index)):
+        problems.add(expr.span, f"a subscript of field '{item.name}' is n, k, n // size, k // size or an index field, "
+                                f"not {index}")
+        return None
+    return index
+
+
+def axis_of(program: Program, index: Index) -> str:
+    """'n' or 'k': the axis that a subscript moves along; index fields move along k."""
+    return "n" if "n" in index.names() else "k"
+
+
+def _extent(program: Program, index: Index) -> Index:
+    """How many values a subscript has."""
+    atom = index.terms[0][0]
+    if atom.op == "name" and atom.name not in AXES:
+        kind = next(f.typed.type for f in program.spec.fields if f.name.value == atom.name)
+        scope = Scope({"N": name("N"), "K": name("K"), **parameters(program), **program.dims}, "", Problems())
+        return (scope.index(kind.extent) if kind.extent else None) or Index(1)
+    if atom.op == "name":
+        return name(AXES[atom.name])
+    top, bottom = atom.args
+    return ix.ceil(name(AXES[str(top)]), bottom)

@@ -1,0 +1,36 @@
+"""Small helpers of generated references: ceiling division, bytes as integers, padding, and fresh outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def integer(bytes_: Tensor) -> Tensor:
+    """Little-endian integers of the bytes along the last axis: int32 for up to 3 bytes, else int64."""
+    wide = torch.int32 if bytes_.shape[-1] <= 3 else torch.int64
+    value = bytes_[..., 0].to(wide)
+    for i in range(1, bytes_.shape[-1]):
+        value |= bytes_[..., i].to(wide) << 8 * i
+    return value
+
+
+def pad(field: Tensor, amounts: Sequence[int]) -> Tensor:
+    """Zeros after the last elements; amounts as (before, after) pairs from the last axis on."""
+    return torch.nn.functional.pad(field, tuple(amounts)) if any(amounts) else field
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor.  On a CPU its pages come from numpy, which gets them several times faster than torch."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    raw = np.empty((*shape, dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).squeeze(-1) if raw.size else torch.empty(shape, dtype=dtype)

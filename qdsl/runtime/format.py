@@ -1,0 +1,289 @@
+"""A format at work: the functions that a generated module offers, driven by what the module says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime import launch, tiles
+from qdsl.runtime.arrays import empty
+from qdsl.runtime.layout import Field, Storage, Variant
+from qdsl.runtime.linear import linear
+from qdsl.runtime.match import Match, matches, torch_dtype
+from qdsl.runtime.module import QuantizedLinear, linear_class
+from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.shapes import extents
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What is known of a format without touching a tensor."""
+
+    name: str
+    title: str
+    source: str
+    formula: str
+    params: Mapping[str, tuple[int | str, ...]]
+    storages: tuple[str, ...]
+    variants: Mapping[tuple[int | str, ...], Variant]
+    detect: Mapping[str, Any]
+
+
+class Format:
+    """One format.
+
+    params: every parameter's values, the default first.  sizes: parameters that are block lengths, and the axis each
+    divides.  variants: what depends on the parameters named in `by`, keyed by their values.
+    """
+
+    def __init__(self, *, name: str, title: str, source: str, formula: str, variants: Mapping[tuple[int | str, ...], Variant],
+                 by: Sequence[str] = (), params: Mapping[str, tuple[int | str, ...]] | None = None,
+                 sizes: Mapping[str, str] | None = None, detect: Mapping[str, Any] | None = None) -> None:
+        self.name = name
+        self.params = dict(params or {})
+        self.variants = dict(variants)
+        self.by = tuple(by)
+        self.size_axes = dict(sizes or {})
+        self.storages = tuple(dict.fromkeys(storage for variant in self.variants.values() for storage in variant.storages))
+        self.spec = Spec(name, title, source, formula, self.params, self.storages, self.variants, dict(detect or {}))
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def variant(self, params: Mapping[str, int | str]) -> Variant:
+        return self.variants[tuple(params[name] for name in self.by)]
+
+    def complete(self, params: Mapping[str, int | str]) -> dict[str, int | str]:
+        """All parameters: the given ones, checked, and the defaults of the others.  Raises FormatError."""
+        for name, value in params.items():
+            if name not in self.params:
+                raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}")
+            if value not in self.params[name]:
+                raise FormatError(f"{self.name}: {name} is one of {', '.join(map(str, self.params[name]))}, not {value}")
+        return {name: params.get(name, values[0]) for name, values in self.params.items()}
+
+    def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
+        """Size parameters as numbers: -1 is the axis that the parameter divides."""
+        whole = {"N": shape[0], "K": shape[1]}
+        values = {name: int(params.get(name, self.params[name][0])) for name in self.size_axes}
+        return {name: value if value > 0 else max(1, whole[self.size_axes[name]]) for name, value in values.items()}
+
+    def storage(self, name: str | None, params: Mapping[str, int | str]) -> tuple[str, Storage]:
+        """A storage by its name, or the default.  Raises FormatError."""
+        variant = self.variant(params)
+        chosen = name or next(iter(variant.storages))
+        if chosen not in variant.storages:
+            known = f"for {', '.join(f'{key}={params[key]}' for key in self.by)}" if chosen in self.storages else ""
+            raise FormatError(f"{self.name} has no storage '{chosen}' {known}; it has {', '.join(variant.storages)}")
+        return chosen, variant.storages[chosen]
+
+    # -- from and to checkpoints --------------------------------------------------------------------------------------
+
+    def wrap(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None, storage: str | None = None,
+             **params: int | str) -> PackedWeight:
+        """A checkpoint's own tensors, by their names, as a weight; nothing is copied.
+
+        shape is (N, K), needed only where the tensors do not decide it.  Parameters and storage are found from dtypes and
+        shapes; given ones are checked.  Raises FormatError with the tensor, what it is, and what the format needs.
+        """
+        self.complete(params)
+        if storage is not None and storage not in self.storages:
+            raise FormatError(f"{self.name} has no storage '{storage}'; it has {', '.join(self.storages)}")
+        match = self._choose(matches(self, tensors, shape, storage, params))
+        layout = self.variant(match.params).storages[match.storage]
+        used = {alias for name in match.tensors for alias in (name, *layout.tensors[name].aliases)}
+        notes = [f"tensor '{name}' is not part of {self.name}.{match.storage}" for name in tensors if name not in used]
+        return self._packed(match.storage, match.tensors, match.shape, match.params, notes)
+
+    def _choose(self, found: Sequence[Match]) -> Match:
+        """The only match; among several of one storage, the one with default parameters where they are open."""
+        storages = list(dict.fromkeys(match.storage for match in found))
+        if len(storages) > 1:
+            raise FormatError(f"{self.name}: the tensors fit the storages {' and '.join(storages)}; say which with storage=")
+        fits = {name: list(dict.fromkeys(match.params[name] for match in found)) for name in self.params}
+        wanted = {name: fit[0] if len(fit) == 1 else self.params[name][0] for name, fit in fits.items()}
+        for match in found:
+            if match.params == wanted:
+                return match
+        shown = " or ".join(", ".join(f"{key}={value}" for key, value in match.params.items()) for match in found)
+        raise FormatError(f"{self.name}: the tensors fit {shown}; say which")
+
+    def _packed(self, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], params: Mapping[str, int | str],
+                notes: Sequence[str] = ()) -> PackedWeight:
+        """A weight of tensors in the storage's own shapes and dtypes, with its index tensors range-checked."""
+        variant = self.variant(params)
+        index = next((field for field in variant.fields.values() if field.type == "index"), None)
+        in_order = {name for name, tensor in tensors.items() if variant.storages[storage].tensors[name].dtype == "index"
+                    and index is not None and self._check_index(name, tensor, index, shape, params)}
+        return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes)
+
+    def _check_index(self, name: str, index: Tensor, field: Field, shape: tuple[int, int],
+                     params: Mapping[str, int | str]) -> bool:
+        """Refuse groups that do not exist; say whether the columns lie in order, so that the index adds nothing."""
+        assert field.groups is not None
+        if index.device.type == "meta":
+            return False
+        sizes = self.sizes(params, shape)
+        groups = field.groups.extent(*shape, sizes) or 0
+        wrong = torch.nonzero((index < 0) | (index >= groups))
+        if wrong.numel():
+            column = int(wrong[0, 0])
+            raise FormatError(f"{self.name}: '{name}' puts column {column} into group {int(index[column])}; "
+                              f"there are groups 0 to {groups - 1}")
+        return torch.equal(index, _in_order(index, field.groups.by(sizes)))
+
+    # -- fields -------------------------------------------------------------------------------------------------------
+
+    def unpack(self, packed: PackedWeight) -> dict[str, Tensor]:
+        """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; missing optional ones absent."""
+        layout = packed.layout
+        shape = {"N": packed.shape[0], "K": packed.shape[1]} if layout.needs_shape else {}
+        return layout.unpack(*(packed.tensors.get(name) for name in layout.tensors), **shape)
+
+    def pack(self, fields: Mapping[str, Tensor], storage: str | None = None, **params: int | str) -> PackedWeight:
+        """Fields as a weight in a storage; the inverse of unpack.
+
+        Parameters that the fields' dtypes and shapes decide need not be given.  Raises FormatError for fields of the wrong
+        dtype, shape or range, and for values that the storage cannot hold.
+        """
+        chosen = self.complete({**self._dtype_params(fields), **params})
+        name, layout = self.storage(storage, chosen)
+        variant = self.variant(chosen)
+        shape = self._fields_shape(variant, fields, chosen)
+        sizes = self.sizes(chosen, shape)
+        held = {key: value for key, value in fields.items() if value is not None}
+        for key, field in held.items():
+            self._check_field(variant, key, field, shape, sizes, chosen)
+        for key in layout.where:
+            if key in held and not self._is_default(variant, key, held.pop(key), sizes):
+                raise FormatError(f"{self.name}.{name} cannot hold '{key}': it has its default there "
+                                  f"({'columns in order' if variant.defaults[key] is None else variant.defaults[key]})")
+        stored = [key for key in variant.fields if key not in layout.where]
+        missing = [key for key in stored if key not in held and key not in variant.defaults]
+        if missing:
+            raise FormatError(f"{self.name}: field '{missing[0]}' is missing; given are {', '.join(fields)}")
+        for tensor in layout.tensors.values():
+            if extents(tensor.axes, *shape, sizes) is None:
+                bad = next(each for each in tensor.axes if each.extent(*shape, sizes) is None)
+                raise FormatError(f"{self.name}.{name}: {bad.dim} = {shape[bad.dim == 'K']} must be a multiple of {bad.by(sizes)}")
+        tensors = layout.pack(**{key: held.get(key) for key in stored})
+        return self._packed(name, tensors, shape, chosen)
+
+    def _dtype_params(self, fields: Mapping[str, Tensor]) -> dict[str, int | str]:
+        """Type parameters that the fields' dtypes decide."""
+        found: dict[str, int | str] = {}
+        for name, field in next(iter(self.variants.values())).fields.items():
+            if field.type in self.params and isinstance(fields.get(name), Tensor):
+                fit = [v for v in self.params[field.type] if torch_dtype(str(v)) == fields[name].dtype]
+                found.update({field.type: fit[0]} if fit else {})
+        return found
+
+    def _fields_shape(self, variant: Variant, fields: Mapping[str, Tensor], params: Mapping[str, int | str]) -> tuple[int, int]:
+        """(N, K) of the field that has a value for every weight."""
+        for name, field in variant.fields.items():
+            if [each.text for each in field.axes] == ["N", "K"] and name in fields and fields[name].dim() == 2:
+                return fields[name].shape[0], fields[name].shape[1]
+        full = next(name for name, field in variant.fields.items() if [each.text for each in field.axes] == ["N", "K"])
+        raise FormatError(f"{self.name}: field '{full}' [N, K] is missing; given are {', '.join(fields) or 'none'}")
+
+    def _check_field(self, variant: Variant, name: str, value: Tensor, shape: tuple[int, int], sizes: Mapping[str, int],
+                     params: Mapping[str, int | str]) -> None:
+        if name not in variant.fields:
+            raise FormatError(f"{self.name} has no field '{name}'; it has {', '.join(variant.fields)}")
+        field = variant.fields[name]
+        kind = str(params.get(field.type, field.type))
+        wanted = tuple(-(-(shape[each.dim == "K"] if each.dim != "1" else 1) // each.by(sizes)) for each in field.axes)
+        if value.dtype != torch_dtype(kind) or tuple(value.shape) != wanted:
+            raise FormatError(f"{self.name}: field '{name}' is {str(value.dtype)[6:]} {list(value.shape)}; the format needs "
+                              f"{str(torch_dtype(kind))[6:]} {list(wanted)}")
+        bits = int(kind[1:]) if kind[1:].isdigit() and kind[0] in "ui" else 0
+        if bits and bits < 8 * value.element_size() and value.numel():
+            low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "i" else (0, (1 << bits) - 1)
+            least, most = int(value.min()), int(value.max())
+            if least < low or most > high:
+                raise FormatError(f"{self.name}: field '{name}' has values from {least} to {most}; {kind} holds {low} to {high}")
+
+    def _is_default(self, variant: Variant, name: str, value: Tensor, sizes: Mapping[str, int]) -> bool:
+        default = variant.defaults[name]
+        if default is not None:
+            return bool((value == default).all())
+        groups = variant.fields[name].groups
+        return groups is not None and torch.equal(value, _in_order(value, groups.by(sizes)))
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
+
+    def quantize(self, weight: Tensor, storage: str | None = None, **options: Any) -> PackedWeight:
+        """A float weight [N, K] in this format; options are parameters of the format and of its encode scheme.
+
+        Raises FormatError for weights that are not finite, with the row and column, and where a scale would overflow.
+        """
+        params = self.complete({key: value for key, value in options.items() if key in self.params})
+        rest = {key: value for key, value in options.items() if key not in self.params}
+        variant = self.variant(params)
+        name, layout = self.storage(storage, params)
+        if variant.encode is None:
+            raise FormatError(f"{self.name} has no quantizer yet: its spec names no encode scheme")
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise FormatError(f"{self.name}: a weight is floats [N, K], not {str(weight.dtype)[6:]} {list(weight.shape)}")
+        finite = torch.isfinite(weight)
+        if not bool(finite.all()):
+            n, k = (int(i) for i in torch.nonzero(~finite)[0])
+            raise FormatError(f"{self.name}: the weight is {float(weight[n, k])} at row {n}, column {k}")
+        shape = (weight.shape[0], weight.shape[1])
+        sizes = self.sizes(params, shape)
+        types = {key: value for key, value in params.items() if isinstance(value, str)}
+        fields = dict(variant.encode(weight, **sizes, **types, **rest))
+        for key, field in variant.fields.items():
+            if field.type == "index" and key not in layout.where and field.groups is not None:
+                columns = torch.arange(shape[1], dtype=torch.int32, device=weight.device)
+                fields[key] = columns // field.groups.by(sizes)
+        return self.pack(fields, storage=name, **params)
+
+    def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
+        """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes."""
+        self._own(packed)
+        if out is None:
+            out = empty(packed.shape, dtype, packed.device)
+        if out.shape != packed.shape:
+            raise FormatError(f"out {list(out.shape)} does not fit the weight {list(packed.shape)}")
+        if not out.numel():
+            return out
+        copied = packed.variant.copies
+        if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
+            return out.copy_(self.unpack(packed)[copied])
+        if packed.device.type == "cuda":
+            launch.dequantize(packed, out)
+            return out
+        for start, stop in tiles.row_tiles(packed):
+            for rows, columns, part in tiles.decoded(packed, start, stop):
+                out[rows, columns] = part
+        return out
+
+    def convert(self, packed: PackedWeight, storage: str) -> PackedWeight:
+        """The same numbers in another storage, exactly.  Raises FormatError where the other storage cannot hold them."""
+        self._own(packed)
+        if storage == packed.storage:
+            return packed
+        return self.pack(self.unpack(packed), storage=storage, **packed.params)
+
+    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias."""
+        self._own(packed)
+        return linear(x, packed, bias)
+
+    @cached_property
+    def Linear(self) -> type[QuantizedLinear]:
+        """The module class: nn.Linear over a packed weight."""
+        return linear_class(self)
+
+    def _own(self, packed: PackedWeight) -> None:
+        if packed.format is not self:
+            raise FormatError(f"this is a weight of {packed.format.name}, not of {self.name}")
+
+
+def _in_order(index: Tensor, by: int) -> Tensor:
+    return torch.arange(index.numel(), dtype=index.dtype, device=index.device) // by

@@ -1,0 +1,86 @@
+"""Launching a storage's kernels: arguments from a packed weight, tile sizes from its shape."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.arrays import cdiv
+from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.shapes import axis
+
+WARPS = 4
+UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
+ROWS_OF_X = 65535                                                # the most that a grid's second axis can count
+
+
+def dequantize(packed: PackedWeight, out: Tensor) -> None:
+    """Run the dequantize kernel: w [N, K] into out, exact in float32, rounded once for float16 and bfloat16."""
+    kernels, rows, units = _kernels(packed)
+    if not rows or not units:
+        return
+    bn, bk = _tile(kernels.last, rows, units, kernels.sums)
+    grid = (cdiv(rows, bn), cdiv(units, bk))
+    # Contracted multiply-adds would skip a rounding that the formula has.
+    kernels.dequantize[grid](*_tensors(packed), out, *packed.shape, *packed.sizes.values(), BN=bn, BK=bk, num_warps=WARPS,
+                             enable_fp_fusion=False)
+
+
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """Run the linear kernel: x [M, K] @ w.T + bias into out [M, N]; x and out are contiguous."""
+    kernels, rows, units = _kernels(packed)
+    if not rows or not x.shape[0]:
+        return
+    bn, bk = _tile(kernels.last, rows, units, kernels.sums)
+    for start in range(0, x.shape[0], ROWS_OF_X):
+        part, result = x[start:start + ROWS_OF_X], out[start:start + ROWS_OF_X]
+        grid = (cdiv(rows, bn), part.shape[0])
+        kernels.linear[grid](*_tensors(packed), part, bias, result, *packed.shape, *packed.sizes.values(), BN=bn, BK=bk,
+                             num_warps=WARPS)
+
+
+def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:
+    kernels = packed.layout.kernels
+    if kernels is None:
+        raise FormatError(f"{packed.format.name}.{packed.storage} has no kernels; convert it to another storage first")
+    rows, units = (axis(text).extent(*packed.shape, packed.sizes) for text in (kernels.rows, kernels.units))
+    assert rows is not None and units is not None
+    return kernels, rows, units
+
+
+def _tensors(packed: PackedWeight) -> list[Tensor | None]:
+    """Kernel arguments in storage order: 8-bit floats as bytes, None for what is missing or adds nothing."""
+    found: list[Tensor | None] = []
+    for name in packed.layout.tensors:
+        tensor = packed.tensors.get(name) if name not in packed.in_order else None
+        if tensor is not None:
+            tensor = tensor.contiguous()
+            if tensor.is_floating_point() and tensor.element_size() == 1:
+                tensor = tensor.view(torch.uint8)
+        found.append(tensor)
+    return found
+
+
+def _tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
+    """Rows and units of a tile, powers of two: long along the axis that is contiguous in memory."""
+    along = units if last == "k" else rows
+    across = rows if last == "k" else units
+    size = max(128, UNITS // sums)
+    long = min(256 if last == "k" else 128, _power(along), size)
+    short = min(size // long, _power(across))
+    return (short, long) if last == "k" else (long, short)
+
+
+def _power(value: int) -> int:
+    """The smallest power of two that is at least `value`."""
+    return 1 << (max(1, value) - 1).bit_length()
+
+
+def describe(packed: PackedWeight) -> str:
+    """The tile sizes that a launch would use, for reports."""
+    kernels, rows, units = _kernels(packed)
+    bn, bk = _tile(kernels.last, rows, units, kernels.sums)
+    return f"BN={bn} BK={bk} programs={prod((cdiv(rows, bn), 1))}"

@@ -1,0 +1,102 @@
+"""What a generated module says of its format: fields, storages and variants, as data and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from qdsl.runtime.shapes import Axis, axis
+
+FLOATS = {
+    "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2, "e4m3fnuz": torch.float8_e4m3fnuz, "e5m2fnuz": torch.float8_e5m2fnuz,
+    "e8m0": torch.float8_e8m0fnu,
+}
+INTEGERS = {"u8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "index": torch.int32}
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Field:
+    """A field: a number type ('u4', 'f16', 'index', or a parameter that lists types) and its axes ('N', 'K/32').
+
+    groups: for an index, how many groups there are; in order, column k is in group k // its step.
+    """
+
+    type: str
+    axes: tuple[Axis, ...]
+    groups: Axis | None
+
+    def __init__(self, type: str, *axes: str, groups: str | None = None) -> None:
+        object.__setattr__(self, "type", type)
+        object.__setattr__(self, "axes", tuple(map(axis, axes)))
+        object.__setattr__(self, "groups", axis(groups) if groups else None)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Stored:
+    """A stored tensor: element type ('u8', 'i32', 'e4m3', a parameter, or 'index' for a field of that type) and axes."""
+
+    dtype: str
+    axes: tuple[Axis, ...]
+    aliases: tuple[str, ...]
+    optional: bool
+
+    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: bool = False) -> None:
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "axes", tuple(map(axis, axes)))
+        object.__setattr__(self, "aliases", tuple(aliases))
+        object.__setattr__(self, "optional", optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The Triton kernels of a storage, and how their grid covers a weight.
+
+    rows, units: how many rows of tiles and units along K there are, as axes.  last: 'n' or 'k', the tile's last axis.
+    sums: accumulators per unit of rows.
+    """
+
+    dequantize: Any
+    linear: Any
+    rows: str
+    units: str
+    last: str
+    sums: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One storage: its tensors in order, and the functions between them and the fields.
+
+    where: fields that are not stored because here they always have their default.
+    needs_shape: unpack takes N and K, because the last records may hold padding.
+    """
+
+    tensors: Mapping[str, Stored]
+    unpack: Callable[..., dict[str, torch.Tensor]]
+    pack: Callable[..., dict[str, torch.Tensor]]
+    kernels: Kernels | None = None
+    where: tuple[str, ...] = ()
+    needs_shape: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What depends on the parameters that shape the bits.
+
+    defaults: values of fields that may be missing; None is an index in order.  decode takes fields by name and returns
+    float32 [rows, columns]; its blocks must be whole, or alone on their axis: `cuts` are axes whose steps say where a caller
+    cuts.  encode takes the weight, and returns the fields it chooses.  copies: decode is this field unchanged.
+    """
+
+    fields: Mapping[str, Field]
+    storages: Mapping[str, Storage]
+    decode: Callable[..., torch.Tensor]
+    encode: Callable[..., dict[str, torch.Tensor]] | None = None
+    options: tuple[str, ...] = ()
+    defaults: Mapping[str, int | None] = field(default_factory=dict)
+    cuts: tuple[str, str] = ("N", "K")
+    copies: str | None = None

@@ -1,0 +1,124 @@
+"""A quantized weight: a storage's tensors, checked when they come together, that move as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.shapes import Axis, granule
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format, Storage, Variant
+
+
+class FormatError(ValueError):
+    """Tensors, fields or parameters that do not make a weight of the format; the message says what it needs."""
+
+
+class PackedWeight:
+    """The weight [N, K] of a format in one of its storages.
+
+    tensors: the storage's tensors by name, in storage order (absent optional ones are missing).  shape: (N, K).
+    params: every parameter of the format.  Made by the format's own functions, which check shapes, dtypes and indices.
+    """
+
+    def __init__(self, format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
+                 params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(),
+                 notes: Sequence[str] = ()) -> None:
+        self.format = format
+        self.storage = storage
+        self.tensors = dict(tensors)
+        self.shape = shape
+        self.params = dict(params)
+        self.in_order = in_order
+        self.notes = tuple(notes)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items())
+        return f"PackedWeight({self.format.name}.{self.storage} {list(self.shape)}, {self.params}: {shown})"
+
+    @property
+    def variant(self) -> Variant:
+        """The part of the format that these parameters choose."""
+        return self.format.variant(self.params)
+
+    @property
+    def layout(self) -> Storage:
+        return self.variant.storages[self.storage]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size parameters, with -1 (the whole axis) written out."""
+        return self.format.sizes(self.params, self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """The same weight with a function applied to every tensor; dtypes and shapes must stay."""
+        return self.derive({name: function(tensor) for name, tensor in self.tensors.items()})
+
+    def derive(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> PackedWeight:
+        """The same parameters with other tensors, unchecked."""
+        return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
+                            in_order=self.in_order, notes=self.notes)
+
+    def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
+        """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""
+        return self.apply(lambda tensor: _moved(tensor, tensor.to(*args, **kwargs)))
+
+    def cut(self, dim: str, start: int, stop: int) -> PackedWeight:
+        """Rows (dim 'N') or columns ('K') [start, stop) as a weight of their own, without copying.
+
+        Raises FormatError where a cut would go through a block or a word.
+        """
+        rows = dim == "N"
+        whole = self.shape[0 if rows else 1]
+        step = self.step(dim)
+        for border in (start, stop):
+            if border % step and border != whole:
+                raise FormatError(f"{self.format.name}.{self.storage} can be cut along {dim} at multiples of {step}, not {border}")
+        shape = (stop - start, self.shape[1]) if rows else (self.shape[0], stop - start)
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            for place, each in enumerate(self.layout.tensors[name].axes):
+                first, length = self._span(each, dim, start, stop, tensor.shape[place])
+                tensor = tensor.narrow(place, first, length)
+            if not rows and self.layout.tensors[name].dtype == "index":
+                if name not in self.in_order:
+                    raise FormatError(f"'{name}' puts columns into groups all over K (act-order); only rows can be cut")
+                tensor = tensor - tensor[:1]                     # groups count from 0 again
+            tensors[name] = tensor
+        return self.derive(tensors, shape)
+
+    def step(self, dim: str) -> int:
+        """Rows or columns between two places where the weight can be cut."""
+        axes = [each for name in self.tensors for each in self.layout.tensors[name].axes]
+        fields = [each for field in self.variant.fields.values() for each in field.axes]
+        return granule([*axes, *fields], dim, self.sizes, self.shape[1])
+
+    def _span(self, each: Axis, dim: str, start: int, stop: int, length: int) -> tuple[int, int]:
+        """First element and number of elements of an axis that rows or columns [start, stop) occupy."""
+        if each.dim == "N*K":
+            if dim == "K":
+                raise FormatError(f"{self.format.name}.{self.storage} stores rows one after the other; only rows can be cut")
+            start, stop = start * self.shape[1], stop * self.shape[1]
+        elif each.dim != dim:
+            return 0, length
+        by = each.by(self.sizes)
+        first = start // by * each.words
+        return first, -(-stop // by) * each.words - first
+
+
+def _moved(before: Tensor, after: Tensor) -> Tensor:
+    if before.dtype != after.dtype:
+        raise FormatError(f"a packed weight keeps its stored dtypes: {before.dtype} cannot become {after.dtype}")
+    return after

@@ -1,0 +1,78 @@
+"""Shapes of stored tensors and fields: what they are for given N and K, and which N and K a given shape allows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import gcd, lcm
+
+_AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\()?(?P<dim>N\*K|N|K|1)(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\))\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """words * dim / step elements, where `exact` says that step must divide dim and otherwise the quotient is rounded up.
+
+    `dim` is 'N', 'K', 'N*K' or '1'; `step` is a product of integers and size parameters.
+    """
+
+    dim: str
+    step: tuple[int | str, ...]
+    words: int
+    exact: bool
+    text: str
+
+    def by(self, sizes: Mapping[str, int]) -> int:
+        """The step, as a number."""
+        value = 1
+        for part in self.step:
+            value *= sizes[part] if isinstance(part, str) else part
+        return value
+
+    def extent(self, n: int, k: int, sizes: Mapping[str, int]) -> int | None:
+        """How many elements the axis has; None where an exact step does not divide."""
+        whole = {"N": n, "K": k, "N*K": n * k, "1": 1}[self.dim]
+        by = self.by(sizes)
+        return None if self.exact and whole % by else -(-whole // by) * self.words
+
+    def solve(self, extent: int) -> int | None:
+        """The dim that an extent means, where it can mean only one."""
+        if not self.exact or any(isinstance(part, str) for part in self.step) or extent % self.words:
+            return None
+        return extent // self.words * self.by({})
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return tuple(part for part in self.step if isinstance(part, str))
+
+
+@cache
+def axis(text: str) -> Axis:
+    """The axis that a text such as 'N', '18*K/32' or 'ceil(K/group)' describes."""
+    match = _AXIS.match(text)
+    if match is None:
+        raise ValueError(f"not an axis: {text!r}")
+    step = tuple(int(part) if part.isdigit() else part for part in (match["by"] or "1").split("*") if part != "1")
+    return Axis(match["dim"], step, int(match["words"] or 1), match["ceil"] is None, text)
+
+
+def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """The shape, or None where N or K does not divide as it must."""
+    found = [axis.extent(n, k, sizes) for axis in axes]
+    return None if None in found else tuple(extent for extent in found if extent is not None)
+
+
+def granule(axes: Sequence[Axis], dim: str, sizes: Mapping[str, int], other: int) -> int:
+    """The number of rows (dim 'N') or columns ('K') at whose multiples all these axes can be cut.
+
+    A flat axis (N*K) can be cut between rows only; `other` is K.
+    """
+    step = 1
+    for each in axes:
+        if each.dim == dim:
+            step = lcm(step, each.by(sizes))
+        elif each.dim == "N*K" and dim == "N":
+            step = lcm(step, each.by(sizes) // gcd(each.by(sizes), other or 1))
+    return step

@@ -1,0 +1,91 @@
+"""A spec as its author wrote it: parsed and placed, not yet checked for meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qdsl.spec.grammar import Apply, Expr, Line, Shape, Typed
+from qdsl.spec.source import Source, Span, Text
+
+Data = Text | tuple["Data", ...] | tuple[tuple[Text, "Data"], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter and the finite set of values it may have, the default first: integers or names of number types."""
+
+    name: Text
+    values: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A derived extent (`G: ceil(K / group)`) or a constant of the parameters (`P: lcm(bits, 32) / bits`)."""
+
+    name: Text
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    name: Text
+    typed: Typed
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What lies in the file for what the record packs: `target` is 'word' or a field, under conditions on parameters."""
+
+    when: tuple[tuple[Text, tuple[int | str, ...]], ...]
+    target: Text
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a storage.  `run` is the shorthand of record tensors: a record holds consecutive elements of that axis."""
+
+    name: Text
+    shape: Shape | None
+    run: Text | None
+    record: tuple[Line, ...]
+    record_text: Text
+    optional: Expr | None
+    aliases: tuple[Text, ...]
+    stored: tuple[Stored, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """`where` fixes parameters to one value and gives fields that are not stored their value."""
+
+    name: Text
+    where: tuple[tuple[Text, Expr], ...]
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    name: Text
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    source: Source
+    name: Text
+    title: str
+    origin: str
+    params: tuple[Param, ...]
+    dims: tuple[Dim, ...]
+    fields: tuple[Field, ...]
+    decode: Expr
+    decode_text: str
+    encode: Apply | None
+    storages: tuple[Storage, ...]
+    detect: tuple[tuple[Text, object], ...]
+    claims: tuple[Claim, ...]
+
+    @property
+    def span(self) -> Span:
+        return self.name.span

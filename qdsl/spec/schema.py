@@ -1,0 +1,288 @@
+"""From strict YAML nodes to a `Spec`: which keys there are, what each holds, and which names are allowed."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from qdsl.spec import grammar, marked
+from qdsl.spec.marked import Mapping, Node, Sequence
+from qdsl.spec.model import Claim, Dim, Field, Param, Spec, Storage, Stored, Tensor
+from qdsl.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
+
+_T = TypeVar("_T")
+
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,8})\Z")
+_NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?\Z")
+_LOWER = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
+_ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
+_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
+RESERVED = frozenset({
+    "n", "k", "m", "N", "K", "M", "word", "pad", "index", "ceil", "lcm",                    # the language
+    "x", "out", "bias", "acc", "live", "row", "weight_", "records", "shape", "dtype",       # generated code
+    "torch", "triton", "tl", "qdsl", "range", "zip", "tuple", "dict", "int", "float", "min", "max", "len",
+})
+
+KEYS = {
+    "format": "the format's name; the generated module is called so",
+    "title": "one line that says what it is",
+    "source": "where the layout is defined",
+    "params": "parameters, each with the finite list of its values, the default first",
+    "weight": "[N, K]: n is the output row, k the input column, the axis that a matmul reduces",
+    "dims": "derived extents and constants",
+    "fields": "stored values: a type, and a subscript that says which weights share one",
+    "decode": "the value of weight [n, k], each operation rounded to float32 in the order written",
+    "encode": "the scheme that chooses the fields for given weights",
+    "storage": "storages by name: tensors, and where every bit of a field lies in them",
+    "detect": "how a checkpoint of this format is recognised",
+    "claims": "facts that the compiler checks: bytes of a record, bits-per-weight",
+}
+TENSOR_KEYS = {
+    "tensor": "type and axes, such as 'i32[t<K/8 word, n<N]'",
+    "run": "for tensors of records: a record holds consecutive elements along this axis, and subscripts are local",
+    "record": "the items in storage order, low bits first",
+    "optional": "the tensor may be missing; the expression is then its field's value",
+    "aliases": "other names that checkpoints use for the tensor",
+    "stored": "a reversible operation between what the record packs and what the file holds",
+}
+
+
+def load(path: Path | str, name: str | None = None) -> Spec:
+    """Read a spec file.  `name` is what messages call it.  Raises SpecError, or OSError where it cannot be read."""
+    data = Path(path).read_bytes()
+    label = name or str(path)
+    try:
+        text = data.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        before = data[:error.start]
+        place = Span(Source(label, ""), before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
+        raise SpecError([Problem("the file is not UTF-8 text", place)]) from None
+    return parse(text, label)
+
+
+def parse(text: str, name: str = "spec.yaml") -> Spec:
+    """A Spec from text.  Raises SpecError with everything that is wrong in its shape."""
+    source = Source(name, text)
+    problems = Problems()
+    root = marked.read(source, problems)
+    problems.stop()
+    if not isinstance(root, Mapping):
+        raise SpecError([Problem("a spec is a mapping that begins with 'format: NAME'", Span(source, 1, 1))])
+    spec = _Reader(source, problems).spec(root)
+    problems.stop()
+    assert spec is not None
+    return spec
+
+
+class _Reader:
+    def __init__(self, source: Source, problems: Problems) -> None:
+        self.source = source
+        self.problems = problems
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def mapping(self, node: Node | None, what: str) -> tuple[tuple[Text, Node], ...]:
+        if node is None:
+            return ()
+        if not isinstance(node, Mapping):
+            self.problems.add(node.span, f"{what} is a mapping")
+            return ()
+        return node.items
+
+    def keys(self, node: Node, known: Iterable[str], what: str) -> dict[str, Node]:
+        """A mapping's items by key, where all keys are known."""
+        found: dict[str, Node] = {}
+        for key, value in self.mapping(node, what):
+            if key.value in known:
+                found[key.value] = value
+            else:
+                self.problems.add(key.span, f"unknown key '{key.value}' in {what}{did_you_mean(key.value, known)}")
+        return found
+
+    def text(self, node: Node | None, what: str) -> Text | None:
+        if node is None or isinstance(node, Text):
+            return node
+        self.problems.add(node.span, f"{what} is a text")
+        return None
+
+    def texts(self, node: Node | None, what: str) -> tuple[Text, ...]:
+        """A list of scalars."""
+        if node is None:
+            return ()
+        if not isinstance(node, Sequence):
+            self.problems.add(node.span, f"{what} is a list")
+            return ()
+        return tuple(text for item in node.items if (text := self.text(item, what)) is not None)
+
+    def parsed(self, rule: Callable[[Text], _T], text: Text | None) -> _T | None:
+        if text is None:
+            return None
+        try:
+            return rule(text)
+        except grammar.GrammarError as error:
+            self.problems.add(error.problem.span, error.problem.message)
+            return None
+
+    def name(self, text: Text, what: str, form: re.Pattern[str] = _LOWER) -> bool:
+        """Whether a name of the author's may become an identifier of generated code."""
+        word = text.value
+        if not form.match(word):
+            rule = "a letter, then letters, digits and '_'" if form is _ANY_CASE else \
+                "a small letter, then small letters, digits and '_'"
+            self.problems.add(text.span, f"{what} name {word!r} is not allowed: {rule}, at most 64")
+        elif keyword.iskeyword(word) or keyword.issoftkeyword(word) or word in RESERVED or word in _DEVICES:
+            self.problems.add(text.span, f"{what} name '{word}' is reserved: choose another")
+        else:
+            return True
+        return False
+
+    def values(self, node: Node, what: str) -> tuple[int | str, ...]:
+        """Integers and type names of a parameter, from a list or a single scalar."""
+        texts = (node,) if isinstance(node, Text) else self.texts(node, what)
+        found: list[int | str] = []
+        for text in texts:
+            if _INTEGER.match(text.value):
+                found.append(int(text.value))
+            elif _LOWER.match(text.value):
+                found.append(text.value)
+            else:
+                self.problems.add(text.span, f"{what} is an integer or a number type, not '{text.value}'")
+                continue
+            if found[-1] in found[:-1]:
+                self.problems.add(text.span, f"'{text.value}' stands here twice")
+        return tuple(found)
+
+    # -- the parts of a spec ------------------------------------------------------------------------------------------
+
+    def spec(self, root: Mapping) -> Spec | None:
+        parts = self.keys(root, KEYS, "a spec")
+        for key in ("format", "weight", "fields", "decode", "storage"):
+            if key not in parts:
+                self.problems.add(root.span, f"'{key}' is missing: {KEYS[key]}")
+        name = self.text(parts.get("format"), "format")
+        if name is not None:
+            self.name(name, "format")
+        weight = parts.get("weight")
+        if weight is not None and [t.value for t in self.texts(weight, "weight")] != ["N", "K"]:
+            self.problems.add(weight.span, "weight is [N, K]")
+        decode_text = self.text(parts.get("decode"), "decode")
+        decode = self.parsed(grammar.expression, decode_text)
+        params = tuple(self.params(parts.get("params")))
+        dims = tuple(self.dims(parts.get("dims")))
+        fields = tuple(self.fields(parts.get("fields")))
+        storages = tuple(self.storage(key, node) for key, node in self.named(parts.get("storage"), "storage"))
+        if "storage" in parts and not storages:
+            self.problems.add(parts["storage"].span, "a format needs at least one storage")
+        encode = self.parsed(grammar.call, self.text(parts.get("encode"), "encode"))
+        claims = tuple(self.claims(parts.get("claims")))
+        detect = self.mapping(parts.get("detect"), "detect")
+        self.unique([*(p.name for p in params), *(d.name for d in dims), *(f.name for f in fields)])
+        if name is None or decode is None or decode_text is None:
+            return None
+        title, origin = (self.text(parts.get(key), key) for key in ("title", "source"))
+        return Spec(self.source, name, self.line(title), self.line(origin), params, dims, fields, decode,
+                    decode_text.value, encode, storages, tuple((k, self.plain(v)) for k, v in detect), claims)
+
+    def line(self, text: Text | None) -> str:
+        """One line of prose for headers; what could end a docstring or a comment is refused."""
+        if text is None:
+            return ""
+        if len(text.value) > 200 or any(c in text.value for c in "\\\"\n") or not text.value.isprintable():
+            self.problems.add(text.span, "one printable line of at most 200 characters, without quotes or backslashes")
+        return text.value
+
+    def named(self, node: Node | None, what: str) -> list[tuple[Text, Node]]:
+        return [(key, value) for key, value in self.mapping(node, what) if self.name(key, what)]
+
+    def unique(self, names: Iterable[Text]) -> None:
+        seen: dict[str, Span] = {}
+        for text in names:
+            if text.value in seen:
+                self.problems.add(text.span, f"'{text.value}' already names something else", f"at {seen[text.value]}")
+            seen.setdefault(text.value, text.span)
+
+    def params(self, node: Node | None) -> Iterable[Param]:
+        for key, value in self.named(node, "parameter"):
+            values = self.values(value, "a parameter's value")
+            if values:
+                yield Param(key, values)
+            else:
+                self.problems.add(key.span, f"parameter '{key}' needs a list of the values it may have")
+
+    def dims(self, node: Node | None) -> Iterable[Dim]:
+        for key, value in self.mapping(node, "dims"):
+            if self.name(key, "dim", _ANY_CASE):
+                parsed = self.parsed(grammar.expression, self.text(value, "a dim"))
+                if parsed is not None:
+                    yield Dim(key, parsed)
+
+    def fields(self, node: Node | None) -> Iterable[Field]:
+        for key, value in self.named(node, "field"):
+            parsed = self.parsed(grammar.typed, self.text(value, "a field"))
+            if parsed is not None:
+                yield Field(key, parsed)
+
+    def claims(self, node: Node | None) -> Iterable[Claim]:
+        for key, value in self.mapping(node, "claims"):
+            text = self.text(value, "a claim")
+            if key.value not in ("bytes", "bits-per-weight"):
+                self.problems.add(key.span, f"unknown claim '{key}'{did_you_mean(key.value, ('bytes', 'bits-per-weight'))}")
+            elif text is not None and not _NUMBER.match(text.value):
+                self.problems.add(text.span, f"a claim is a number, not '{text}'")
+            elif text is not None:
+                yield Claim(key, float(text.value))
+
+    def storage(self, name: Text, node: Node) -> Storage:
+        where: list[tuple[Text, grammar.Expr]] = []
+        tensors: list[Tensor] = []
+        for key, value in self.mapping(node, f"storage '{name}'"):
+            if key.value == "where":
+                for field, expr in self.mapping(value, "where"):
+                    parsed = self.parsed(grammar.expression, self.text(expr, "a value"))
+                    if parsed is not None:
+                        where.append((field, parsed))
+            elif self.name(key, "tensor"):
+                tensors.append(self.tensor(key, value))
+        if not tensors:
+            self.problems.add(name.span, f"storage '{name}' has no tensors")
+        return Storage(name, tuple(where), tuple(tensors))
+
+    def tensor(self, name: Text, node: Node) -> Tensor:
+        what = f"tensor '{name}'"
+        parts = self.keys(node, TENSOR_KEYS, what)
+        if "record" not in parts:
+            self.problems.add(name.span, f"{what} has no record: {TENSOR_KEYS['record']}")
+        if ("tensor" in parts) == ("run" in parts):
+            self.problems.add(name.span, f"{what} needs either 'tensor' or 'run'")
+        record_text = self.text(parts.get("record"), "a record") or name
+        record = self.parsed(grammar.record, record_text) if "record" in parts else ()
+        aliases = self.texts(parts.get("aliases"), "aliases")
+        for alias in aliases:
+            self.name(alias, "tensor", re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z"))
+        stored = parts.get("stored")
+        rules = stored.items if isinstance(stored, Sequence) else () if stored is None else (stored,)
+        return Tensor(name, self.parsed(grammar.shape, self.text(parts.get("tensor"), "tensor")),
+                      self.text(parts.get("run"), "run"), record or (), record_text,
+                      self.parsed(grammar.expression, self.text(parts.get("optional"), "optional")),
+                      aliases, tuple(rule for item in rules if (rule := self.stored(item)) is not None))
+
+    def stored(self, node: Node) -> Stored | None:
+        """`{bits: [2, 4], word: word - 5}`: all keys but the last are conditions on parameters."""
+        items = self.mapping(node, "a rule of 'stored'")
+        if not items:
+            return None
+        *conditions, (target, node) = items
+        value = self.parsed(grammar.expression, self.text(node, "the stored value"))
+        when = tuple((key, self.values(values, "a condition")) for key, values in conditions)
+        return None if value is None else Stored(when, target, value)
+
+    def plain(self, node: Node) -> object:
+        """Nested lists and dicts of text, for detect."""
+        if isinstance(node, Text):
+            return node
+        if isinstance(node, Sequence):
+            return [self.plain(item) for item in node.items]
+        return {key.value: self.plain(value) for key, value in node.items}

@@ -1,0 +1,117 @@
+"""Text with a place: spans, scalars that remember where they stand, and the problems that point at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A spec file's name, as the reader of a message knows it, and its text."""
+
+    name: str
+    text: str
+
+    def line(self, number: int) -> str:
+        """Line `number`, counted from 1; empty past the end."""
+        lines = self.text.split("\n")
+        return lines[number - 1] if 0 < number <= len(lines) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` characters of one line; line and column count from 1."""
+
+    source: Source = field(repr=False)
+    line: int
+    column: int
+    length: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.source.name}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A scalar of the spec.  `starts` gives, for each line of the value, where that line begins in the file."""
+
+    value: str
+    starts: tuple[Span, ...]
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def span(self) -> Span:
+        """The whole scalar, cut at its first line."""
+        return self.at(0, len(self.value.split("\n", 1)[0]))
+
+    def at(self, begin: int, end: int) -> Span:
+        """Where characters [begin, end) of the value stand in the file."""
+        before = self.value[:begin]
+        row = before.count("\n")
+        start = self.starts[min(row, len(self.starts) - 1)]
+        column = start.column + begin - (before.rfind("\n") + 1)
+        return Span(start.source, start.line, column, max(1, end - begin))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong and where, with notes that belong to it.  `place` None is the spec as a whole."""
+
+    message: str
+    span: Span
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.span}: error: {self.message}"
+
+    def render(self) -> str:
+        """The message, the line it speaks of with a caret under the exact text, and the notes."""
+        text = self.span.source.line(self.span.line)
+        rows = [str(self)]
+        if text.strip() and len(text) <= 200:
+            number = str(self.span.line)
+            caret = "^" * max(1, min(self.span.length, len(text) - self.span.column + 1))
+            rows += [f" {number} | {text}", f" {' ' * len(number)} | {' ' * (self.span.column - 1)}{caret}"]
+        return "\n".join(rows + [f"  note: {note}" for note in self.notes])
+
+
+class SpecError(Exception):
+    """A spec that cannot be compiled: all its problems, in the order in which they stand in the file."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(sorted(dict.fromkeys(problems), key=lambda p: (p.span.line, p.span.column)))
+        super().__init__("\n".join(problem.render() for problem in self.problems))
+
+
+class Problems:
+    """The problems found so far; passes add to it, and the driver stops between passes when there are any."""
+
+    def __init__(self) -> None:
+        self._found: list[Problem] = []
+
+    def __iter__(self) -> Iterator[Problem]:
+        return iter(self._found)
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, span: Span, message: str, *notes: str) -> None:
+        self._found.append(Problem(message, span, notes))
+
+    def stop(self) -> None:
+        """Raise SpecError if anything was found."""
+        if self._found:
+            raise SpecError(self._found)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` where a known word is close, else `; known: ...` for a short list."""
+    known = sorted(known)
+    near = get_close_matches(word, known, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    return f"; known here: {', '.join(known)}" if 0 < len(known) <= 16 else ""
