@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     mn_high = torch.stack([mn_bytes >> 4 & 3, mn_bytes >> 6], -2).flatten(1)
     q_bytes = r[..., 16:144].unflatten(-1, (4, 32))
     return {
-        "d": r[..., 0:2].contiguous().view(torch.float16).squeeze(-1),
-        "dmin": r[..., 2:4].contiguous().view(torch.float16).squeeze(-1),
+        "d": as_type(r[..., 0:2], torch.float16).squeeze(-1),
+        "dmin": as_type(r[..., 2:4], torch.float16).squeeze(-1),
         "sc": sc_low | sc_high << 4,
         "mn": mn_low | mn_high << 4,
         "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
@@ -48,8 +48,8 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
 def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
     """blocks of the fields; the inverse of unpack_gguf."""
     r = torch.zeros(d.shape[0], d.shape[1], 144, dtype=torch.uint8, device=d.device)
-    r[..., 0:2] = d.unsqueeze(-1).contiguous().view(torch.uint8)
-    r[..., 2:4] = dmin.unsqueeze(-1).contiguous().view(torch.uint8)
+    r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
+    r[..., 2:4] = as_type(dmin.unsqueeze(-1), torch.uint8)
     r[..., 4:20].unflatten(-1, (2, 8))[..., :4] |= sc.unflatten(-1, (-1, 2, 4)) & 15
     sc_split = sc.unflatten(-1, (-1, 2, 4))
     r[..., 4:8] |= (sc_split[:, :, 0] >> 4) << 4 | (sc_split[:, :, 1] >> 4) << 6

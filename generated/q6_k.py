@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_bytes2 = r[..., 128:192].unflatten(-1, (2, 32))
     q_high = torch.stack([q_bytes2 >> 2 * i & 3 for i in range(4)], -2).flatten(1)
     return {
-        "d": r[..., 208:210].contiguous().view(torch.float16).squeeze(-1),
+        "d": as_type(r[..., 208:210], torch.float16).squeeze(-1),
         "sc": r[..., 192:208].view(torch.int8).flatten(1),
         "q": q_low | q_high << 4,
     }
@@ -46,7 +46,7 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split2 = q.unflatten(-1, (-1, 2, 4, 32))
     r[..., 128:192] = sum((q_split2[:, :, :, i] >> 4) << 2 * i for i in range(4)).flatten(2)
     r[..., 192:208] = sc.unflatten(-1, (-1, 16)).view(torch.uint8)
-    r[..., 208:210] = d.unsqueeze(-1).contiguous().view(torch.uint8)
+    r[..., 208:210] = as_type(d.unsqueeze(-1), torch.uint8)
     return {
         "blocks": r.flatten(1),
     }

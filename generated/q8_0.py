@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 34*K/32]."""
     r = blocks.unflatten(-1, (-1, 34))
     return {
-        "d": r[..., 0:2].contiguous().view(torch.float16).squeeze(-1),
+        "d": as_type(r[..., 0:2], torch.float16).squeeze(-1),
         "q": r[..., 2:34].view(torch.int8).flatten(1),
     }
 
@@ -38,7 +38,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
 def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     """blocks of the fields; the inverse of unpack_gguf."""
     r = torch.zeros(d.shape[0], d.shape[1], 34, dtype=torch.uint8, device=d.device)
-    r[..., 0:2] = d.unsqueeze(-1).contiguous().view(torch.uint8)
+    r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     r[..., 2:34] = q.unflatten(-1, (-1, 32)).view(torch.uint8)
     return {
         "blocks": r.flatten(1),

@@ -12,9 +12,13 @@
     gptq_v2 at bits = 2: 2.14062 bits per weight
     gptq_v2 at bits = 3: 3.14844 bits per weight
     gptq_v2 at bits = 8: 8.1875 bits per weight
+    gptq_v1 at bits = 4: 4.15625 bits per weight
+    gptq_v1 at bits = 2: 2.14062 bits per weight
+    gptq_v1 at bits = 3: 3.14844 bits per weight
+    gptq_v1 at bits = 8: 8.1875 bits per weight
     awq at bits = 4: 4.15625 bits per weight
 
-Built from specs/int_group.yaml (sha256 d6e9833e7d9c14ff) by qdsl 0.1.0.  Do not edit: change the spec
+Built from specs/int_group.yaml (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.  Do not edit: change the spec
 and run `qdsl build specs/int_group.yaml`.
 """
 

@@ -9,8 +9,9 @@
     s      f16    [N, ceil(K/group)]
 
     gptq_v2: 3.14844 bits per weight
+    gptq_v1: 3.14844 bits per weight
 
-Built from specs/int_group.yaml (sha256 d6e9833e7d9c14ff) by qdsl 0.1.0.  Do not edit: change the spec
+Built from specs/int_group.yaml (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.  Do not edit: change the spec
 and run `qdsl build specs/int_group.yaml`.
 """
 
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -32,9 +33,9 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales float16 [ceil(K/group), N];
     g_idx int32 [K].
     """
-    qweight_bytes = qweight.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 12))
+    qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 12))
     q_words = integer(qweight_bytes.unflatten(-1, (4, 3)))
-    qzeros_bytes = qzeros.unflatten(-1, (-1, 3)).permute(1, 0, 2).contiguous().view(torch.uint8)
+    qzeros_bytes = as_type(qzeros.unflatten(-1, (-1, 3)).permute(1, 0, 2), torch.uint8)
     z_words = integer(qzeros_bytes.unflatten(-1, (4, 3)))
     fields = {
         "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
@@ -53,8 +54,42 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     z_split = z.unflatten(0, (-1, 4, 8))
     qzeros_bytes = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1).unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
     tensors = {
-        "qweight": qweight_bytes.contiguous().view(torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
-        "qzeros": qzeros_bytes.contiguous().view(torch.int32).permute(1, 0, 2).contiguous().flatten(1),
+        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
+        "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
+        "scales": s.t().contiguous(),
+    }
+    if g is not None:
+        tensors["g_idx"] = g
+    return tensors
+
+
+def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales float16 [ceil(K/group), N];
+    g_idx int32 [K].
+    """
+    qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 12))
+    q_words = integer(qweight_bytes.unflatten(-1, (4, 3)))
+    qzeros_bytes = as_type(qzeros.unflatten(-1, (-1, 3)).permute(1, 0, 2), torch.uint8)
+    z_words = integer(qzeros_bytes.unflatten(-1, (4, 3)))
+    fields = {
+        "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
+        "z": torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0, 2) + 1 & 7,
+        "s": scales.t(),
+    }
+    if g_idx is not None:
+        fields["g"] = g_idx
+    return fields
+
+
+def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v1."""
+    q_split = q.unflatten(-1, (-1, 4, 8))
+    qweight_bytes = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8)).unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+    z_split = (z - 1 & 7).unflatten(0, (-1, 4, 8))
+    qzeros_bytes = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1).unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+    tensors = {
+        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
+        "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
         "scales": s.t().contiguous(),
     }
     if g is not None:
@@ -140,6 +175,61 @@ def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
     device.store_sums(out, bias, n, N, tl.sum(acc, 0))
 
 
+@triton.jit
+def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 32 weights."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+    qweight += n
+    qzeros += 3 * (n // 32)
+    scales += n
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 32)
+    q_words = (tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0))
+    if g_idx is None:
+        g = t // (group // 32)
+        z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live) + 1 & 7).to(tl.int32)
+        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    for h in tl.static_range(32):
+        q = device.bits(q_words, 3 * h, 3).to(tl.int32)
+        if g_idx is not None:
+            g = tl.load(g_idx + 32 * t + h, live, 0)
+            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live) + 1 & 7).to(tl.int32)
+            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + 32 * t + h, w, live)
+
+
+@triton.jit
+def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 32 weights at a time."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qweight += n
+    qzeros += 3 * (n // 32)
+    scales += n
+    acc = tl.zeros((BK, BN), tl.float32)
+    for start in range(0, K // 32, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
+        live = (n < N) & (t < K // 32)
+        q_words = (tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0))
+        if g_idx is None:
+            g = t // (group // 32)
+            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live) + 1 & 7).to(tl.int32)
+            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        for h in tl.static_range(32):
+            q = device.bits(q_words, 3 * h, 3).to(tl.int32)
+            if g_idx is not None:
+                g = tl.load(g_idx + 32 * t + h, live, 0)
+                z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live) + 1 & 7).to(tl.int32)
+                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+            x_k = tl.load(x + 32 * t + h, live, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -159,6 +249,16 @@ VARIANT = Variant(
             },
             unpack=unpack_gptq_v2, pack=pack_gptq_v2,
             kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/32", last="n"),
+        ),
+        "gptq_v1": Storage(
+            tensors={
+                "qweight": Stored("i32", "3*K/32", "N"),
+                "qzeros": Stored("i32", "ceil(K/group)", "3*N/32"),
+                "scales": Stored("f16", "ceil(K/group)", "N"),
+                "g_idx": Stored("index", "K", optional=True),
+            },
+            unpack=unpack_gptq_v1, pack=pack_gptq_v1,
+            kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/32", last="n"),
         ),
     },
      decode=decode, encode=encode, options=("by", "ties", "symmetric"), defaults={"g": None},

@@ -9,9 +9,10 @@
     s      f16    [N, ceil(K/group)]
 
     gptq_v2: 4.15625 bits per weight
+    gptq_v1: 4.15625 bits per weight
     awq: 4.15625 bits per weight
 
-Built from specs/int_group.yaml (sha256 d6e9833e7d9c14ff) by qdsl 0.1.0.  Do not edit: change the spec
+Built from specs/int_group.yaml (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.  Do not edit: change the spec
 and run `qdsl build specs/int_group.yaml`.
 """
 
@@ -23,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -33,8 +34,8 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales float16 [ceil(K/group), N]; g_idx
     int32 [K].
     """
-    qweight_bytes = qweight.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
-    qzeros_bytes = qzeros.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
     fields = {
         "q": torch.stack([qweight_bytes & 15, qweight_bytes >> 4], -1).flatten(1),
         "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -1).permute(0, 2, 3, 1).flatten(0, 2),
@@ -52,8 +53,40 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     z_split = z.unflatten(0, (-1, 4, 2))
     qzeros_bytes = (z_split[:, :, 0] | z_split[:, :, 1] << 4).permute(0, 2, 1)
     tensors = {
-        "qweight": qweight_bytes.view(torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": qzeros_bytes.contiguous().view(torch.int32).squeeze(-1).t().contiguous(),
+        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
+        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1).t().contiguous(),
+        "scales": s.t().contiguous(),
+    }
+    if g is not None:
+        tensors["g_idx"] = g
+    return tensors
+
+
+def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+    """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales float16 [ceil(K/group), N]; g_idx
+    int32 [K].
+    """
+    qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = as_type((qzeros + 0x11111111).t(), torch.uint8).unflatten(-1, (-1, 4))
+    fields = {
+        "q": torch.stack([qweight_bytes & 15, qweight_bytes >> 4], -1).flatten(1),
+        "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -1).permute(0, 2, 3, 1).flatten(0, 2),
+        "s": scales.t(),
+    }
+    if g_idx is not None:
+        fields["g"] = g_idx
+    return fields
+
+
+def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v1."""
+    q_split = q.unflatten(-1, (-1, 4, 2))
+    qweight_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    z_split = z.unflatten(0, (-1, 4, 2))
+    qzeros_bytes = (z_split[:, :, 0] | z_split[:, :, 1] << 4).permute(0, 2, 1)
+    tensors = {
+        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
+        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1).t().contiguous() - 0x11111111,
         "scales": s.t().contiguous(),
     }
     if g is not None:
@@ -63,9 +96,9 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
 
 def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of qweight int32 [K, N/8]; qzeros int32 [ceil(K/group), N/8]; scales float16 [ceil(K/group), N]."""
-    qweight_bytes = qweight.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     q_bytes = qweight_bytes.unflatten(-1, (2, 2))
-    qzeros_bytes = qzeros.t().contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
     z_bytes = qzeros_bytes.unflatten(-1, (2, 2))
     return {
         "q": torch.stack([q_bytes & 15, q_bytes >> 4], -3).permute(0, 4, 2, 3, 1).flatten(0, 3),
@@ -81,8 +114,8 @@ def pack_awq(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     z_split = z.unflatten(0, (-1, 2, 2, 2))
     qzeros_bytes = (z_split[:, :, 0] | z_split[:, :, 1] << 4).permute(0, 3, 2, 1).flatten(2)
     return {
-        "qweight": qweight_bytes.contiguous().view(torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": qzeros_bytes.contiguous().view(torch.int32).squeeze(-1).t().contiguous(),
+        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
+        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1).t().contiguous(),
         "scales": s.t().contiguous(),
     }
 
@@ -158,6 +191,65 @@ def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
             if g_idx is not None:
                 g = tl.load(g_idx + 8 * t + h, live, 0)
                 z = (tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
+
+
+@triton.jit
+def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 8 weights."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+    qweight += n
+    qzeros += n // 8
+    scales += n
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 8)
+    q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+    if g_idx is None:
+        g = t // (group // 8)
+        z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) + 0x11111111
+        z = (z_word >> 4 * (n % 8) & 15).to(tl.int32)
+        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    for h in tl.static_range(8):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        if g_idx is not None:
+            g = tl.load(g_idx + 8 * t + h, live, 0)
+            z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) + 0x11111111
+            z = (z_word >> 4 * (n % 8) & 15).to(tl.int32)
+            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + 8 * t + h, w, live)
+
+
+@triton.jit
+def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 8 weights at a time."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qweight += n
+    qzeros += n // 8
+    scales += n
+    acc = tl.zeros((BK, BN), tl.float32)
+    for start in range(0, K // 8, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
+        live = (n < N) & (t < K // 8)
+        q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+        if g_idx is None:
+            g = t // (group // 8)
+            z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) + 0x11111111
+            z = (z_word >> 4 * (n % 8) & 15).to(tl.int32)
+            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        for h in tl.static_range(8):
+            q = (q_word >> 4 * h & 15).to(tl.int32)
+            if g_idx is not None:
+                g = tl.load(g_idx + 8 * t + h, live, 0)
+                z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) + 0x11111111
+                z = (z_word >> 4 * (n % 8) & 15).to(tl.int32)
                 s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
             x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
             acc += (q - z) * s * x_k
@@ -272,6 +364,16 @@ VARIANT = Variant(
             },
             unpack=unpack_gptq_v2, pack=pack_gptq_v2,
             kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/8", last="n"),
+        ),
+        "gptq_v1": Storage(
+            tensors={
+                "qweight": Stored("i32", "K/8", "N"),
+                "qzeros": Stored("i32", "ceil(K/group)", "N/8"),
+                "scales": Stored("f16", "ceil(K/group)", "N"),
+                "g_idx": Stored("index", "K", optional=True),
+            },
+            unpack=unpack_gptq_v1, pack=pack_gptq_v1,
+            kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/8", last="n"),
         ),
         "awq": Storage(
             tensors={

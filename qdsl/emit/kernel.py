@@ -43,9 +43,8 @@ class Tile:
 
 @dataclass(slots=True)
 class Body:
-    """Lines by loop: level 0 is the unit's, level i the i-th lane's.  `before` stands ahead of the loop over units."""
+    """Lines by loop, each under a condition or '': level 0 stands ahead of the units, level 1 in a unit, then the lanes."""
 
-    before: list[str] = field(default_factory=list)
     levels: list[list[tuple[str, str]]] = field(default_factory=list)
     at: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -162,12 +161,15 @@ class Decoder:
     def level(self, *indices: Index, guard: str = "") -> int:
         """The innermost loop whose lane, or whose variable, an expression reads."""
         read = set().union(*(index.names() for index in indices))
-        depth = max([i + 1 for i, lane in enumerate(self.lanes) if lane in read]
+        fixed = {self.tile.rows, "N", "K", *self.program.sizes, *self.lanes} | {v for v, _ in self.body.at}
+        depth = max([i + 2 for i, lane in enumerate(self.lanes) if lane in read] + ([1] if read - fixed else [])
                     + [self.body.level(variable, guard) for variable in read if (variable, guard) in self.body.at], default=0)
-        return len(self.lanes) if depth and self.tile.ragged else depth
+        return len(self.lanes) + 1 if depth > 1 and self.tile.ragged else depth
 
     def mask(self, level: int) -> str:
-        return "inside" if self.tile.ragged and level == len(self.lanes) and self.lanes else "live"
+        if level == 0:
+            return f"{self.tile.rows} < {_show(self.tile.row_count)}"
+        return "inside" if self.tile.ragged and level == len(self.lanes) + 1 and self.lanes else "live"
 
     # -- fields -------------------------------------------------------------------------------------------------------
 
@@ -309,9 +311,7 @@ class Decoder:
         step = ix.combine([(self.position(layout, i), 1) for layout, i in zip(cut[1], local, strict=True)])
         pointer = f"{tensor.name}_{kind}"
         self.base(tensor, records)
-        line = f"{pointer} = {tensor.name}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))"
-        if line not in self.body.before:
-            self.body.before.append(line)
+        self.ahead(tensor, f"{pointer} = {tensor.name}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
         level = self.level(*records.values(), step, guard=guard)
         offset = self.offset(tensor, records, step, size)
         return level, f"tl.load({pointer} + {_offset_text(offset)}, {self.mask(level)}, 0)"
@@ -372,9 +372,14 @@ class Decoder:
     def base(self, tensor: Tensor, records: Mapping[str, Index]) -> None:
         """Advance the tensor's pointer to its rows once, ahead of the loop."""
         rows = self.rows_part(self.address(tensor, records, Index(0)))
-        line = f"{tensor.name} += {_offset_text(rows)}"
-        if rows != Index(0) and line not in self.body.before:
-            self.body.before.append(line)
+        if rows != Index(0):
+            self.ahead(tensor, f"{tensor.name} += {_offset_text(rows)}")
+
+    def ahead(self, tensor: Tensor, line: str) -> None:
+        """A line ahead of the units, once, where the tensor is there at all."""
+        entry = (f"{tensor.name} is not None" if tensor.optional else "", line)
+        if entry not in self.body.levels[0]:
+            self.body.levels[0].append(entry)
 
     def rows_part(self, address: Index) -> Index:
         """The terms that move with the rows of the tile alone."""
@@ -411,38 +416,31 @@ def _offset_text(index: Index) -> str:
 
 
 def nest(body: Body, lanes: list[Lane], tail: list[str]) -> list[str]:
-    """The levels of a body as nested loops around `tail`."""
+    """The levels of a unit as nested loops around `tail`."""
     lines = tail
-    for level in reversed(range(len(body.levels))):
-        own = _guarded(body.levels[level])
-        lines = [*own, *lines]
-        if level:
-            lane = lanes[level - 1]
+    for level in reversed(range(1, len(body.levels))):
+        lines = [*guarded(body.levels[level]), *lines]
+        if level > 1:
+            lane = lanes[level - 2]
             lines = [f"for {lane.name} in tl.static_range({lane.extent}):", *indent(lines)]
     return lines
 
 
-def _guarded(rows: list[tuple[str, str]]) -> list[str]:
-    """Lines with the conditions under which they hold, neighbours under one condition together."""
-    order: list[str] = []
-    for guard, _ in rows:
-        if guard not in order:
-            order.append(guard)
+def guarded(rows: list[tuple[str, str]]) -> list[str]:
+    """Lines with the conditions under which they hold; opposite conditions that follow one another become if and else."""
     lines: list[str] = []
-    done: set[int] = set()
+    last = ""
     for i, (guard, line) in enumerate(rows):
-        if i in done:
-            continue
-        if not guard:
-            lines.append(line)
-            continue
-        lines.append(f"if {guard}:")
-        j = i
-        while j < len(rows) and rows[j][0] == guard:
-            lines += indent([rows[j][1]])
-            done.add(j)
-            j += 1
+        if guard and (i == 0 or rows[i - 1][0] != guard):
+            lines.append("else:" if last and {guard, last} == _opposites(guard) and rows[i - 1][0] == last else f"if {guard}:")
+        lines += indent([line]) if guard else [line]
+        last = guard
     return lines
+
+
+def _opposites(guard: str) -> set[str]:
+    plain = guard.replace(" is not None", "").replace(" is None", "")
+    return {f"{plain} is None", f"{plain} is not None"}
 
 
 def unrolled(lanes: tuple[Lane, ...]) -> Iterator[dict[str, int]]:

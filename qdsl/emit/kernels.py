@@ -7,7 +7,7 @@ from math import prod
 
 import jinja2
 
-from qdsl.emit.kernel import Body, Decoder, Tile, _offset_text, _show, nest, tile, unrolled
+from qdsl.emit.kernel import Body, Decoder, Tile, _offset_text, _show, guarded, nest, tile, unrolled
 from qdsl.ir import index as ix
 from qdsl.ir.index import name
 from qdsl.ir.program import Program
@@ -41,14 +41,14 @@ def _shared(program: Program, at: Tile) -> dict[str, str]:
 def _masks(at: Tile, lanes: list[str], body: Body) -> None:
     """`live` for units, and `inside` for single weights where the last unit may hang over."""
     rows = f"{at.rows} < {_show(at.row_count)}"
-    body.levels[0].append(("", f"live = ({rows}) & ({at.unit_bound})"))
+    body.levels[1].append(("", f"live = ({rows}) & ({at.unit_bound})"))
     if at.ragged and lanes:
         body.levels[-1].append(("", f"inside = live & ({_show(at.n)} < N) & ({_show(at.k)} < K)"))
 
 
 def _start(at: Tile, loops: int, lanes: list[str]) -> Body:
-    body = Body(levels=[[] for _ in range(loops + 1)])
-    body.levels[0] += [("", f"{digit} = {text}") for digit, text in at.digits]
+    body = Body(levels=[[] for _ in range(loops + 2)])
+    body.levels[1] += [("", f"{digit} = {text}") for digit, text in at.digits]
     _masks(at, lanes, body)
     return body
 
@@ -57,13 +57,13 @@ def _dequantize(program: Program, at: Tile) -> list[str]:
     body = _start(at, len(at.lanes), [lane.name for lane in at.lanes])
     decoder = Decoder(program, at, body, {})
     text = decoder.weight()
-    body.before.append(f"out += {_offset_text(at.n * name('K'))}" if not any(lane.axis == "n" for lane in at.lanes) else "")
     place = "k" if at.unit == "k" else _show(at.k)
     if any(lane.axis == "n" for lane in at.lanes):
         place = f"({_show(at.n)}).to(tl.int64) * K + {place}"
-    tail = [f"w = {text}", f"tl.store(out + {place}, w, {decoder.mask(len(at.lanes))})"]
-    before = [line for line in body.before if line]
-    return _render("dequantize", program, at, before=before, body=nest(body, list(at.lanes), tail))
+    else:
+        body.levels[0].append(("", f"out += {_offset_text(at.n * name('K'))}"))
+    tail = [f"w = {text}", f"tl.store(out + {place}, w, {decoder.mask(len(at.lanes) + 1)})"]
+    return _render("dequantize", program, at, before=guarded(body.levels[0]), body=nest(body, list(at.lanes), tail))
 
 
 def _linear(program: Program, at: Tile) -> list[str]:
@@ -81,7 +81,7 @@ def _linear(program: Program, at: Tile) -> list[str]:
         xk = body.add(decoder.level(k), "x_k", f"tl.load(x + {place}, {decoder.mask(decoder.level(k))}, 0).to(tl.float32)")
         tail.append(f"{acc} += {text} * {xk}")
         rows.append({"name": acc, "row": _show(decoder.coordinate("n"))})
-    return _render("linear", program, at, before=body.before, body=nest(body, loops, tail), sums=rows,
+    return _render("linear", program, at, before=guarded(body.levels[0]), body=nest(body, loops, tail), sums=rows,
                    count=_show(at.unit_count), axis="1" if at.last == "k" else "0")
 
 

@@ -331,7 +331,8 @@ def _bits(bits: Fraction) -> str:
 def _imports(body: Sequence[str]) -> list[str]:
     """Imports of what the body uses."""
     text = "\n".join(body)
-    runtime = [word for word in ("Field", "Format", "Kernels", "Storage", "Stored", "Variant", "cdiv", "device", "integer", "pad")
+    runtime = [word for word in ("Field", "Format", "Kernels", "Storage", "Stored", "Variant", "as_type", "cdiv", "device",
+                             "integer", "pad")
                if f"{word}(" in text or f"{word}." in text or word == "Format"]
     floats = [word for word in FLOATS if f" {word}(" in text or f"({word}(" in text]
     schemes = [word for word in SCHEMES if f" {word}(" in text]

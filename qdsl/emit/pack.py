@@ -50,16 +50,14 @@ def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
         split = _split(tensor, placement, field, cuts, lines)
         value = _value(field, cuts, cuts.skips[0], split, [*order, *cuts.bytes_])
         value = value.flatten(len(order), len(value.labels) - len(order), BYTES)
-        fresh = value.text.startswith(("(", "sum(")) and value.text.endswith(")") and bare(value.text) != value.text
         chain = Chain(named(lines, records_name(program, tensor), bare(value.text)), value.labels)
     else:
         chain = Chain(records_name(program, tensor), (*order, BYTES))
         lines.append(_allocate(tensor, chain.text, size))
         for placement, part in parts:
             _store(program.field(placement.field), tensor, placement, part, chain, lines)
-        fresh = True
     if tensor_dtype(tensor) != "uint8":
-        chain = chain.call(f"{'' if fresh else 'contiguous().'}view(torch.{tensor_dtype(tensor)})")
+        chain = Chain(f"as_type({chain.text}, torch.{tensor_dtype(tensor)})", chain.labels)
     return chain if tensor.words > 1 else Chain(f"{chain.text}.squeeze(-1)", chain.labels[:-1])
 
 
@@ -136,7 +134,7 @@ def _value(field: Field, cuts: Cut, skip: int, split: Chain, order: list[Label])
         chain = split.permute(order)
         if cuts.container == 1:
             return chain if field_dtype(field) == "uint8" else chain.call("view(torch.uint8)")
-        return Chain(f"{chain.text}.unsqueeze(-1).contiguous().view(torch.uint8)", (*order, BYTES))
+        return Chain(f"as_type({chain.text}.unsqueeze(-1), torch.uint8)", (*order, BYTES))
     lanes = [lane for lane in cuts.lanes if lane.skip == skip]
     wide = {1: "", 2: ".to(torch.int32)", 3: ".to(torch.int32)"}.get(cuts.container, ".to(torch.int64)")
     if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes):

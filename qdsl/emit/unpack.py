@@ -61,7 +61,7 @@ def _records(tensor: Tensor) -> str:
     chain = in_order(tensor)
     text = chain.text
     if tensor_dtype(tensor) != "uint8":
-        text += (".contiguous()" if text != tensor.name else "") + ".view(torch.uint8)"
+        text = f"as_type({bare(text)}, torch.uint8)"
     elif tensor.words == 1:
         return f"{text}.unsqueeze(-1)"
     return text if BYTES in chain.labels else f"{text}.unflatten(-1, (-1, {tensor.record_bits // 8}))"
@@ -92,8 +92,8 @@ def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
     """Bytes as the elements that they are."""
     chain, digits = _region(tensor, cuts, records, 0)
     if cuts.container > 1:
-        chain = chain.call("contiguous()")
-    if field_dtype(field) != "uint8":
+        chain = Chain(f"as_type({chain.text}, torch.{field_dtype(field)})", chain.labels)
+    elif field_dtype(field) != "uint8":
         chain = chain.call(f"view(torch.{field_dtype(field)})")
     return chain.unflatten(len(chain.labels) - 1, digits, sizes(list(digits)))
 

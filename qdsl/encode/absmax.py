@@ -40,7 +40,11 @@ def _encode(weight: Tensor, blocks: Tensor, largest: Tensor, code: str, scale: s
     elif by == "exact":
         exact = largest / divisor
         stored = stored_scale(exact, scale)
-        scaled = blocks * torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
+        factor = torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
+        # A scale whose reciprocal overflows is stored as 0; ggml's codes are then 0, offset and all.
+        lost = torch.isinf(factor).expand_as(blocks)
+        chosen = codes(blocks * factor, code, ties, offset).masked_fill_(lost, 0)
+        return join_blocks(chosen, *weight.shape), shaped(stored, axes).contiguous()
     else:
         exact = largest / divisor
         stored = stored_scale(torch.where(exact == 0, torch.full_like(exact, torch.finfo(exact.dtype).eps), exact), scale)

@@ -305,8 +305,10 @@ class _TensorReader:
                 self.problems.add(rule.target.span, f"'{target}' is neither 'word' nor a field of this tensor"
                                                     f"{did_you_mean(target, ['word', *self.used])}")
                 continue
+            if not all(params.get(key.value) in values for key, values in rule.when):
+                continue
             amount = self.amount(rule)
-            if amount is not None and all(params.get(key.value) in values for key, values in rule.when):
+            if amount is not None:
                 half = 1 << (element.bits if target == "word" else self.fields[target].bits) - 1
                 found.append(Add(None if target == "word" else target, (amount + half) % (2 * half) - half))
         if len(found) > 1:

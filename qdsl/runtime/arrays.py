@@ -14,6 +14,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes along the last axis as elements of another dtype; copied where they do not lie together."""
+    if tensor.stride(-1) != 1 or not tensor.is_contiguous():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(dtype)
+
+
 def integer(bytes_: Tensor) -> Tensor:
     """Little-endian integers of the bytes along the last axis: int32 for up to 3 bytes, else int64."""
     wide = torch.int32 if bytes_.shape[-1] <= 3 else torch.int64

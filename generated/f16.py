@@ -1,0 +1,111 @@
+"""f16: plain IEEE half precision.
+
+    w = w
+    float32, rounded after each operation
+
+    w      f16    [N, K]
+
+    plain: 16 bits per weight
+
+Built from specs/f16.yaml (sha256 35686d551e78b671) by qdsl 0.1.0.  Do not edit: change the spec
+and run `qdsl build specs/f16.yaml`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_plain(weight: Tensor) -> dict[str, Tensor]:
+    """Fields of weight float16 [N, K]."""
+    return {
+        "w": weight,
+    }
+
+
+def pack_plain(w: Tensor) -> dict[str, Tensor]:
+    """weight of the fields; the inverse of unpack_plain."""
+    return {
+        "weight": w,
+    }
+
+
+def decode(w: Tensor) -> Tensor:
+    """Weights float32 [N, K], each operation rounded: w.  w [N, K]."""
+    w = w.float()
+    return w
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_plain(weight, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of weights."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight += n.to(tl.int64) * K
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    w = tl.load(weight + k, live, 0).to(tl.float32)
+    w = w
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_plain(weight, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK weights at a time."""
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight += n.to(tl.int64) * K
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        w = tl.load(weight + k, live, 0).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += w * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "w": Field("f16", "N", "K"),
+    },
+    storages={
+        "plain": Storage(
+            tensors={
+                "weight": Stored("f16", "N", "K"),
+            },
+            unpack=unpack_plain, pack=pack_plain,
+            kernels=Kernels(_dequantize_plain, _linear_plain, rows="N", units="K", last="k"),
+        ),
+    },
+    decode=decode, copies="w",
+)
+
+FORMAT = Format(
+    name="f16", title="plain IEEE half precision",
+    source="safetensors F16, GGUF F16", formula="w",
+    variants={(): VARIANT},
+    detect={"safetensors": "F16", "gguf": "F16"},
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+linear = FORMAT.linear
+Linear = FORMAT.Linear
