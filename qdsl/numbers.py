@@ -161,4 +161,4 @@ def number(name: str) -> Number | None:
 
 def round_to_f32(value: float) -> float:
     """The nearest float32, as a Python float."""
-    return struct.unpack("<f", struct.pack("<f", value))[0]
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from qdsl.emit.formula import TORCH, formula, integer_fields
 from qdsl.emit.lines import wrapped
@@ -90,7 +91,7 @@ def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str) -> 
     if len(known) == len(blocks):
         order = tuple(sorted(known, key=lambda block: -block.const))
         divides = all(_divisor(program, axis) % order[0].const == 0 for program in programs)
-        nested = all(a.const % b.const == 0 for a, b in zip(order, order[1:], strict=False))
+        nested = all(a.const % b.const == 0 for a, b in pairwise(order))
         if nested and (divides or len(order) <= 2):
             return Levels(order, divides)
     elif len(blocks) == 2 and Index(1) in blocks:

@@ -334,7 +334,8 @@ class Decoder:
         level = self.level(*records.values(), bit, guard=guard)
         start = self.offset(tensor, records, Index(0), 1)
         step = self.stride(tensor)
-        text = f"device.stream({tensor.name} + {_offset_text(start)}, {_show(step)}, {_show(bit)}, {part.width}, {self.mask(level)})"
+        text = (f"device.stream({tensor.name} + {_offset_text(start)}, {_show(step)}, {_show(bit)}, {part.width}, "
+                f"{self.mask(level)})")
         return level, self.stored_field(tensor, field, text)
 
     def stored_field(self, tensor: Tensor, field: Field, text: str) -> str:

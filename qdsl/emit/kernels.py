@@ -8,7 +8,6 @@ from math import prod
 import jinja2
 
 from qdsl.emit.kernel import Body, Decoder, Tile, _offset_text, _show, guarded, nest, tile, unrolled
-from qdsl.ir import index as ix
 from qdsl.ir.index import name
 from qdsl.ir.program import Program
 

@@ -21,7 +21,7 @@ from qdsl.emit.lines import indent, wrapped
 from qdsl.emit.pack import pack_body
 from qdsl.emit.tensors import is_plain, tensor_dtype
 from qdsl.emit.unpack import unpack_body
-from qdsl.ir.program import Field, Program, Tensor
+from qdsl.ir.program import Field, Program
 from qdsl.numbers import FLOATS
 from qdsl.passes.check_claims import bits_per_weight
 from qdsl.passes.samples import size_axis

@@ -5,8 +5,20 @@ from __future__ import annotations
 from qdsl.emit.digits import Cut
 from qdsl.emit.lines import indent, named
 from qdsl.emit.tensors import (
-    Unsupported, bare, count, cut_slice, element_labels, field_dtype, field_shifted, is_plain, is_signed, records_name,
-    sizes, tensor_dtype, to_axes, variables,
+    Unsupported,
+    bare,
+    count,
+    cut_slice,
+    element_labels,
+    field_dtype,
+    field_shifted,
+    is_plain,
+    is_signed,
+    records_name,
+    sizes,
+    tensor_dtype,
+    to_axes,
+    variables,
 )
 from qdsl.emit.views import BYTES, Chain, Label, region
 from qdsl.ir.program import Field, Placement, Program, Tensor

@@ -22,7 +22,7 @@ class Unsupported(Exception):
 def field_dtype(field: Field) -> str:
     """The torch dtype in which a field is held."""
     number = field.number
-    if number is None or number.bits > 8 and not number.is_float:
+    if number is None or (number.bits > 8 and not number.is_float):
         return "int32"
     return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else "int8" if number.kind == "signed" else "uint8"
 

@@ -9,8 +9,19 @@ from __future__ import annotations
 from qdsl.emit.digits import Cut, Digit
 from qdsl.emit.lines import indent, named
 from qdsl.emit.tensors import (
-    Unsupported, bare, cut_slice, element_labels, field_dtype, field_shifted, in_order, is_plain, is_signed, records_name,
-    sizes, tensor_dtype, variables,
+    Unsupported,
+    bare,
+    cut_slice,
+    element_labels,
+    field_dtype,
+    field_shifted,
+    in_order,
+    is_plain,
+    is_signed,
+    records_name,
+    sizes,
+    tensor_dtype,
+    variables,
 )
 from qdsl.emit.views import BYTES, Chain, Label, region
 from qdsl.ir import index as ix

@@ -7,7 +7,7 @@ radix number fall out of `//` and `%`, which is what turns addresses derived fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -116,7 +116,7 @@ def div(top: Index, bottom: Index | int, facts: Facts = Facts()) -> Index:
     for step in _steps(rest, by):
         big, small = _split(rest, step)
         low, high = bounds(small, facts)
-        if low is not None and high is not None and 0 <= low and high < step:
+        if low is not None and high is not None and low >= 0 and high < step:
             return whole + div(big, by // step, facts)
     return whole + Index(0, ((Atom("div", args=(rest, bottom)), 1),))
 
@@ -134,7 +134,7 @@ def mod(top: Index, bottom: Index | int, facts: Facts = Facts()) -> Index:
     for step in _steps(rest, by):
         big, small = _split(rest, step)
         low, high = bounds(small, facts)
-        if low is not None and high is not None and 0 <= low and high < step:
+        if low is not None and high is not None and low >= 0 and high < step:
             return mod(big, by // step, facts) * step + small
     return Index(0, ((Atom("mod", args=(rest, bottom)), 1),))
 
@@ -169,12 +169,16 @@ def substitute(index: Index, values: Mapping[str, Index], facts: Facts = Facts()
             parts.append((values.get(atom.name, Index(0, ((atom, 1),))), coefficient))
         else:
             left, right = (substitute(argument, values, facts) for argument in atom.args)
-            rule: dict[str, Callable[[], Index]] = {
-                "div": lambda a=left, b=right: div(a, b, facts), "mod": lambda a=left, b=right: mod(a, b, facts),
-                "ceil": lambda a=left, b=right: ceil(a, b), "exact": lambda a=left, b=right: exact(a, b),
-                "mul": lambda a=left, b=right: multiply(a, b)}
-            parts.append((rule[atom.op](), coefficient))
+            parts.append((_rebuild(atom.op, left, right, facts), coefficient))
     return combine(parts)
+
+
+def _rebuild(op: str, left: Index, right: Index, facts: Facts) -> Index:
+    if op == "div":
+        return div(left, right, facts)
+    if op == "mod":
+        return mod(left, right, facts)
+    return {"ceil": ceil, "exact": exact, "mul": multiply}[op](left, right)
 
 
 def bounds(index: Index, facts: Facts) -> tuple[int | None, int | None]:
@@ -233,7 +237,7 @@ def _div_by_name(top: Index, bottom: Index, facts: Facts) -> Index:
         if step > 1:
             big, small = _split(top, step)
             low, high = bounds(small, facts)
-            if low is not None and high is not None and 0 <= low and high < step:
+            if low is not None and high is not None and low >= 0 and high < step:
                 return Index(0, ((Atom("div", args=(big, div(bottom, step, facts))), 1),))
     if top == Index(0):
         return top

@@ -173,7 +173,7 @@ class Program:
     params: Mapping[str, int | str]
     sizes: tuple[str, ...]
     dims: Mapping[str, Index] = field(default_factory=dict)
-    facts: Facts = Facts()
+    facts: Facts = field(default_factory=Facts)
     fields: tuple[Field, ...] = ()
     where: Mapping[str, Index] = field(default_factory=dict)
     defaults: Mapping[str, Index] = field(default_factory=dict)

@@ -20,7 +20,8 @@ def check_claims(program: Program, problems: Problems) -> Program:
         else:
             found = bits_per_weight(program)
         if found != Fraction(str(claim.value)):
-            problems.add(claim.name.span, f"the spec claims {claim.value:g} {claim.name}, and '{program.storage}' has {float(found):g}")
+            problems.add(claim.name.span, f"the spec claims {claim.value:g} {claim.name}, and '{program.storage}' has "
+                                          f"{float(found):g}")
     return program
 
 

@@ -9,6 +9,7 @@ layout does not fit (flat positions, rows inside a record), and kernels then wor
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 from qdsl.ir import index as ix
@@ -79,13 +80,13 @@ def _digits(placement: Placement, cut: list[tuple[Slice, tuple[Layout, ...]]]) -
         size = placement.extents[axis]
         cuts = sorted({prod(e for e, _ in shift.dims[axis].modes[:i]) for shift, _ in cut
                        for i in range(1 + len(shift.dims[axis].modes))} | {1, size})
-        if any(b % a for a, b in zip(cuts, cuts[1:], strict=False)):
+        if any(b % a for a, b in pairwise(cuts)):
             return None
         shifts = [refine(shift.dims[axis], cuts) for shift, _ in cut]
         steps = [refine(outer[axis], cuts) for _, outer in cut]
         if None in shifts or None in steps:
             return None
-        for i, (weight, above) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for i, (weight, above) in enumerate(pairwise(cuts)):
             inside, outside = (any(layout is not None and layout.modes[i][1] for layout in strides)
                                for strides in (shifts, steps))
             found.append(_Digit(letter, weight, above // weight, inside, outside))

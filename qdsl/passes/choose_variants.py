@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from itertools import product
 
-from qdsl.ir.index import Index
 from qdsl.ir.program import Program
 from qdsl.numbers import number
 from qdsl.passes.scope import Scope
@@ -76,10 +75,12 @@ def _fixed(spec: Spec, storage: Storage, problems: Problems) -> dict[str, int | 
     for key, expr in storage.where:
         if key.value not in params:
             continue
-        value = expr.name if isinstance(expr, g.Name) else None
-        if value is None:
+        value: int | str | None
+        if isinstance(expr, g.Name):
+            value = expr.name
+        else:
             index = Scope({}, "a parameter's value", problems).index(expr)
-            value = index.const if isinstance(index, Index) and index.is_const else None
+            value = index.const if index is not None and index.is_const else None
         if value is None or value not in params[key.value].values:
             listed = ", ".join(str(v) for v in params[key.value].values)
             problems.add(expr.span, f"'{key}' is one of {listed}")

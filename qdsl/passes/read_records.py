@@ -142,7 +142,7 @@ class _TensorReader:
         if 0 in covered.values():
             return None
         run = max(covered.values())
-        for field, columns in covered.items():
+        for field in covered:
             if run % self.columns(self.fields[field]):
                 self.problems.add(self.item.record_text.span, f"a record of '{self.item.name}' holds {run} columns, which is "
                                   f"not a multiple of the {self.columns(self.fields[field])} that share one '{field}'")

@@ -66,7 +66,7 @@ def _facts(program: Program) -> Facts:
     """Size parameters are at least 1 and share the divisor of their positive values."""
     listed = {p.name.value: [v for v in p.values if isinstance(v, int) and v > 0] for p in program.spec.params}
     sizes = {size: listed[size] for size in program.sizes}
-    return Facts({size: (1, None) for size in sizes}, {size: gcd(*values) for size, values in sizes.items() if values})
+    return Facts(dict.fromkeys(sizes, (1, None)), {size: gcd(*values) for size, values in sizes.items() if values})
 
 
 def _field(program: Program, item: SpecField, problems: Problems) -> Field | None:

@@ -169,7 +169,8 @@ class Format:
         for tensor in layout.tensors.values():
             if extents(tensor.axes, *shape, sizes) is None:
                 bad = next(each for each in tensor.axes if each.extent(*shape, sizes) is None)
-                raise FormatError(f"{self.name}.{name}: {bad.dim} = {shape[bad.dim == 'K']} must be a multiple of {bad.by(sizes)}")
+                raise FormatError(f"{self.name}.{name}: {bad.dim} = {shape[bad.dim == 'K']} must be a multiple of "
+                                  f"{bad.by(sizes)}")
         tensors = layout.pack(**{key: held.get(key) for key in stored})
         return self._packed(name, tensors, shape, chosen)
 

@@ -31,7 +31,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tenso
         raise FormatError(f"bias {list(bias.shape)} does not fit a weight [{n}, {k}]: expected [{n}]")
     if x.device != packed.device:
         raise FormatError(f"x is on {x.device}, the weight on {packed.device}")
-    result: Tensor = _Linear.apply(x, bias, packed)
+    result: Tensor = _Linear.apply(x, bias, packed)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -59,7 +59,7 @@ class QuantizedLinear(nn.Linear):
                 return moved
             return tensor.to(moved.device)
 
-        return super()._apply(guarded, recurse)
+        return super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
 
 
 def linear_class(format: Format) -> type[QuantizedLinear]:

@@ -11,7 +11,8 @@ from torch import Tensor
 from qdsl.runtime.shapes import Axis, granule
 
 if TYPE_CHECKING:
-    from qdsl.runtime.format import Format, Storage, Variant
+    from qdsl.runtime.format import Format
+    from qdsl.runtime.layout import Storage, Variant
 
 
 class FormatError(ValueError):
@@ -85,7 +86,8 @@ class PackedWeight:
         step = self.step(dim)
         for border in (start, stop):
             if border % step and border != whole:
-                raise FormatError(f"{self.format.name}.{self.storage} can be cut along {dim} at multiples of {step}, not {border}")
+                raise FormatError(f"{self.format.name}.{self.storage} can be cut along {dim} at multiples of {step}, "
+                                  f"not at {border}")
         shape = (stop - start, self.shape[1]) if rows else (self.shape[0], stop - start)
         tensors = {}
         for name, tensor in self.tensors.items():

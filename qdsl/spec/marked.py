@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import yaml
 
@@ -80,7 +81,7 @@ class _Reader:
 
     def span(self, event: yaml.Event) -> Span:
         """The event's first line, from its start mark to its end mark."""
-        start, end = event.start_mark, event.end_mark
+        start, end = _marks(event)
         length = end.column - start.column if end.line == start.line else 1
         return Span(self.source, start.line + 1, start.column + 1, max(1, length))
 
@@ -102,8 +103,8 @@ class _Reader:
             raise self.refuse(span, f"more than {MAX_NODES} nodes or {MAX_DEPTH} levels: this is not a spec")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise self.refuse(span, "anchors and aliases are not allowed: write the value out")
-        if getattr(event, "tag", None):
-            raise self.refuse(span, f"tags are not allowed: remove '{event.tag}'")
+        if tag := getattr(event, "tag", None):
+            raise self.refuse(span, f"tags are not allowed: remove '{tag}'")
         if isinstance(event, yaml.ScalarEvent):
             return self.scalar(event, span)
         if isinstance(event, yaml.SequenceStartEvent):
@@ -132,16 +133,17 @@ class _Reader:
         return Mapping(span, tuple(items))
 
     def scalar(self, event: yaml.ScalarEvent, span: Span) -> Text:
-        first, column = event.start_mark.line, event.start_mark.column
+        start, end = _marks(event)
+        first, column = start.line, start.column
         if event.style == ">":
             raise self.refuse(span, "folded text ('>') loses its lines: use '|'")
         if event.style == "|":
             starts = [self.start(first + 1 + i, line) for i, line in enumerate(event.value.split("\n"))]
             return Text(event.value, tuple(starts))
-        if event.end_mark.line != first:
+        if end.line != first:
             raise self.refuse(span, "this text runs over several lines: use '|', or put it on one line")
         if event.style in ("'", '"'):
-            raw = self.lines[first][column + 1:event.end_mark.column - 1]
+            raw = self.lines[first][column + 1:end.column - 1]
             if raw != event.value:
                 raise self.refuse(span, "escapes are not allowed in quoted text: write it plainly")
             return Text(event.value, (Span(self.source, first + 1, column + 2),))
@@ -153,3 +155,9 @@ class _Reader:
         """Where a line of literal text begins in its file line: after the indentation that YAML took away."""
         raw = self.lines[row] if row < len(self.lines) else ""
         return Span(self.source, row + 1, max(0, len(raw) - len(value)) + 1)
+
+
+def _marks(event: yaml.Event) -> tuple[Any, Any]:
+    """Where an event begins and ends; the parser always says."""
+    assert event.start_mark is not None and event.end_mark is not None
+    return event.start_mark, event.end_mark
