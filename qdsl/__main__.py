@@ -1,0 +1,5 @@
+"""`python -m qdsl`."""
+
+from qdsl.cli import main
+
+main()

@@ -1,0 +1,199 @@
+"""The command line.  Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(name="qdsl", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
+                  context_settings={"help_option_names": ["-h", "--help"]},
+                  help="A compiler for quantized weight formats: one YAML file becomes a reference, kernels and a linear layer.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+Names = Annotated[list[str], typer.Argument(help="Spec files, or names of formats that ship with qdsl.", show_default=False)]
+
+
+def main() -> None:
+    app()
+
+
+def _version(value: bool) -> None:
+    if value:
+        import qdsl
+
+        typer.echo(f"qdsl {qdsl.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                                   help="Print the version.")] = False) -> None:
+    """Options before a command."""
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Problems of specs and files as messages; a wrong spec never shows a traceback."""
+    from qdsl.spec.source import SpecError
+
+    try:
+        yield
+    except SpecError as error:
+        count = len(error.problems)
+        _fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}")
+    except OSError as error:
+        _fail(f"error: {error}")
+
+
+@app.command()
+def check(specs: Names, as_json: Json = False) -> None:
+    """Check specs, and say everything that is wrong, with its place."""
+    from qdsl import places
+    from qdsl.passes import compile_spec
+    from qdsl.spec.schema import load
+    from qdsl.spec.source import SpecError
+
+    found: list[dict[str, Any]] = []
+    problems = 0
+    for name in specs:
+        try:
+            with_path = places.find(name)
+            programs = compile_spec(load(with_path, name if Path(name).is_file() else str(with_path)))
+        except SpecError as error:
+            problems += len(error.problems)
+            found.append({"spec": name, "ok": False, "problems": [
+                {"line": p.span.line, "column": p.span.column, "message": p.message, "notes": list(p.notes)}
+                for p in error.problems]})
+            if not as_json:
+                typer.echo(str(error), err=True)
+            continue
+        except OSError as error:
+            _fail(f"error: {error}", 2)
+        storages = list(dict.fromkeys(program.storage for program in programs))
+        found.append({"spec": name, "ok": True, "format": programs[0].spec.name.value, "storages": storages})
+        if not as_json:
+            typer.echo(f"{name}: ok, {', '.join(storages)}")
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "specs": found}))
+    if problems:
+        _fail("" if as_json else f"\n{problems} problem{'s' if problems > 1 else ''}")
+
+
+@app.command()
+def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or names of formats that ship with qdsl.")] = None,
+          every: Annotated[bool, typer.Option("--all", help="Build every spec that ships with qdsl.")] = False,
+          out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of generated modules.")] = None,
+          verify: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a module is not up to date.")] = False,
+          as_json: Json = False) -> None:
+    """Build specs into modules, and say what was written."""
+    from qdsl import places
+    from qdsl.emit import build as builder
+
+    if bool(specs) == every:
+        _fail("error: name the specs to build, or give --all", 2)
+    rows: list[dict[str, str]] = []
+    with _reported():
+        paths = places.shipped() if every else [places.find(name) for name in specs or []]
+        for path in paths:
+            folder = out or (places.generated() if path.parent.resolve() == places.specs() else Path("generated"))
+            try:
+                rows += [{"spec": str(path), "path": _short(w.path), "change": w.change}
+                         for w in builder.build(path, folder, write=not verify)]
+            except builder.BuildError as error:
+                _fail(f"error: {error}")
+    changed = [row for row in rows if row["change"] != "same"]
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "files": rows}))
+    else:
+        for row in changed if verify else rows:
+            typer.echo(f"{'stale' if verify else row['change']:<8} {row['path']}")
+    if verify and changed:
+        _fail("generated modules are not what their specs say: run `qdsl build --all`")
+
+
+def _short(path: Path) -> str:
+    """A path as the user would write it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+@app.command("list")
+def list_(as_json: Json = False) -> None:
+    """List the formats that ship with qdsl."""
+    from qdsl import places
+    from qdsl.emit.page import summary
+    from qdsl.passes import compile_spec
+    from qdsl.spec.schema import load
+
+    with _reported():
+        rows = [summary(compile_spec(load(path))) for path in places.shipped()]
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "formats": rows}))
+        return
+    _table(["format", "bits per weight", "storages", "what it is"],
+           [[row["name"], row["bits"], ", ".join(row["storages"]), row["title"]] for row in rows])
+
+
+@app.command()
+def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")],
+         svg: Annotated[Path | None, typer.Option("--svg", help="Write the bit picture to this file.")] = None,
+         program: Annotated[bool, typer.Option("--program", help="Print the typed programs.")] = False,
+         as_json: Json = False) -> None:
+    """Show a format: its formula, its layouts, and where every bit lies."""
+    from qdsl import places
+    from qdsl.emit import page, picture
+    from qdsl.files import write_text
+    from qdsl.ir.text import text
+    from qdsl.passes import compile_spec
+    from qdsl.spec.schema import load
+
+    with _reported():
+        programs = compile_spec(load(places.find(spec)))
+        if svg is not None:
+            write_text(svg, picture.svg(page.distinct(programs)))
+            typer.echo(f"written  {svg}")
+        elif as_json:
+            typer.echo(json.dumps({"schema": 1, **page.data(programs)}))
+        else:
+            typer.echo("\n".join(text(p) for p in programs) if program else "\n".join(page.terminal(programs)))
+
+
+@app.command()
+def demo(weights: Annotated[Path | None, typer.Option("--weights", help="A safetensors file of float weights; without it, "
+                                                                         "those that ship with the repository.")] = None,
+         out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the FP8 checkpoint.")] = Path("build/demo"),
+         as_json: Json = False) -> None:
+    """Quantize real weights into every format, write and read an FP8 checkpoint, and run linear on it."""
+    from qdsl import demo as demonstration
+
+    with _reported():
+        try:
+            result = demonstration.run(weights, out, quiet=as_json)
+        except ValueError as error:
+            _fail(f"error: {error}")
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, **result}))
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

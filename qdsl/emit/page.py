@@ -1,0 +1,82 @@
+"""A format on one page: what it is, its formula, and its layouts, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from qdsl.emit import picture
+from qdsl.emit.axes import field_axes, tensor_axes
+from qdsl.ir.program import Program
+from qdsl.layout import vector_width
+from qdsl.passes.check_claims import bits_per_weight
+
+
+def distinct(programs: Sequence[Program]) -> list[Program]:
+    """Programs whose bits differ: types of scales and the like do not change where anything lies."""
+    found: dict[tuple[object, ...], Program] = {}
+    for program in programs:
+        key = (program.storage, tuple((k, v) for k, v in program.params.items() if isinstance(v, int)))
+        found.setdefault(key, program)
+    return list(found.values())
+
+
+def summary(programs: Sequence[Program]) -> dict[str, Any]:
+    """A line of the list of formats."""
+    spec = programs[0].spec
+    bits = [float(bits_per_weight(program)) for program in distinct(programs)]
+    low, high = f"{min(bits):.4g}", f"{max(bits):.4g}"
+    return {"name": spec.name.value, "title": spec.title, "formula": spec.decode_text,
+            "bits": low if low == high else f"{low} to {high}",
+            "storages": list(dict.fromkeys(program.storage for program in programs))}
+
+
+def title(program: Program) -> str:
+    """`gptq_v2 at bits = 4`"""
+    params = ", ".join(f"{key} = {value}" for key, value in program.params.items() if isinstance(value, int))
+    return program.storage + (f" at {params}" if params else "")
+
+
+def terminal(programs: Sequence[Program]) -> list[str]:
+    """The page as plain text."""
+    spec = programs[0].spec
+    lines = [f"{spec.name}: {spec.title}", *([f"from {spec.origin}"] if spec.origin else []), "",
+             f"  w = {spec.decode_text}", ""]
+    for field in programs[0].fields:
+        kind = field.kind if field.number else "index"
+        lines.append(f"  {field.name:<6} {kind:<10} [{', '.join(field_axes(programs, field))}]")
+    for param in spec.params:
+        lines.append(f"  {param.name}: one of {', '.join(map(str, param.values))}")
+    for program in distinct(programs):
+        lines += ["", f"{title(program)}: {float(bits_per_weight(program)):.6g} bits per weight"]
+        for tensor in program.tensors:
+            lines.append(f"  {tensor.name} {tensor.kind} [{', '.join(tensor_axes(tensor))}]")
+            for placement in tensor.placements:
+                for part in placement.slices:
+                    cut = "" if part.width == program.field(placement.field).bits else \
+                        f" bits {part.lo}..{part.lo + part.width - 1}"
+                    width = vector_width(part, tensor.record_bits)
+                    loads = f"loads up to {width} bits" if width else "elements cross words"
+                    lines.append(f"    {placement.field}{cut}: {part}, {loads}")
+        lines += ["", *(f"  {line}" for line in picture.terminal(program))]
+    return lines
+
+
+def data(programs: Sequence[Program]) -> dict[str, Any]:
+    """The page as data."""
+    spec = programs[0].spec
+    return {
+        **summary(programs), "source": spec.origin,
+        "params": {param.name.value: list(param.values) for param in spec.params},
+        "fields": {field.name: {"type": field.kind, "axes": field_axes(programs, field)} for field in programs[0].fields},
+        "layouts": [{
+            "storage": program.storage, "params": dict(program.params), "bits_per_weight": float(bits_per_weight(program)),
+            "tensors": {tensor.name: {
+                "type": tensor.kind, "axes": tensor_axes(tensor), "record_bits": tensor.record_bits,
+                "optional": tensor.optional, "aliases": list(tensor.aliases),
+                "fields": {placement.field: [
+                    {"lo": part.lo, "width": part.width, "layout": str(part)} for part in placement.slices]
+                    for placement in tensor.placements},
+            } for tensor in program.tensors},
+        } for program in distinct(programs)],
+    }
