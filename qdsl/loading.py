@@ -45,7 +45,8 @@ def load(spec: Path) -> ModuleType:
 def _imported(module: str, folder: Path, stem: str, files: Mapping[str, str]) -> ModuleType:
     package = f"{stem}.py" not in files
     path = folder / stem / "__init__.py" if package else folder / f"{stem}.py"
-    spec = importlib.util.spec_from_file_location(module, path, submodule_search_locations=[str(path.parent)] if package else None)
+    inside = [str(path.parent)] if package else None
+    spec = importlib.util.spec_from_file_location(module, path, submodule_search_locations=inside)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     sys.modules[module] = found

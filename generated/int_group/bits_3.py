@@ -133,13 +133,13 @@ def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
     q_words = (tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0))
     if g_idx is None:
         g = t // (group // 32)
-        z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live).to(tl.int32)
+        z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
         s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
     for h in tl.static_range(32):
         q = device.bits(q_words, 3 * h, 3).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 32 * t + h, live, 0)
-            z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live).to(tl.int32)
+            z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
             s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
         w = (q - z) * s
         tl.store(out + 32 * t + h, w, live)
@@ -161,13 +161,13 @@ def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
         q_words = (tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0))
         if g_idx is None:
             g = t // (group // 32)
-            z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live).to(tl.int32)
+            z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
             s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
         for h in tl.static_range(32):
             q = device.bits(q_words, 3 * h, 3).to(tl.int32)
             if g_idx is not None:
                 g = tl.load(g_idx + 32 * t + h, live, 0)
-                z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live).to(tl.int32)
+                z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
                 s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
             x_k = tl.load(x + 32 * t + h, live, 0).to(tl.float32)
             acc += (q - z) * s * x_k
@@ -188,13 +188,13 @@ def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
     q_words = (tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0))
     if g_idx is None:
         g = t // (group // 32)
-        z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live) + 1 & 7).to(tl.int32)
+        z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
         s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
     for h in tl.static_range(32):
         q = device.bits(q_words, 3 * h, 3).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 32 * t + h, live, 0)
-            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live) + 1 & 7).to(tl.int32)
+            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
             s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
         w = (q - z) * s
         tl.store(out + 32 * t + h, w, live)
@@ -216,13 +216,13 @@ def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
         q_words = (tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0))
         if g_idx is None:
             g = t // (group // 32)
-            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live) + 1 & 7).to(tl.int32)
+            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
             s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
         for h in tl.static_range(32):
             q = device.bits(q_words, 3 * h, 3).to(tl.int32)
             if g_idx is not None:
                 g = tl.load(g_idx + 32 * t + h, live, 0)
-                z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, live) + 1 & 7).to(tl.int32)
+                z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
                 s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
             x_k = tl.load(x + 32 * t + h, live, 0).to(tl.float32)
             acc += (q - z) * s * x_k

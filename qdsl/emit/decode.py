@@ -21,7 +21,10 @@ from qdsl.passes.samples import divisor_of
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Block sizes along one axis, largest first, 1 last.  `fixed`: all are constants that always divide the axis."""
+    """Block sizes along one axis, largest first, 1 last.  `fixed`: all are constants that always divide the axis.
+
+    Constant blocks that neither nest nor divide are spread to single weights instead: then 1 is the only level.
+    """
 
     blocks: tuple[Index, ...]
     fixed: bool
@@ -48,7 +51,7 @@ def decode(programs: Sequence[Program]) -> Decode:
     lines = _gathers(fields)
     prepared = [line for field in fields if field.number is not None
                 for line in _prepare(programs, fields, field, rows, columns, optional)]
-    lines += sorted(prepared, key=lambda line: ".shape[" not in line)       # counts are read before axes are added
+    lines += sorted(prepared, key=lambda line: ".shape[" not in line)     # shapes are read before axes are added
     text = formula(program, TORCH)
     last = program.values[-1]
     copies = last.name if last.op == "field" else None
@@ -92,11 +95,8 @@ def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str) -> 
         order = tuple(sorted(known, key=lambda block: -block.const))
         divides = all(_divisor(program, axis) % order[0].const == 0 for program in programs)
         nested = all(a.const % b.const == 0 for a, b in pairwise(order))
-        if nested and (divides or len(order) <= 2):
-            return Levels(order, divides)
-    elif len(blocks) == 2 and Index(1) in blocks:
-        return Levels((next(block for block in blocks if block != Index(1)), Index(1)), False)
-    raise NotImplementedError(f"blocks of {', '.join(sorted(str(b) for b in blocks))} along {axis} do not nest")
+        return Levels(order, divides) if nested and (divides or len(order) <= 2) else Levels((Index(1),), True)
+    return Levels((next(block for block in blocks if block != Index(1)), Index(1)), False)
 
 
 def _divisor(program: Program, axis: str) -> int:
@@ -128,7 +128,11 @@ def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field,
     shown: list[str] = []
     axis = 0
     for letter, levels in (("n", rows), ("k", columns)):
-        block = Index(1) if len(levels.blocks) == 1 else _block(field, letter)
+        block = _block(field, letter)
+        if len(levels.blocks) == 1:
+            if block is not None and block != Index(1):
+                text = _spread(programs, fields, text, block, axis, letter)
+            block = Index(1)
         if letter == "k" and _gathered(field):
             block = levels.blocks[0]
         here = any(letter in i.names() or (letter == "k" and str(i) == _gathered(field)) for i in field.index)
@@ -152,6 +156,13 @@ def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field,
                        if field.name in p.defaults or field.name in p.where)
         return [f"{field.name} = {default} if {field.name} is None else {text}"]
     return [f"{field.name} = {text}"] if text != field.name else []
+
+
+def _spread(programs: Sequence[Program], fields: Sequence[Field], text: str, block: Index, axis: int, letter: str) -> str:
+    """Every value once per weight of its block, the last block cut short."""
+    full = next(f for f in fields if f.index == (ix.name("n"), ix.name("k")))
+    cut = f"[{':, ' * axis}:{full.name}.shape[{'nk'.index(letter)}]]"
+    return f"{text}.repeat_interleave({block}, {axis}){cut}"
 
 
 def _counts(fields: Sequence[Field], letter: str, levels: Levels, at: int, optional: Sequence[str]) -> str:

@@ -46,6 +46,7 @@ class Body:
     """Lines by loop, each under a condition or '': level 0 stands ahead of the units, level 1 in a unit, then the lanes."""
 
     levels: list[list[tuple[str, str]]] = field(default_factory=list)
+    arguments: frozenset[str] = frozenset()
     at: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, level: int, target: str, text: str, guard: str = "") -> str:
@@ -54,7 +55,8 @@ class Body:
             if other == guard and line.split(" = ", 1)[1:] == [text]:
                 return line.split(" = ", 1)[0]
         taken = {line.split(" = ", 1)[0] for rows in self.levels for other, line in rows if other == guard or not other}
-        free = next(word for word in (target, *(f"{target}{i}" for i in range(1, 99))) if word not in taken)
+        names = (target, *(f"{target}{i}" for i in range(1, 99)))
+        free = next(word for word in names if word not in taken and word not in self.arguments)
         self.levels[level].append((guard, f"{free} = {text}"))
         self.at[free, guard] = level
         return free
@@ -231,11 +233,12 @@ class Decoder:
     def typed(self, field: Field, text: str, joined: bool) -> str:
         """Bits as a value that the formula can use."""
         number = field.number
-        if number is None or number.name == field.kind == "f32":
+        if number is None:
             return text
         if number.name in TRITON_FLOATS:
-            bits = f"({text}).to(tl.uint16).to(tl.{TRITON_FLOATS[number.name]}, bitcast=True)" if joined else text
-            return f"{bits}.to(tl.float32)"
+            if joined or text.startswith("device."):
+                text = f"({text}).to(tl.uint{number.bits}).to(tl.{TRITON_FLOATS[number.name]}, bitcast=True)"
+            return text if number.name == field.kind == "f32" else f"{text}.to(tl.float32)"
         if number.is_float:
             return f"device.{number.name}({text})"
         call = text if text.endswith(")") and text.startswith(("tl.load(", "device.")) else f"({text})"
@@ -262,7 +265,9 @@ class Decoder:
         number = field.number
         bits = tensor.element.bits
         if number is not None and number.name in TRITON_FLOATS and part.width == number.bits > bits:
-            return self.typed_load(tensor, part, records, local, number.name, guard)
+            whole = split(part, part.width)
+            if whole is not None and whole[0].offset == 0 and tensor.words % (part.width // bits) == 0:
+                return self.typed_load(tensor, part, whole[1], records, local, number.name, guard)
         cut = split(part, bits)
         if cut is None:
             return self.straddling(field, tensor, part, records, local, guard)
@@ -301,14 +306,11 @@ class Decoder:
         amount = tensor.stored.amount
         return f"{text} {'-' if amount > 0 else '+'} {abs(amount):#x}"
 
-    def typed_load(self, tensor: Tensor, part: Slice, records: Mapping[str, Index], local: list[Index], kind: str,
-                   guard: str) -> tuple[int, str]:
-        """A float that fills several elements of the tensor, read through a pointer of its own type."""
+    def typed_load(self, tensor: Tensor, part: Slice, steps: tuple[Layout, ...], records: Mapping[str, Index],
+                   local: list[Index], kind: str, guard: str) -> tuple[int, str]:
+        """A float that fills several elements of the tensor and is aligned to its size: a load through its own pointer."""
         size = part.width // tensor.element.bits
-        cut = split(part, part.width)
-        if cut is None or cut[0].offset or tensor.words % size:
-            raise NotImplementedError(f"a {kind} of '{tensor.name}' is not aligned to its size")
-        step = ix.combine([(self.position(layout, i), 1) for layout, i in zip(cut[1], local, strict=True)])
+        step = ix.combine([(self.position(layout, i), 1) for layout, i in zip(steps, local, strict=True)])
         pointer = f"{tensor.name}_{kind}"
         self.base(tensor, records)
         self.ahead(tensor, f"{pointer} = {tensor.name}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
@@ -318,12 +320,10 @@ class Decoder:
 
     def straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], local: list[Index],
                    guard: str) -> tuple[int, str]:
-        """Bits that cross words: cut from all words of the record at a constant bit, or from the two around a variable bit."""
+        """Bits that cross elements: cut from all words of the record at a constant bit, or from those around a variable one."""
         bit = Index(part.offset)
         for layout, i in zip(part.dims, local, strict=True):
             bit = bit + self.position(layout, i)
-        if tensor.element.bits != 32:
-            raise NotImplementedError(f"elements of '{field.name}' cross the bytes of '{tensor.name}'")
         units = self.program.units
         if units is not None and units.whole and bit.names() <= {lane.name for lane in self.tile.lanes}:
             words = [self.load(tensor, records, Index(i), guard) for i in range(tensor.words)]
@@ -335,15 +335,13 @@ class Decoder:
         start = self.offset(tensor, records, Index(0), 1)
         step = self.stride(tensor)
         text = (f"device.stream({tensor.name} + {_offset_text(start)}, {_show(step)}, {_show(bit)}, {part.width}, "
-                f"{self.mask(level)})")
+                f"{tensor.element.bits}, {self.mask(level)})")
         return level, self.stored_field(tensor, field, text)
 
     def stored_field(self, tensor: Tensor, field: Field, text: str) -> str:
         add = tensor.stored
         if add is None:
             return text
-        if add.field is None:
-            raise NotImplementedError(f"words of '{tensor.name}' are changed by 'stored', and elements cross them")
         return f"{text} {'-' if add.amount > 0 else '+'} {abs(add.amount)} & {(1 << field.bits) - 1}"
 
     # -- addresses ----------------------------------------------------------------------------------------------------
@@ -391,8 +389,9 @@ class Decoder:
 
     def offset(self, tensor: Tensor, records: Mapping[str, Index], step: Index, size: int) -> Index:
         """The rest of the address, in elements of `size` elements of the tensor."""
-        address = self.address(tensor, records, step * size if size > 1 else step)
-        return ix.exact(address - self.rows_part(address), size) if size > 1 else address - self.rows_part(address)
+        start = self.rows_part(self.address(tensor, records, Index(0)))
+        address = self.address(tensor, records, step * size) - start
+        return ix.exact(address, size) if size > 1 else address
 
     def stride(self, tensor: Tensor) -> Index:
         """How far a record's words are apart."""

@@ -45,15 +45,16 @@ def _masks(at: Tile, lanes: list[str], body: Body) -> None:
         body.levels[-1].append(("", f"inside = live & ({_show(at.n)} < N) & ({_show(at.k)} < K)"))
 
 
-def _start(at: Tile, loops: int, lanes: list[str]) -> Body:
-    body = Body(levels=[[] for _ in range(loops + 2)])
+def _start(program: Program, at: Tile, loops: int, lanes: list[str]) -> Body:
+    arguments = {"x", "bias", "out", "N", "K", "n", "k", at.rows, at.unit, *(t.name for t in program.tensors), *program.sizes}
+    body = Body(levels=[[] for _ in range(loops + 2)], arguments=frozenset(arguments))
     body.levels[1] += [("", f"{digit} = {text}") for digit, text in at.digits]
     _masks(at, lanes, body)
     return body
 
 
 def _dequantize(program: Program, at: Tile) -> list[str]:
-    body = _start(at, len(at.lanes), [lane.name for lane in at.lanes])
+    body = _start(program, at, len(at.lanes), [lane.name for lane in at.lanes])
     decoder = Decoder(program, at, body, {})
     text = decoder.weight()
     place = "k" if at.unit == "k" else _show(at.k)
@@ -67,7 +68,7 @@ def _dequantize(program: Program, at: Tile) -> list[str]:
 
 def _linear(program: Program, at: Tile) -> list[str]:
     loops = [lane for lane in at.lanes if lane.axis == "k"]
-    body = _start(at, len(loops), [lane.name for lane in loops])
+    body = _start(program, at, len(loops), [lane.name for lane in loops])
     cases = list(unrolled(at.lanes))
     sums = [f"acc{i}" if len(cases) > 1 else "acc" for i in range(len(cases))]
     tail: list[str] = []

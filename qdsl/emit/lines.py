@@ -27,14 +27,14 @@ def wrapped(head: str, items: Iterable[str], tail: str, level: int = 0) -> list[
     return rows
 
 
-def named(lines: list[str], name: str, text: str) -> str:
+def named(lines: list[str], name: str, text: str, reserved: Iterable[str] = ()) -> str:
     """A variable that holds `text`: an earlier one if there is one, else a new one called `name`, numbered if taken."""
     if text.isidentifier():
         return text
     for line in lines:
         if line.endswith(f" = {text}") and line.split(" = ", 1)[1] == text:
             return line.split(" = ", 1)[0]
-    taken = {line.split(" = ", 1)[0] for line in lines}
+    taken = {line.split(" = ", 1)[0] for line in lines} | set(reserved)
     free = next(word for word in (name, *(f"{name}{i}" for i in range(2, 99))) if word not in taken)
     lines.append(f"{free} = {text}")
     return free

@@ -19,14 +19,14 @@ from qdsl.emit.kernel import tile
 from qdsl.emit.kernels import kernels
 from qdsl.emit.lines import indent, wrapped
 from qdsl.emit.pack import pack_body
-from qdsl.emit.tensors import is_plain, tensor_dtype
+from qdsl.emit.tensors import Unsupported, is_plain, tensor_dtype
 from qdsl.emit.unpack import unpack_body
 from qdsl.ir.program import Field, Program
 from qdsl.numbers import FLOATS
 from qdsl.passes.check_claims import bits_per_weight
 from qdsl.passes.samples import size_axis
 from qdsl.passes.schemes import SCHEMES
-from qdsl.spec.source import Text
+from qdsl.spec.source import Problem, SpecError, Text
 
 RULE = "-" * 118
 
@@ -42,8 +42,14 @@ class Part:
 
 
 def module(programs: Sequence[Program]) -> dict[str, str]:
-    """Files of a format by path below the folder of generated modules: 'q4_0.py', or 'int_group/bits_4.py' and so on."""
-    by, parts = _parts(programs)
+    """Files of a format by path below the folder of generated modules: 'q4_0.py', or 'int_group/bits_4.py' and so on.
+
+    Raises SpecError for a layout that is legal but cannot be said in views and shifts.
+    """
+    try:
+        by, parts = _parts(programs)
+    except Unsupported as error:
+        raise SpecError([Problem(f"not supported: {error}", programs[0].spec.span)]) from None
     name = programs[0].spec.name.value
     if not by:
         part = parts[0]

@@ -6,6 +6,7 @@ from qdsl.emit.digits import Cut
 from qdsl.emit.lines import indent, named
 from qdsl.emit.tensors import (
     Unsupported,
+    arguments,
     bare,
     count,
     cut_slice,
@@ -59,18 +60,19 @@ def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
         placement, part = parts[0]
         field = program.field(placement.field)
         cuts = cut_slice(tensor, placement, part)
-        split = _split(tensor, placement, field, cuts, lines)
+        split = _split(program, tensor, placement, cuts, lines)
         value = _value(field, cuts, cuts.skips[0], split, [*order, *cuts.bytes_])
-        value = value.flatten(len(order), len(value.labels) - len(order), BYTES)
-        chain = Chain(named(lines, records_name(program, tensor), bare(value.text)), value.labels)
+        if size > 1:
+            value = value.flatten(len(order), len(value.labels) - len(order), BYTES)
+        chain = Chain(named(lines, records_name(program, tensor), bare(value.text), arguments(program)), value.labels)
     else:
         chain = Chain(records_name(program, tensor), (*order, BYTES))
         lines.append(_allocate(tensor, chain.text, size))
         for placement, part in parts:
-            _store(program.field(placement.field), tensor, placement, part, chain, lines)
+            _store(program, tensor, placement, part, chain, lines)
     if tensor_dtype(tensor) != "uint8":
         chain = Chain(f"as_type({chain.text}, torch.{tensor_dtype(tensor)})", chain.labels)
-    return chain if tensor.words > 1 else Chain(f"{chain.text}.squeeze(-1)", chain.labels[:-1])
+    return Chain(f"{chain.text}.squeeze(-1)", chain.labels[:-1]) if tensor.words == 1 and BYTES in chain.labels else chain
 
 
 def _allocate(tensor: Tensor, name: str, size: int) -> str:
@@ -85,10 +87,11 @@ def _allocate(tensor: Tensor, name: str, size: int) -> str:
     return f"{name} = torch.zeros({shown}, dtype=torch.uint8, device={tensor.placements[0].field}.device)"
 
 
-def _store(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> None:
+def _store(program: Program, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> None:
     """Write one slice into zeroed records: assigned where it has its bytes for itself, else or-ed."""
+    field = program.field(placement.field)
     cuts = cut_slice(tensor, placement, part)
-    split = _split(tensor, placement, field, cuts, lines)
+    split = _split(program, tensor, placement, cuts, lines)
     others = [other for p in tensor.placements for other in p.slices if other is not part]
     shared = any(_may_share(part, other) for other in others) or len(cuts.skips) > 1
     for skip in cuts.skips:
@@ -113,8 +116,9 @@ def _may_share(a: Slice, b: Slice) -> bool:
     return first <= high and low <= last
 
 
-def _split(tensor: Tensor, placement: Placement, field: Field, cuts: Cut, lines: list[str]) -> Chain:
+def _split(program: Program, tensor: Tensor, placement: Placement, cuts: Cut, lines: list[str]) -> Chain:
     """The field with one axis per variable and digit, padded to whole records where it may be ragged."""
+    field = program.field(placement.field)
     text = field_shifted(tensor, field, field.name, +1)
     partial = not cuts.whole or cuts.part.width < field.bits
     if is_signed(field) and field.bits <= 8 and partial:
@@ -128,7 +132,9 @@ def _split(tensor: Tensor, placement: Placement, field: Field, cuts: Cut, lines:
     chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(wanted))))
     for axis in reversed(range(len(wanted))):
         chain = chain.unflatten(axis, wanted[axis], sizes(wanted[axis]))
-    return Chain(named(lines, f"{field.name}_split", chain.text), chain.labels) if len(cuts.lanes) > 1 else chain
+    if len(cuts.lanes) == 1:
+        return chain
+    return Chain(named(lines, f"{field.name}_split", chain.text, arguments(program)), chain.labels)
 
 
 def _padded(tensor: Tensor, placement: Placement, field: Field, text: str) -> str:

@@ -142,7 +142,8 @@ def _draw_row(program: Program, row: Row, colours: dict[str, str], y: int) -> li
         fill = colours.get(cell.field, "#dddddd")
         drawn.append(f'<rect x="{x}" y="{y}" width="{width}" height="24" fill="{fill}" fill-opacity="0.35" stroke="{fill}"/>')
         label = cell.label() if width > 200 or len(cell.label()) * 7 < width else cell.field
-        drawn.append(_text(x + width // 2, y + 16, f"{label} {_bits(program, cell) if width > 200 else ''}".strip(), 11, "middle"))
+        note = f" {_bits(program, cell)}" if width > 200 else ""
+        drawn.append(_text(x + width // 2, y + 16, label + note, 11, "middle"))
         x += width
     return drawn
 

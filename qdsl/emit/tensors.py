@@ -54,7 +54,12 @@ def count(placement: Placement) -> int:
 
 def records_name(program: Program, tensor: Tensor) -> str:
     """What the bytes of a tensor's records are called: r where there is one such tensor."""
-    return "r" if sum(not is_plain(t) for t in program.tensors) == 1 else f"{tensor.name}_bytes"
+    return "r" if sum(not is_plain(t) for t in program.tensors) == 1 and "r" not in arguments(program) else f"{tensor.name}_bytes"
+
+
+def arguments(program: Program) -> set[str]:
+    """Names that unpack and pack get from outside."""
+    return {tensor.name for tensor in program.tensors} | {field.name for field in program.fields}
 
 
 def variables(tensor: Tensor) -> list[Label]:

@@ -10,6 +10,7 @@ from qdsl.emit.digits import Cut, Digit
 from qdsl.emit.lines import indent, named
 from qdsl.emit.tensors import (
     Unsupported,
+    arguments,
     bare,
     cut_slice,
     element_labels,
@@ -32,20 +33,21 @@ from qdsl.layout import Slice
 def unpack_body(program: Program) -> list[str]:
     """Statements that turn the stored tensors into a dict of fields."""
     lines: list[str] = []
+    taken = arguments(program)
     parts: dict[str, list[tuple[int, str]]] = {}
     for tensor in program.tensors:
         if is_plain(tensor):
             field = program.field(tensor.placements[0].field)
             parts.setdefault(field.name, []).append((0, _plain(tensor, field)))
             continue
-        name = records_name(program, tensor)
-        lines.append(f"{name} = {_records(tensor)}")
-        records = Chain(name, (*variables(tensor), BYTES))
+        records = _records(tensor)
+        if records.text != tensor.name:
+            records = Chain(named(lines, records_name(program, tensor), bare(records.text), taken), records.labels)
         for placement in tensor.placements:
             for part in placement.slices:
-                text = _slice(program.field(placement.field), tensor, placement, part, records, lines)
-                if len(placement.slices) > 1:
-                    text = named(lines, f"{placement.field}_{'high' if part.lo else 'low'}", bare(text))
+                text = _slice(program.field(placement.field), tensor, placement, part, records, lines, taken)
+                if part.width < program.field(placement.field).bits:
+                    text = named(lines, f"{placement.field}_{'high' if part.lo else 'low'}", bare(text), taken)
                 parts.setdefault(placement.field, []).append((part.lo, text))
     optional = {tensor.placements[0].field: tensor.name for tensor in program.tensors if tensor.optional}
     stored = [field for field in program.fields if field.name in parts]
@@ -67,24 +69,28 @@ def _plain(tensor: Tensor, field: Field) -> str:
     return field_shifted(tensor, field, text, -1)
 
 
-def _records(tensor: Tensor) -> str:
-    """The tensor as bytes, one record along the last axis."""
+def _records(tensor: Tensor) -> Chain:
+    """The tensor as bytes, one record along the last axis; a record of one byte needs no axis."""
     chain = in_order(tensor)
+    order = variables(tensor)
+    if tensor.record_bits == 8:
+        return chain if tensor_dtype(tensor) == "uint8" else chain.call("view(torch.uint8)")
     text = chain.text
     if tensor_dtype(tensor) != "uint8":
         text = f"as_type({bare(text)}, torch.uint8)"
-    elif tensor.words == 1:
-        return f"{text}.unsqueeze(-1)"
-    return text if BYTES in chain.labels else f"{text}.unflatten(-1, (-1, {tensor.record_bits // 8}))"
+    if BYTES not in chain.labels:
+        text = f"{text}.unflatten(-1, (-1, {tensor.record_bits // 8}))"
+    return Chain(text, (*order, BYTES))
 
 
-def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> str:
+def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str],
+           taken: set[str]) -> str:
     """The bits of one slice for all elements, in the field's shape."""
     cuts = cut_slice(tensor, placement, part)
     if cuts.whole and cuts.container in (1, 2, 4) and part.width == field.bits:
         chain = _typed(field, tensor, cuts, records)
     else:
-        chain = _lanes(field, tensor, cuts, records, lines)
+        chain = _lanes(field, tensor, cuts, records, lines, taken)
     wanted = element_labels(placement, cuts)
     chain = chain.permute([label for group in wanted for label in group])
     for axis, group in enumerate(wanted):
@@ -93,6 +99,8 @@ def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, reco
 
 
 def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> tuple[Chain, tuple[Digit, ...]]:
+    if BYTES not in records.labels:
+        return records, ()
     found = region(records, cuts, skip, tensor.record_bits // 8)
     if found is None:
         raise Unsupported(f"the bytes of a field in '{tensor.name}' are too scattered for a view")
@@ -106,15 +114,20 @@ def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
         chain = Chain(f"as_type({chain.text}, torch.{field_dtype(field)})", chain.labels)
     elif field_dtype(field) != "uint8":
         chain = chain.call(f"view(torch.{field_dtype(field)})")
-    return chain.unflatten(len(chain.labels) - 1, digits, sizes(list(digits)))
+    return _digits(chain, digits, sizes(list(digits)))
 
 
-def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[str]) -> Chain:
+def _digits(chain: Chain, labels: tuple[Label, ...], shape: list[int]) -> Chain:
+    """The bytes of a region as the digits that they are."""
+    return chain.unflatten(len(chain.labels) - 1, labels, shape) if BYTES in chain.labels else chain
+
+
+def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[str], taken: set[str]) -> Chain:
     """Containers shifted and masked once per lane, stacked along a new axis where there are several lanes."""
     sources = {skip: _container(tensor, cuts, records, skip) for skip in cuts.skips}
     one = sources[cuts.skips[0]]
     if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
-        name = named(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}", one.text)
+        name = named(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}", one.text, taken)
         sources = {cuts.skips[0]: Chain(name, one.labels)}
     texts = [_extract(sources[lane.skip].text, str(lane.shift), cuts) for lane in cuts.lanes]
     narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""
@@ -135,7 +148,7 @@ def _container(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> Chain:
     chain, digits = _region(tensor, cuts, records, skip)
     labels: tuple[Label, ...] = (*digits, BYTES) if cuts.container > 1 else digits
     shape = [*sizes(list(digits)), cuts.container] if cuts.container > 1 else sizes(list(digits))
-    chain = chain.unflatten(len(chain.labels) - 1, labels, shape)
+    chain = _digits(chain, labels, shape)
     return Chain(f"integer({chain.text})", chain.labels[:-1]) if cuts.container > 1 else chain
 
 

@@ -98,6 +98,7 @@ class Tensor:
     optional: bool
     aliases: tuple[str, ...]
     span: Span
+    record_span: Span
 
     @property
     def words(self) -> int:

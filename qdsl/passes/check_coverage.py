@@ -19,7 +19,7 @@ from qdsl.spec.source import Problems, did_you_mean
 def check_coverage(program: Program, problems: Problems) -> Program:
     held: dict[str, set[int]] = {}
     for tensor in program.tensors:
-        _check_words(program, tensor, problems)
+        _check_words(tensor, problems)
         for placement in tensor.placements:
             _check_tile(program, tensor, placement, held, problems)
     storage = next(s for s in program.spec.storages if s.name.value == program.storage)
@@ -38,9 +38,8 @@ def check_coverage(program: Program, problems: Problems) -> Program:
     return replace(program, tensors=tuple(_check_extents(program, tensor, problems) for tensor in program.tensors))
 
 
-def _check_words(program: Program, tensor: Tensor, problems: Problems) -> None:
-    span = next(t.record_text.span for s in program.spec.storages if s.name.value == program.storage
-                for t in s.tensors if t.name.span == tensor.span)
+def _check_words(tensor: Tensor, problems: Problems) -> None:
+    span = tensor.record_span
     if tensor.record_bits % tensor.element.bits:
         problems.add(span, f"the record of '{tensor.name}' has {tensor.record_bits} bits, which is not a whole number of "
                            f"{tensor.element.bits}-bit elements", "fill it with pad:BITS")
@@ -55,7 +54,8 @@ def _check_tile(program: Program, tensor: Tensor, placement: Placement, held: di
     pieces = [piece for piece in walk(tensor.lines) if piece.field == field.name]
     bits = {bit for piece in pieces for bit in range(piece.lo, piece.lo + piece.width)}
     if outside := [bit for bit in bits if not 0 <= bit < field.bits]:
-        problems.add(tensor.span, f"'{tensor.name}' stores bit {min(outside)} of '{field.name}', which has {field.bits} bits")
+        problems.add(tensor.record_span, f"'{tensor.name}' stores bit {min(outside)} of '{field.name}', which has "
+                                         f"{field.bits} bits")
         return
     unmoved = [var.name for var in tensor.vars if var.name not in {name for name, _ in placement.tiles}]
     if unmoved and placement.tiles:
@@ -68,7 +68,7 @@ def _check_tile(program: Program, tensor: Tensor, placement: Placement, held: di
     held.setdefault(field.name, set()).update(bits)
     clash = coverage(pieces, placement.extents, bits)
     if clash is not None:
-        problems.add(tensor.span, _describe(field, placement, clash), *_where(field, placement, clash))
+        problems.add(tensor.record_span, _describe(field, placement, clash), *_where(field, placement, clash))
 
 
 def _describe(field: Field, placement: Placement, clash: Clash) -> str:

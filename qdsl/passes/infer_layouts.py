@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qdsl.ir.program import Placement, Program, Tensor
-from qdsl.layout import gather, walk
+from qdsl.layout import gather, split, walk
 from qdsl.spec.source import Problems
 
 
@@ -22,8 +22,12 @@ def _infer(tensor: Tensor, problems: Problems) -> Tensor:
     for placement in tensor.placements:
         slices = gather([piece for piece in pieces if piece.field == placement.field])
         if slices is None:
-            problems.add(tensor.span, f"the bits of '{placement.field}' in '{tensor.name}' are not strided",
+            problems.add(tensor.record_span, f"the bits of '{placement.field}' in '{tensor.name}' are not strided",
                          "each bit of a field lies at offset + sum of digit * stride for digits of its subscripts")
             return tensor
+        if tensor.stored is not None and tensor.stored.field is None and any(
+                split(part, tensor.element.bits) is None for part in slices):
+            problems.add(tensor.record_span, f"'stored' changes words of '{tensor.name}', and its elements cross words",
+                         "give the change of a field instead")
         placements.append(replace(placement, slices=slices))
     return replace(tensor, placements=tuple(placements))

@@ -91,7 +91,8 @@ class _TensorReader:
         kept = tuple(p for p in placements if p is not None)
         kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
         return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element),
-                      item.optional is not None, tuple(alias.value for alias in item.aliases), item.name.span)
+                      item.optional is not None, tuple(alias.value for alias in item.aliases), item.name.span,
+                      item.record_text.span)
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 

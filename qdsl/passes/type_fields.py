@@ -31,8 +31,21 @@ def type_fields(program: Program, problems: Problems) -> Program:
         if value is not None:
             dims[dim.name.value] = value
     program = replace(program, dims=dims, facts=facts)
-    fields = [field for item in program.spec.fields if (field := _field(program, item, problems)) is not None]
-    return replace(program, fields=tuple(fields))
+    fields = tuple(field for item in program.spec.fields if (field := _field(program, item, problems)) is not None)
+    for axis in AXES:
+        _check_blocks(program, fields, axis, problems)
+    return replace(program, fields=fields)
+
+
+def _check_blocks(program: Program, fields: tuple[Field, ...], axis: str, problems: Problems) -> None:
+    """Along an axis, a block whose size is a parameter may meet single weights, and no other block."""
+    blocks = {index.terms[0][0].args[1]: field for field in fields for index in field.index
+              if axis in index.names() and index.terms[0][0].op == "div"}
+    named = [block for block in blocks if not block.is_const]
+    if named and len(blocks) > 1:
+        other = next(field for block, field in blocks.items() if block != named[0])
+        problems.add(other.span, f"blocks of {named[0]} and of {next(b for b in blocks if b != named[0])} along {axis} need "
+                                 "not nest; a block size that is a parameter stands alone")
 
 
 def parameters(program: Program) -> dict[str, Index]:

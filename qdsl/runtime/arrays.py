@@ -16,8 +16,11 @@ def cdiv(a: int, b: int) -> int:
 
 def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The bytes along the last axis as elements of another dtype; copied where they do not lie together."""
-    if tensor.stride(-1) != 1 or not tensor.is_contiguous():
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    step = 1
+    for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:                                       # axes of one element count: torch's view looks at them
+            return tensor.clone(memory_format=torch.contiguous_format).view(dtype)
+        step *= extent
     return tensor.view(dtype)
 
 

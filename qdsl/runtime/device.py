@@ -88,12 +88,14 @@ def bits(words, at: tl.constexpr, width: tl.constexpr):
 
 
 @triton.jit
-def stream(words, step, at, width: tl.constexpr, live):
-    """`width` bits from bit `at` of the 32-bit words at `words`, `step` elements apart; a second word only where needed."""
-    shift = at % 32
-    value = tl.load(words + at // 32 * step, live, 0).to(tl.uint32, bitcast=True) >> shift
-    over = tl.load(words + (at // 32 + 1) * step, live & (shift + width > 32), 0).to(tl.uint32, bitcast=True)
-    return (value | (over << 1 << (31 - shift))) & ((1 << width) - 1)
+def stream(words, step, at, width: tl.constexpr, word: tl.constexpr, live):
+    """`width` bits, up to 32, from bit `at` of words of `word` bits, `step` elements apart; reads only words that hold some."""
+    shift = at % word
+    value = (tl.load(words + at // word * step, live, 0).to(tl.int64) & ((1 << word) - 1)) >> shift
+    for i in tl.static_range(1, (width + 2 * word - 2) // word):
+        more = tl.load(words + (at // word + i) * step, live & (shift + width > i * word), 0)
+        value |= (more.to(tl.int64) & ((1 << word) - 1)) << (i * word - shift)
+    return (value & ((1 << width) - 1)).to(tl.int32)
 
 
 @triton.jit

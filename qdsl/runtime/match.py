@@ -55,8 +55,12 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
 
 
 def torch_dtype(kind: str) -> torch.dtype:
-    """The torch dtype of an element type; codes of types that torch lacks are uint8, wider integers int32."""
-    return FLOATS.get(kind) or INTEGERS.get(kind) or (torch.uint8 if kind[1:].isdigit() and int(kind[1:]) <= 8 else torch.int32)
+    """The torch dtype in which a type is held: codes up to 8 bits and floats that torch lacks are bytes, wider codes int32."""
+    known = FLOATS.get(kind) or INTEGERS.get(kind)
+    if known is not None:
+        return known
+    small = not kind[1:].isdigit() or int(kind[1:]) <= 8
+    return torch.int32 if not small else torch.int8 if kind[0] == "i" else torch.uint8
 
 
 def _candidates(format: Format, storage: str | None, given: Mapping[str, int | str],

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+from qdsl.numbers import FLOATS
 from qdsl.spec import grammar, marked
 from qdsl.spec.marked import Mapping, Node, Sequence
 from qdsl.spec.model import Claim, Dim, Field, Param, Spec, Storage, Stored, Tensor
@@ -22,8 +23,9 @@ _ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
 RESERVED = frozenset({
     "n", "k", "m", "N", "K", "M", "word", "pad", "index", "ceil", "lcm",                    # the language
-    "x", "out", "bias", "acc", "live", "row", "weight_", "records", "shape", "dtype",       # generated code
-    "torch", "triton", "tl", "qdsl", "range", "zip", "tuple", "dict", "int", "float", "min", "max", "len",
+    "x", "out", "bias", "fields", "tensors", "device", "integer", "as_type", "cdiv",        # generated code
+    "absmax", "signmax", "minmax", "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
+    *FLOATS,
 })
 
 KEYS = {
@@ -133,7 +135,8 @@ class _Reader:
             rule = "a letter, then letters, digits and '_'" if form is _ANY_CASE else \
                 "a small letter, then small letters, digits and '_'"
             self.problems.add(text.span, f"{what} name {word!r} is not allowed: {rule}, at most 64")
-        elif keyword.iskeyword(word) or keyword.issoftkeyword(word) or word in RESERVED or word in _DEVICES:
+        elif keyword.iskeyword(word) or keyword.issoftkeyword(word) or word in _DEVICES or \
+                (word in RESERVED and what != "format"):
             self.problems.add(text.span, f"{what} name '{word}' is reserved: choose another")
         else:
             return True
