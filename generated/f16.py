@@ -1,13 +1,13 @@
 """f16: plain IEEE half precision.
 
-    w = w
+    w = v
     float32, rounded after each operation
 
-    w      f16    [N, K]
+    v      f16    [N, K]
 
     plain: 16 bits per weight
 
-Built from specs/f16.yaml (sha256 35686d551e78b671) by qdsl 0.1.0.  Do not edit: change the spec
+Built from specs/f16.yaml (sha256 4645abe07eb1bf99) by qdsl 0.1.0.  Do not edit: change the spec
 and run `qdsl build specs/f16.yaml`.
 """
 
@@ -25,21 +25,21 @@ from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, devic
 def unpack_plain(weight: Tensor) -> dict[str, Tensor]:
     """Fields of weight float16 [N, K]."""
     return {
-        "w": weight,
+        "v": weight,
     }
 
 
-def pack_plain(w: Tensor) -> dict[str, Tensor]:
+def pack_plain(v: Tensor) -> dict[str, Tensor]:
     """weight of the fields; the inverse of unpack_plain."""
     return {
-        "weight": w,
+        "weight": v,
     }
 
 
-def decode(w: Tensor) -> Tensor:
-    """Weights float32 [N, K], each operation rounded: w.  w [N, K]."""
-    w = w.float()
-    return w
+def decode(v: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = v.  v [N, K]."""
+    v = v.float()
+    return v if out is None else out.copy_(v)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -53,8 +53,8 @@ def _dequantize_plain(weight, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     weight += n.to(tl.int64) * K
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
-    w = tl.load(weight + k, live, 0).to(tl.float32)
-    w = w
+    v = tl.load(weight + k, live, 0).to(tl.float32)
+    w = v
     tl.store(out + k, w, live)
 
 
@@ -69,9 +69,9 @@ def _linear_plain(weight, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
-        w = tl.load(weight + k, live, 0).to(tl.float32)
+        v = tl.load(weight + k, live, 0).to(tl.float32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += w * x_k
+        acc += v * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
@@ -80,7 +80,7 @@ def _linear_plain(weight, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr
 
 VARIANT = Variant(
     fields={
-        "w": Field("f16", "N", "K"),
+        "v": Field("f16", "N", "K"),
     },
     storages={
         "plain": Storage(
@@ -91,12 +91,12 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_plain, _linear_plain, rows="N", units="K", last="k"),
         ),
     },
-    decode=decode, copies="w",
+    decode=decode, copies="v",
 )
 
 FORMAT = Format(
     name="f16", title="plain IEEE half precision",
-    source="safetensors F16, GGUF F16", formula="w",
+    source="safetensors F16, GGUF F16", formula="v",
     variants={(): VARIANT},
     detect={"safetensors": "F16", "gguf": "F16"},
 )

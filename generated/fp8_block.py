@@ -43,11 +43,12 @@ def pack_safetensors(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     }
 
 
-def decode(q: Tensor, s: Tensor) -> Tensor:
-    """Weights float32 [N, K], each operation rounded: q * s.  q [N, K], s [ceil(N/bn), ceil(K/bk)]."""
+def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = q * s.  q [N, K], s [ceil(N/bn), ceil(K/bk)]."""
+    out = out if out is None else out.unflatten(0, (s.shape[0], -1)).unflatten(2, (s.shape[1], -1))
     q = e4m3(q).unflatten(0, (s.shape[0], -1)).unflatten(2, (s.shape[1], -1))
     s = s.float()[:, None, :, None]
-    return (q * s).flatten(2).flatten(0, 1)
+    return torch.mul(q, s, out=out).flatten(2).flatten(0, 1)
 
 
 def encode(weight: Tensor, *, bn: int, bk: int, scale_type: str, **options: Any) -> dict[str, Tensor]:

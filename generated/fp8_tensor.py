@@ -43,11 +43,11 @@ def pack_safetensors(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     }
 
 
-def decode(q: Tensor, s: Tensor) -> Tensor:
-    """Weights float32 [N, K], each operation rounded: q * s.  q [N, K], s []."""
+def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = q * s.  q [N, K], s []."""
     q = e4m3(q)
     s = s.float()
-    return q * s
+    return torch.mul(q, s, out=out)
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:

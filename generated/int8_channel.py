@@ -49,12 +49,12 @@ def pack_safetensors(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor
     return tensors
 
 
-def decode(q: Tensor, s: Tensor, z: Tensor | None = None) -> Tensor:
-    """Weights float32 [N, K], each operation rounded: (q - z) * s.  q [N, K], s [N], z [N]."""
+def decode(q: Tensor, s: Tensor, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N], z [N]."""
     q = q.to(torch.int16)
     z = 0 if z is None else z.to(torch.int16).unsqueeze(-1)
     s = s.float().unsqueeze(-1)
-    return (q - z) * s
+    return torch.mul(q - z, s, out=out)
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:

@@ -29,9 +29,9 @@ from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_ty
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 18*K/32]."""
     r = blocks.unflatten(-1, (-1, 18))
-    q_bytes = r[..., 2:18]
+    q_bytes = r[..., 2:18].contiguous()
     return {
-        "d": as_type(r[..., 0:2], torch.float16).squeeze(-1),
+        "d": as_type(r, torch.float16)[..., 0],
         "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
     }
 
@@ -47,11 +47,12 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def decode(d: Tensor, q: Tensor) -> Tensor:
-    """Weights float32 [N, K], each operation rounded: d * (q - 8).  d [N, K/32], q [N, K]."""
+def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * (q - 8).  d [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
     d = d.float().unsqueeze(-1)
-    q = q.to(torch.int8).unflatten(1, (-1, 32))
-    return (d * (q - 8)).flatten(1)
+    q = q.view(torch.int8).unflatten(1, (-1, 32))
+    return torch.mul(d, q - 8, out=out).flatten(1)
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:

@@ -30,15 +30,15 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 144*K/256]."""
     r = blocks.unflatten(-1, (-1, 144))
     sc_low = (r[..., 4:20].unflatten(-1, (2, 8))[..., :4] & 15).flatten(1)
-    sc_bytes = r[..., 4:8]
+    sc_bytes = r[..., 4:8].contiguous()
     sc_high = torch.stack([sc_bytes >> 4 & 3, sc_bytes >> 6], -2).flatten(1)
     mn_low = torch.stack([r[..., 8:12] & 15, r[..., 12:16] >> 4], -2).flatten(1)
-    mn_bytes = r[..., 8:12]
+    mn_bytes = r[..., 8:12].contiguous()
     mn_high = torch.stack([mn_bytes >> 4 & 3, mn_bytes >> 6], -2).flatten(1)
-    q_bytes = r[..., 16:144].unflatten(-1, (4, 32))
+    q_bytes = r[..., 16:144].unflatten(-1, (4, 32)).contiguous()
     return {
-        "d": as_type(r[..., 0:2], torch.float16).squeeze(-1),
-        "dmin": as_type(r[..., 2:4], torch.float16).squeeze(-1),
+        "d": as_type(r, torch.float16)[..., 0],
+        "dmin": as_type(r, torch.float16)[..., 1],
         "sc": sc_low | sc_high << 4,
         "mn": mn_low | mn_high << 4,
         "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
@@ -64,16 +64,17 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
     }
 
 
-def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> Tensor:
-    """Weights float32 [N, K], each operation rounded: d * sc * q - dmin * mn.  d [N, K/256], dmin [N, K/256], sc [N,
-    K/32], mn [N, K/32], q [N, K].
+def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, K/256], dmin [N,
+    K/256], sc [N, K/32], mn [N, K/32], q [N, K].
     """
+    out = out if out is None else out.unflatten(1, (-1, 8, 32))
     d = d.float()[..., None, None]
     dmin = dmin.float()[..., None, None]
     sc = sc.unflatten(1, (-1, 8)).unsqueeze(-1)
     mn = mn.unflatten(1, (-1, 8)).unsqueeze(-1)
     q = q.unflatten(1, (-1, 8, 32))
-    return (d * sc * q - dmin * mn).flatten(1)
+    return torch.sub(d * sc * q, dmin * mn, out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_ty
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 210*K/256]."""
     r = blocks.unflatten(-1, (-1, 210))
-    q_bytes = r[..., 0:128].unflatten(-1, (2, 64))
+    q_bytes = r[..., 0:128].unflatten(-1, (2, 64)).contiguous()
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
-    q_bytes2 = r[..., 128:192].unflatten(-1, (2, 32))
+    q_bytes2 = r[..., 128:192].unflatten(-1, (2, 32)).contiguous()
     q_high = torch.stack([q_bytes2 >> 2 * i & 3 for i in range(4)], -2).flatten(1)
     return {
-        "d": as_type(r[..., 208:210], torch.float16).squeeze(-1),
+        "d": as_type(r, torch.float16)[..., 104],
         "sc": r[..., 192:208].view(torch.int8).flatten(1),
         "q": q_low | q_high << 4,
     }
@@ -52,12 +52,15 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def decode(d: Tensor, sc: Tensor, q: Tensor) -> Tensor:
-    """Weights float32 [N, K], each operation rounded: d * sc * (q - 32).  d [N, K/256], sc [N, K/16], q [N, K]."""
+def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * sc * (q - 32).  d [N, K/256], sc [N, K/16], q
+    [N, K].
+    """
+    out = out if out is None else out.unflatten(1, (-1, 16, 16))
     d = d.float()[..., None, None]
     sc = sc.unflatten(1, (-1, 16)).unsqueeze(-1)
-    q = q.to(torch.int8).unflatten(1, (-1, 16, 16))
-    return (d * sc * (q - 32)).flatten(1)
+    q = q.view(torch.int8).unflatten(1, (-1, 16, 16))
+    return torch.mul(d * sc, q - 32, out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 34*K/32]."""
     r = blocks.unflatten(-1, (-1, 34))
     return {
-        "d": as_type(r[..., 0:2], torch.float16).squeeze(-1),
+        "d": as_type(r, torch.float16)[..., 0],
         "q": r[..., 2:34].view(torch.int8).flatten(1),
     }
 
@@ -45,11 +45,12 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def decode(d: Tensor, q: Tensor) -> Tensor:
-    """Weights float32 [N, K], each operation rounded: d * q.  d [N, K/32], q [N, K]."""
+def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * q.  d [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
     d = d.float().unsqueeze(-1)
     q = q.unflatten(1, (-1, 32))
-    return (d * q).flatten(1)
+    return torch.mul(d, q, out=out).flatten(1)
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:

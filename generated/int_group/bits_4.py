@@ -120,16 +120,17 @@ def pack_awq(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     }
 
 
-def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None) -> Tensor:
-    """Weights float32 [N, K], each operation rounded: (q - z) * s.  q [N, K], z [N, ceil(K/group)], s [N,
+def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], z [N, ceil(K/group)], s [N,
     ceil(K/group)], g [K].
     """
     if g is not None:
         z, s = z[:, g], s[:, g]
-    q = q.to(torch.int8).unflatten(1, (z.shape[1], -1))
-    z = z.to(torch.int8).unsqueeze(-1)
+    out = out if out is None else out.unflatten(1, (z.shape[1], -1))
+    q = q.view(torch.int8).unflatten(1, (z.shape[1], -1))
+    z = z.view(torch.int8).unsqueeze(-1)
     s = s.float().unsqueeze(-1)
-    return ((q - z) * s).flatten(1)
+    return torch.mul(q - z, s, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from qdsl.emit.formula import TORCH, formula, integer_fields
+from qdsl.emit.formula import TORCH, formula, integer_fields, outermost
 from qdsl.emit.lines import wrapped
 from qdsl.ir import index as ix
 from qdsl.ir.index import Index
@@ -52,19 +52,28 @@ def decode(programs: Sequence[Program]) -> Decode:
     prepared = [line for field in fields if field.number is not None
                 for line in _prepare(programs, fields, field, rows, columns, optional)]
     lines += sorted(prepared, key=lambda line: ".shape[" not in line)     # shapes are read before axes are added
-    text = formula(program, TORCH)
+    deep = (len(rows.blocks), len(columns.blocks))
+    if deep != (1, 1):
+        digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
+                         for axis, letter, levels in ((0, "n", rows), (deep[0], "k", columns)) if len(levels.blocks) > 1)
+        lines.insert(len(_gathers(fields)), f"out = out if out is None else out{digits}")
+    lines.append(f"return {_result(program)}{f'.flatten({deep[0]})' if deep[1] > 1 else ''}"
+                 f"{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}")
     last = program.values[-1]
     copies = last.name if last.op == "field" else None
-    deep = (len(rows.blocks), len(columns.blocks))
-    if deep == (1, 1):
-        lines.append(f"return {text}")
-    else:
-        text = text if text.isidentifier() else f"({text})"
-        text += f".flatten({deep[0]})" if deep[1] > 1 else ""
-        text += f".flatten(0, {deep[0] - 1})" if deep[0] > 1 else ""
-        lines.append(f"return {text}")
     cuts = tuple(Index(1) if axis.fixed else axis.blocks[0] for axis in (rows, columns))
     return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), copies)
+
+
+def _result(program: Program) -> str:
+    """The formula, its last operation written as a function that can write where the caller wants the weights."""
+    last = outermost(program)
+    if last is None:
+        text = formula(program, TORCH)
+        return f"{text} if out is None else out.copy_({text})"
+    op, operands = last
+    function = {"+": "add", "-": "sub", "*": "mul", "/": "div"}[op]
+    return f"torch.{function}({', '.join(operands)}, out=out)"
 
 
 def _block(field: Field, axis: str) -> Index | None:
@@ -186,6 +195,8 @@ def _typed(program: Program, field: Field) -> str:
         return f"{number.name}({field.name})"
     bits = integer_fields(program).get(field.name)
     held = 8 if number.kind == "signed" and number.bits <= 8 else 32 if number.bits > 8 else 0
+    if bits == 8 and held == 0 and number.bits < 8:
+        return f"{field.name}.view(torch.int8)"
     return f"{field.name}.to(torch.int{bits})" if bits and bits > held else field.name
 
 

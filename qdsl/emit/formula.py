@@ -50,6 +50,14 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
     return f"({body})" if around > level else body
 
 
+def outermost(program: Program) -> tuple[str, list[str]] | None:
+    """The last operation of the formula and the texts of its operands; None where the formula is a field."""
+    root = program.values[-1]
+    if root.op not in ("+", "-", "*", "/"):
+        return None
+    return root.op, [_text(program, arg, TORCH, {}, 0) for arg in root.args]
+
+
 def integer_fields(program: Program) -> dict[str, int]:
     """Fields that take part in integer arithmetic, with the bits of a signed integer that holds every step of it."""
     found: dict[str, int] = {}

@@ -146,8 +146,9 @@ def needs_shape(program: Program) -> bool:
 def _decode(programs: Sequence[Program], decoded: Decode) -> list[str]:
     fields = sorted(decoded.fields, key=lambda f: f.name in decoded.optional)
     arguments = [f"{f.name}: Tensor{' | None = None' if f.name in decoded.optional else ''}" for f in fields]
+    arguments.append("out: Tensor | None = None")
     shapes = ", ".join(f"{f.name} [{', '.join(field_axes(programs, f))}]" for f in fields)
-    doc = f"Weights float32 [N, K], each operation rounded: {programs[0].spec.decode_text}.  {shapes}."
+    doc = f"Weights [N, K], float32 rounded after each operation: w = {programs[0].spec.decode_text}.  {shapes}."
     return [*wrapped("def decode(", arguments, ") -> Tensor:"), *indent([*_doc(doc), *decoded.lines])]
 
 

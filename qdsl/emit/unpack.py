@@ -6,6 +6,8 @@ torch has it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qdsl.emit.digits import Cut, Digit
 from qdsl.emit.lines import indent, named
 from qdsl.emit.tensors import (
@@ -98,22 +100,35 @@ def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, reco
     return field_shifted(tensor, field, _cropped(tensor, placement, field, chain.text), -1)
 
 
-def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> tuple[Chain, tuple[Digit, ...]]:
+def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int, size: int = 1) -> tuple[Chain, tuple[Digit, ...]]:
+    """The bytes (or elements of `size` bytes) of a slice."""
     if BYTES not in records.labels:
         return records, ()
-    found = region(records, cuts, skip, tensor.record_bits // 8)
+    found = region(records, cuts, skip, tensor.record_bits // 8 // size)
     if found is None:
         raise Unsupported(f"the bytes of a field in '{tensor.name}' are too scattered for a view")
     return found
 
 
 def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
-    """Bytes as the elements that they are."""
+    """Bytes as the elements that they are; where they are aligned, all bytes of the record are seen so."""
+    kind, size = field_dtype(field), cuts.container
+    steps = (cuts.first, tensor.record_bits // 8, *(digit.stride // 8 for digit in cuts.bytes_))
+    if size > 1 and all(step % size == 0 for step in steps):
+        wide = Chain(f"as_type({records.text}, torch.{kind})", records.labels)
+        moved = replace(cuts, part=replace(cuts.part, offset=cuts.part.offset // size), container=1,
+                        bytes_=tuple(replace(d, stride=d.stride // size) for d in cuts.bytes_))
+        if not cuts.bytes_:
+            return wide.pick({BYTES: str(moved.first)})
+        chain, digits = _region(tensor, moved, wide, 0, size)
+        found = _digits(chain, digits, sizes(list(digits)))
+        back: dict[Label, Label] = dict(zip(moved.bytes_, cuts.bytes_, strict=True))
+        return Chain(found.text, tuple(back.get(label, label) for label in found.labels))
     chain, digits = _region(tensor, cuts, records, 0)
-    if cuts.container > 1:
-        chain = Chain(f"as_type({chain.text}, torch.{field_dtype(field)})", chain.labels)
-    elif field_dtype(field) != "uint8":
-        chain = chain.call(f"view(torch.{field_dtype(field)})")
+    if size > 1:
+        chain = Chain(f"as_type({chain.text}, torch.{kind})", chain.labels)
+    elif kind != "uint8":
+        chain = chain.call(f"view(torch.{kind})")
     return _digits(chain, digits, sizes(list(digits)))
 
 
@@ -127,7 +142,10 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     sources = {skip: _container(tensor, cuts, records, skip) for skip in cuts.skips}
     one = sources[cuts.skips[0]]
     if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
-        name = named(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}", one.text, taken)
+        # Cutting runs of a few bytes is slow where they lie apart; one copy brings them together.
+        apart = cuts.container == 1 and "[" in one.text
+        name = named(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}",
+                     f"{one.text}.contiguous()" if apart else one.text, taken)
         sources = {cuts.skips[0]: Chain(name, one.labels)}
     texts = [_extract(sources[lane.skip].text, str(lane.shift), cuts) for lane in cuts.lanes]
     narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""

@@ -15,7 +15,9 @@ def cdiv(a: int, b: int) -> int:
 
 
 def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes along the last axis as elements of another dtype; copied where they do not lie together."""
+    """The bytes along the last axis as elements of another dtype; copied where they do not lie together or aligned."""
+    if tensor.storage_offset() * tensor.element_size() % dtype.itemsize:
+        return tensor.clone(memory_format=torch.contiguous_format).view(dtype)
     step = 1
     for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != step:                                       # axes of one element count: torch's view looks at them

@@ -260,8 +260,7 @@ class Format:
             launch.dequantize(packed, out)
             return out
         for start, stop in tiles.row_tiles(packed):
-            for rows, columns, part in tiles.decoded(packed, start, stop):
-                out[rows, columns] = part
+            tiles.decode_rows(packed, start, stop, out[start:stop])
         return out
 
     def convert(self, packed: PackedWeight, storage: str) -> PackedWeight:

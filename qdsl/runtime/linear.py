@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qdsl.runtime import launch
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.tiles import decoded, row_tiles
+from qdsl.runtime.tiles import decode_rows, row_tiles
 
 FUSED_ROWS = 16                                                  # predicted, not measured: past it a weight is decoded too often
 
@@ -88,6 +88,5 @@ def _weights(packed: PackedWeight, start: int, stop: int, dtype: torch.dtype) ->
     if packed.device.type == "cuda":
         launch.dequantize(packed.cut("N", start, stop), weight)
         return weight
-    for rows, columns, part in decoded(packed, start, stop):
-        weight[rows.start - start:rows.stop - start, columns] = part
+    decode_rows(packed, start, stop, weight)
     return weight

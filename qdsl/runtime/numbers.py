@@ -15,16 +15,25 @@ def _codes(code: Tensor) -> Tensor:
 
 
 def _scaled(code: Tensor, mantissa: int, bias: int, sign: int) -> Tensor:
-    """Sign, exponent and mantissa at their places in float32, scaled by a power of two: exact, subnormals included."""
-    bits = code << 23 - mantissa
+    """Sign, exponent and mantissa at their places in float32, scaled by a power of two: exact, subnormals included.
+
+    Works in place on `code`, int32 of its own.
+    """
+    bits = code.bitwise_left_shift_(23 - mantissa)
     bits &= (1 << 23 - mantissa + sign) - 1 | -(1 << 31)
     return bits.view(torch.float32).mul_(2.0 ** (127 - bias))
+
+
+def _holds(codes: Tensor, code: int) -> bool:
+    """Whether the largest of some codes is `code`: one fast pass, so that special codes cost where they are."""
+    return bool(codes.numel()) and int(codes.amax()) == code
 
 
 def e4m3(code: Tensor) -> Tensor:
     """float32 of E4M3 codes (OCP): 0x7F and 0xFF are NaN."""
     value = _scaled(_codes(code), 3, 7, 7)
-    return value.masked_fill_(value.abs() == 480, torch.nan)
+    size = code.view(torch.uint8) & 127
+    return value.masked_fill_(size == 127, torch.nan) if _holds(size, 127) else value
 
 
 def e5m2(code: Tensor) -> Tensor:
@@ -35,13 +44,15 @@ def e5m2(code: Tensor) -> Tensor:
 def e4m3fnuz(code: Tensor) -> Tensor:
     """float32 of E4M3FNUZ codes: 0x80 is NaN."""
     value = _scaled(_codes(code), 3, 8, 7)
-    return value.masked_fill_(code.view(torch.uint8) == 128, torch.nan)
+    lone = code.view(torch.uint8) ^ 127                          # 0x80 becomes the largest
+    return value.masked_fill_(lone == 255, torch.nan) if _holds(lone, 255) else value
 
 
 def e5m2fnuz(code: Tensor) -> Tensor:
     """float32 of E5M2FNUZ codes: 0x80 is NaN."""
     value = _scaled(_codes(code), 2, 16, 7)
-    return value.masked_fill_(code.view(torch.uint8) == 128, torch.nan)
+    lone = code.view(torch.uint8) ^ 127
+    return value.masked_fill_(lone == 255, torch.nan) if _holds(lone, 255) else value
 
 
 def e3m2(code: Tensor) -> Tensor:

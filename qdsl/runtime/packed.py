@@ -36,24 +36,14 @@ class PackedWeight:
         self.params = dict(params)
         self.in_order = in_order
         self.notes = tuple(notes)
+        self.variant: Variant = format.variant(params)
+        self.layout: Storage = self.variant.storages[storage]
+        self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
+        self._steps: dict[str, int] = {}
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items())
         return f"PackedWeight({self.format.name}.{self.storage} {list(self.shape)}, {self.params}: {shown})"
-
-    @property
-    def variant(self) -> Variant:
-        """The part of the format that these parameters choose."""
-        return self.format.variant(self.params)
-
-    @property
-    def layout(self) -> Storage:
-        return self.variant.storages[self.storage]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Size parameters, with -1 (the whole axis) written out."""
-        return self.format.sizes(self.params, self.shape)
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +73,7 @@ class PackedWeight:
         """
         rows = dim == "N"
         whole = self.shape[0 if rows else 1]
-        step = self.step(dim)
+        step = self._steps.get(dim) or self._steps.setdefault(dim, self.step(dim))
         for border in (start, stop):
             if border % step and border != whole:
                 raise FormatError(f"{self.format.name}.{self.storage} can be cut along {dim} at multiples of {step}, "
@@ -92,8 +82,8 @@ class PackedWeight:
         tensors = {}
         for name, tensor in self.tensors.items():
             for place, each in enumerate(self.layout.tensors[name].axes):
-                first, length = self._span(each, dim, start, stop, tensor.shape[place])
-                tensor = tensor.narrow(place, first, length)
+                if each.dim in (dim, "N*K"):
+                    tensor = tensor.narrow(place, *self._span(each, dim, start, stop))
             if not rows and self.layout.tensors[name].dtype == "index":
                 if name not in self.in_order:
                     raise FormatError(f"'{name}' puts columns into groups all over K (act-order); only rows can be cut")
@@ -107,14 +97,12 @@ class PackedWeight:
         fields = [each for field in self.variant.fields.values() for each in field.axes]
         return granule([*axes, *fields], dim, self.sizes, self.shape[1])
 
-    def _span(self, each: Axis, dim: str, start: int, stop: int, length: int) -> tuple[int, int]:
+    def _span(self, each: Axis, dim: str, start: int, stop: int) -> tuple[int, int]:
         """First element and number of elements of an axis that rows or columns [start, stop) occupy."""
         if each.dim == "N*K":
             if dim == "K":
                 raise FormatError(f"{self.format.name}.{self.storage} stores rows one after the other; only rows can be cut")
             start, stop = start * self.shape[1], stop * self.shape[1]
-        elif each.dim != dim:
-            return 0, length
         by = each.by(self.sizes)
         first = start // by * each.words
         return first, -(-stop // by) * each.words - first

@@ -10,7 +10,7 @@ from qdsl.runtime.layout import Variant
 from qdsl.runtime.packed import PackedWeight
 from qdsl.runtime.shapes import axis
 
-TILE = 1 << 18                                                   # weights per tile: 1 MB of float32, a second-level cache
+TILE = 1 << 19                                                   # weights per tile: few enough for a cache, many enough per call
 
 
 def row_tiles(packed: PackedWeight, weights: int = TILE, step: int = 1) -> Iterator[tuple[int, int]]:
@@ -23,19 +23,20 @@ def row_tiles(packed: PackedWeight, weights: int = TILE, step: int = 1) -> Itera
         yield start, min(n, start + rows)
 
 
-def decoded(packed: PackedWeight, start: int, stop: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Float32 weights of rows [start, stop): (rows, columns, weights) per rectangle in which all blocks are whole or alone."""
+def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> None:
+    """Weights of rows [start, stop) into out [stop - start, K], in rectangles in which all blocks are whole or alone."""
     part = packed if (start, stop) == (0, packed.shape[0]) else packed.cut("N", start, stop)
     variant = packed.variant
     fields = unpack(part)
-    if not fields.keys().isdisjoint(_indices(variant)):
-        yield slice(start, stop), slice(0, part.shape[1]), variant.decode(**fields)
-        return
     row_cut, column_cut = (axis(text).by(packed.sizes) for text in variant.cuts)
-    for r0, r1 in _pieces(part.shape[0], row_cut):
-        for c0, c1 in _pieces(part.shape[1], column_cut):
+    rows, columns = list(_pieces(part.shape[0], row_cut)), list(_pieces(part.shape[1], column_cut))
+    if len(rows) == len(columns) == 1 or not fields.keys().isdisjoint(_indices(variant)):
+        variant.decode(**fields, out=out)
+        return
+    for r0, r1 in rows:
+        for c0, c1 in columns:
             shown = {name: _rectangle(variant, packed.sizes, name, field, (r0, r1), (c0, c1)) for name, field in fields.items()}
-            yield slice(start + r0, start + r1), slice(c0, c1), variant.decode(**shown)
+            variant.decode(**shown, out=out[r0:r1, c0:c1])
 
 
 def unpack(packed: PackedWeight) -> dict[str, Tensor]:
