@@ -1,0 +1,31 @@
+"""Kernels run in Triton's interpreter where there is no GPU; that is decided before triton is imported."""
+
+import os
+
+import pytest
+
+try:
+    import torch
+
+    CUDA = torch.cuda.is_available()
+except ImportError:
+    CUDA = False
+
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--bless", action="store_true", help="write golden files anew, for a reviewer to read in the diff")
+
+
+@pytest.fixture
+def bless(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--bless"))
+
+
+def pytest_report_header() -> str:
+    import torch
+    import triton
+
+    return f"torch {torch.__version__}, triton {triton.__version__}, kernels {'on a GPU' if CUDA else 'in the interpreter'}"

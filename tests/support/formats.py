@@ -1,0 +1,158 @@
+"""Every format, storage and variant that tests run over: a new file in specs/ or tests/specs/ is covered with no new test."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.match import torch_dtype
+from qdsl.spec.model import Spec
+from qdsl.spec.schema import load
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((ROOT / "specs").glob("*.yaml"))
+EXTRA = sorted((ROOT / "tests" / "specs").glob("*.yaml"))
+SPECS = [*SHIPPED, *EXTRA]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A storage of a format at one choice of its parameters."""
+
+    path: Path
+    storage: str
+    params: tuple[tuple[str, int | str], ...]
+
+    def __str__(self) -> str:
+        shown = "-".join(f"{key}{value}" for key, value in self.params)
+        return f"{self.path.stem}.{self.storage}{'-' if shown else ''}{shown}"
+
+    @property
+    def spec(self) -> Spec:
+        return spec(self.path)
+
+    @property
+    def module(self) -> ModuleType:
+        return module(self.path)
+
+    @property
+    def choice(self) -> dict[str, int | str]:
+        return dict(self.params)
+
+
+@cache
+def spec(path: Path) -> Spec:
+    return load(path)
+
+
+@cache
+def module(path: Path) -> ModuleType:
+    """The generated module of a spec: the checked-in one, or one built into a cache."""
+    if path.parent == ROOT / "specs":
+        return importlib.import_module(f"qdsl.generated.{path.stem}")
+    import qdsl
+
+    os.environ.setdefault("QDSL_CACHE", str(Path(tempfile.gettempdir()) / f"qdsl-tests-{os.getuid()}"))
+    return qdsl.load(path)
+
+
+@cache
+def cases(types: bool = False) -> list[Case]:
+    """All storages of all formats; with `types`, once more for every type that a scale may have."""
+    found: list[Case] = []
+    for path in SPECS:
+        format = module(path).FORMAT
+        for key, variant in format.variants.items():
+            for storage in variant.storages:
+                base = format.complete(dict(zip(format.by, key, strict=True)))
+                choices = [base]
+                if types:
+                    for name, values in format.params.items():
+                        if isinstance(values[0], str) and name not in format.by:
+                            choices += [{**base, name: value} for value in values[1:]]
+                found += [Case(path, storage, tuple(choice.items())) for choice in choices]
+    return found
+
+
+def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: Mapping[str, int | str] | None = None,
+           ) -> Iterator[tuple[int, int]]:
+    """The shapes of a grid that the storage can hold."""
+    format = case.module.FORMAT
+    chosen = {**case.choice, **(params or {})}
+    layout = format.variant(chosen).storages[case.storage]
+    for n in rows:
+        for k in columns:
+            sizes = format.sizes(chosen, (n, k))
+            if all(each.extent(n, k, sizes) is not None for stored in layout.tensors.values() for each in stored.axes):
+                yield n, k
+
+
+def smallest(case: Case, tiles: int = 1, params: Mapping[str, int | str] | None = None) -> tuple[int, int]:
+    """A small shape with about `tiles` records along each axis."""
+    grid = tuple(range(1, 65)) + tuple(64 * i for i in range(2, 41))
+    least = next((n, k) for k in grid for n in grid if (n, k) in set(shapes(case, (n,), (k,), params)))
+    return least[0] * tiles, least[1] * tiles
+
+
+def field_shape(case: Case, name: str, shape: tuple[int, int], params: Mapping[str, int | str] | None = None) -> tuple[int, ...]:
+    format = case.module.FORMAT
+    chosen = {**case.choice, **(params or {})}
+    sizes = format.sizes(chosen, shape)
+    whole = {"N": shape[0], "K": shape[1]}
+    return tuple(-(-whole[each.dim] // each.by(sizes)) for each in format.variant(chosen).fields[name].axes)
+
+
+def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Mapping[str, int | str] | None = None,
+                  ) -> dict[str, Tensor]:
+    """Fields of random bits, with floats that are finite and of moderate size."""
+    format = case.module.FORMAT
+    chosen = {**case.choice, **(params or {})}
+    generator = torch.Generator().manual_seed(seed)
+    variant = format.variant(chosen)
+    found: dict[str, Tensor] = {}
+    for name, field in variant.fields.items():
+        if name in variant.storages[case.storage].where:
+            continue
+        size = field_shape(case, name, shape, params)
+        kind = str(chosen.get(field.type, field.type))
+        dtype = torch_dtype(kind)
+        if kind == "index":
+            assert field.groups is not None
+            groups = field.groups.extent(*shape, format.sizes(chosen, shape)) or 1
+            found[name] = torch.randint(0, max(1, groups), size, generator=generator, dtype=torch.int32)
+        elif kind in ("f16", "bf16", "f32"):
+            found[name] = torch.randn(size, generator=generator).to(dtype)
+        elif dtype.is_floating_point:
+            found[name] = torch.randint(100, 126, size, generator=generator, dtype=torch.uint8).view(dtype)
+        else:
+            count = int(kind[1:]) if kind[1:].isdigit() else 1 + int(kind[1]) + int(kind[3])
+            low = -(1 << count - 1) if kind[0] == "i" else 0
+            found[name] = torch.randint(low, low + (1 << count), size, generator=generator).to(dtype)
+    return found
+
+
+def random_packed(case: Case, shape: tuple[int, int], seed: int = 0, params: Mapping[str, int | str] | None = None,
+                  ) -> PackedWeight:
+    chosen = {**case.choice, **(params or {})}
+    return case.module.pack(random_fields(case, shape, seed, params), storage=case.storage, **chosen)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits."""
+    return a.shape == b.shape and a.dtype == b.dtype and raw(a).equal(raw(b))
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in order, whatever its strides are."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).flatten().view(torch.uint8)
+

@@ -1,0 +1,93 @@
+"""Triton's interpreter for tests: every address checked against the tensors of a launch, and rounding to bf16 mended.
+
+The interpreter (3.6 to 3.7) cuts float32 to bf16 where hardware rounds to nearest even; the mend is here, never in a kernel.
+On a GPU nothing is patched, and the guard checks nothing: compute-sanitizer does that there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class OutOfBounds(AssertionError):
+    """A lane of a load or store that was not masked lies outside every tensor of the launch."""
+
+
+class _Guard:
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
+        self.written: dict[int, int] = {}
+        self.on = False
+
+    def check(self, pointers: Any, mask: Any, what: str) -> np.ndarray:
+        """The addresses of active lanes, all of them inside a tensor."""
+        active = pointers.data[mask.data.astype(bool)] if mask is not None else pointers.data.ravel()
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        at = active.astype(np.int64)
+        inside = np.zeros(at.shape, dtype=bool)
+        for low, high in self.spans:
+            inside |= (at >= low) & (at + size <= high)
+        if not inside.all():
+            raise OutOfBounds(f"{what}: {int((~inside).sum())} of {inside.size} lanes out of bounds")
+        return at
+
+
+GUARD = _Guard()
+
+
+@contextmanager
+def guarded(*tensors: torch.Tensor | None) -> Iterator[dict[int, int]]:
+    """Launches inside may touch these tensors alone.  Yields how often each address was stored to."""
+    GUARD.spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t is not None]
+    GUARD.written = {}
+    GUARD.on = INTERPRETED
+    try:
+        yield GUARD.written
+    finally:
+        GUARD.on = False
+
+
+def _round_to_bf16(value: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(value, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(value), (bits >> 16 | 0x40).astype(np.uint16), rounded)
+
+
+def _patch() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    load, store, cast = builder.create_masked_load, builder.create_masked_store, builder.cast_impl
+    plain_load, plain_store = builder.create_load, builder.create_store
+
+    def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        if GUARD.on:
+            GUARD.check(pointers, mask, "load")
+        return load(self, pointers, mask, *rest)
+
+    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        if GUARD.on:
+            for address in GUARD.check(pointers, mask, "store").ravel().tolist():
+                GUARD.written[address] = GUARD.written.get(address, 0) + 1
+        return store(self, pointers, value, mask, *rest)
+
+    def cast_impl(self: Any, source: Any, kind: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_round_to_bf16(source.data), tl.bfloat16)
+        return cast(self, source, kind)
+
+    builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl
+    assert plain_load and plain_store                            # both go through the masked forms
+
+
+if INTERPRETED:
+    _patch()

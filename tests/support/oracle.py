@@ -1,0 +1,167 @@
+"""A second, slow reading of a spec's storage: plain nested loops over its text, sharing nothing with the compiler's passes.
+
+It says for every bit of every stored tensor which bit of which field element lies there, for concrete N, K and parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import lcm, prod
+
+from qdsl.spec import grammar as g
+from qdsl.spec.model import Field, Spec, Storage, Tensor
+
+Bit = tuple[str, tuple[int, ...], int]                           # field, element, bit of the element
+
+
+def evaluate(expr: g.Expr, env: Mapping[str, int]) -> int:
+    """An integer expression, by the rules of the language and nothing else."""
+    if isinstance(expr, g.Number):
+        return int(expr.value)
+    if isinstance(expr, g.Name):
+        return env[expr.name]
+    if isinstance(expr, g.Negate):
+        return -evaluate(expr.value, env)
+    if isinstance(expr, g.Apply):
+        if expr.name == "lcm":
+            return lcm(*(evaluate(a, env) for a in expr.arguments))
+        (inner,) = expr.arguments
+        assert expr.name == "ceil" and isinstance(inner, g.Binary) and inner.op == "/"
+        return -(-evaluate(inner.left, env) // evaluate(inner.right, env))
+    assert isinstance(expr, g.Binary)
+    a, b = evaluate(expr.left, env), evaluate(expr.right, env)
+    if expr.op == "/":
+        assert a % b == 0, f"{a} / {b}"
+    return {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0, "//": a // b if b else 0, "%": a % b if b else 0,
+            "**": a ** b if 0 <= b < 64 else 0}[expr.op]
+
+
+def environment(spec: Spec, n: int, k: int, params: Mapping[str, int | str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Values of N, K, parameters (sizes with -1 written out) and dims."""
+    env = {"N": n, "K": k, **{p: v for p, v in params.items() if isinstance(v, int)}, **sizes}
+    for dim in spec.dims:
+        env[dim.name.value] = evaluate(dim.value, env)
+    return env
+
+
+def width_of(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
+    """Bits of a field."""
+    kind = next(f for f in spec.fields if f.name.value == field).typed.type
+    word = str(params.get(kind.name, kind.name)) + (str(params[kind.parameter.name]) if kind.parameter else "")
+    known = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "ue4m3": 8, "index": 32}
+    if word in known:
+        return known[word]
+    if word[0] in "ui" and word[1:].isdigit():
+        return int(word[1:])
+    return 1 + int(word[1]) + int(word[3])                       # eXmY
+
+
+def element_bits(spec: Spec, tensor: Tensor, params: Mapping[str, int | str]) -> int:
+    if tensor.shape is None:
+        return 8
+    kind = tensor.shape.type
+    word = str(params.get(kind.name, kind.name))
+    return {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8}.get(word) or (
+        int(word[1:]) if word[0] in "ui" else 1 + int(word[1]) + int(word[3]))
+
+
+def bits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
+         ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
+    """(tensor, element of the tensor, bit of that element, what lies there) for every stored bit but padding."""
+    for tensor in storage.tensors:
+        yield from _tensor(spec, tensor, env, params)
+
+
+def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
+            ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
+    size = element_bits(spec, tensor, params)
+    fields = {f.name.value: f for f in spec.fields}
+    if tensor.shape is None:
+        yield from _run(spec, tensor, env, params)
+        return
+    digits = [digit for axis in tensor.shape.axes for digit in axis.digits if digit is not None]
+    extents = [evaluate(digit.extent, env) for digit in digits]
+    for values in product(*(range(extent) for extent in extents)):
+        local = {**env, **{digit.name: value for digit, value in zip(digits, values, strict=True)}}
+        at = 0
+        placed: list[tuple[int, Bit]] = []
+        for field, index, low, width in _pieces(spec, tensor, local, params):
+            if field:
+                shape = _shape(fields, fields[field], env)
+                if len(index) == 1 and len(shape) == 2:          # a flat position
+                    index = (index[0] // shape[1], index[0] % shape[1]) if index[0] < prod(shape) else (shape[0], 0)
+                if all(i < s for i, s in zip(index, shape, strict=True)):
+                    placed += [(at + b, (field, index, low + b)) for b in range(width)]
+            at += width
+        words = -(-at // size)
+        for bit, what in placed:
+            yield tensor.name.value, _element(tensor, local, env, words, bit // size), bit % size, what
+
+
+def _element(tensor: Tensor, local: Mapping[str, int], env: Mapping[str, int], words: int, word: int) -> tuple[int, ...]:
+    """The element of the stored tensor that holds a word of a record."""
+    assert tensor.shape is not None
+    place: list[int] = []
+    for axis in tensor.shape.axes:
+        position = 0
+        for digit in axis.digits:
+            if digit is None:
+                position = position * words + word
+            else:
+                position = position * evaluate(digit.extent, env) + local[digit.name]
+        place.append(position)
+    return tuple(place)
+
+
+def _pieces(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
+            ) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    for line in tensor.record:
+        names = [loop.name for loop in line.loops]
+        for counters in product(*(range(evaluate(loop.extent, env)) for loop in line.loops)):
+            local = {**env, **dict(zip(names, counters, strict=True))}
+            for item in line.items:
+                if item.field is None:
+                    assert item.width is not None
+                    yield "", (), 0, evaluate(item.width, local)
+                    continue
+                whole = width_of(spec, item.field.name, params)
+                width = whole if item.width is None else evaluate(item.width, local)
+                low = evaluate(item.lo, local) if item.lo is not None else whole - width if item.part == "hi" else 0
+                yield item.field.name, tuple(evaluate(i, local) for i in item.index), low, width
+
+
+def _shape(fields: Mapping[str, Field], field: Field, env: Mapping[str, int]) -> tuple[int, ...]:
+    """Elements of a field along each of its subscripts."""
+    shape: list[int] = []
+    for expr in field.typed.index:
+        if isinstance(expr, g.Name):
+            if expr.name in ("n", "k"):
+                shape.append(env[{"n": "N", "k": "K"}[expr.name]])
+            else:
+                extent = fields[expr.name].typed.type.extent
+                assert extent is not None
+                shape.append(evaluate(extent, env))
+        else:
+            assert isinstance(expr, g.Binary) and isinstance(expr.left, g.Name)
+            shape.append(-(-env[{"n": "N", "k": "K"}[expr.left.name]] // evaluate(expr.right, env)))
+    return tuple(shape)
+
+
+def _run(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
+         ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
+    """Bytes in records along k, with local subscripts."""
+    pieces = list(_pieces(spec, tensor, env, params))
+    fields = {f.name.value: f for f in spec.fields}
+    shared = {name: 1 if isinstance(f.typed.index[1], g.Name) else evaluate(f.typed.index[1].right, env)  # type: ignore[union-attr]
+              for name, f in fields.items()}
+    run = max((1 + (index[0] if index else 0)) * shared[name] for name, index, _, _ in pieces if name)
+    size = sum(width for *_, width in pieces) // 8
+    for n in range(env["N"]):
+        for t in range(env["K"] // run):
+            at = 0
+            for name, index, low, width in pieces:
+                for b in range(width if name else 0):
+                    element = (n, t * (run // shared[name]) + (index[0] if index else 0))
+                    yield tensor.name.value, (n, t * size + (at + b) // 8), (at + b) % 8, (name, element, low + b)
+                at += width
