@@ -1,9 +1,10 @@
-"""Writing files so that a reader never sees half of one: a temporary file in the same folder, flushed, then renamed."""
+"""Files that appear whole or not at all: written under a temporary name in the same folder, flushed, then renamed."""
 
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,41 +12,31 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path | str) -> Iterator[BinaryIO]:
-    """A binary file that takes the place of `path` when the block ends, and leaves nothing behind when it fails."""
-    path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when the block ends, and is removed when the block fails.
+
+    It lies hidden in the same folder until it is on disk; a process that is killed leaves it there as `.qdsl-*.part`.
+    """
+    target = Path(path)
+    part = target.parent / f".qdsl-{secrets.token_hex(8)}.part"
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(part, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
+        os.replace(part, target)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    if sys.platform != "win32":                                  # the new name, too, has to reach the disk
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
-def write_text(path: Path | str, text: str) -> None:
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a small text file in UTF-8, whole or not at all."""
     with replacing(path) as file:
         file.write(text.encode())
-
-
-def _umask() -> int:
-    """The mask of new files; temporary files are private until they are renamed."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name last, where the system lets folders be opened."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,0 +1,134 @@
+"""A checkpoint as a whole: the safetensors files of a folder as one set of tensors, its config, and its layers."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdsl.checkpoint.safetensors import CheckpointError, Entry, TensorFile, open_regular, shown, strict_json
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+INDEX_LIMIT = 100_000_000
+CONFIG_LIMIT = 16 << 20
+_SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
+
+
+class Folder:
+    """A checkpoint folder, or a single .safetensors file with the config.json beside it.
+
+    The headers of all files are read at once, the tensors when asked for.
+    Raises CheckpointError for anything that is wrong in the files, OSError when they cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.root = self.path if self.path.is_dir() else self.path.parent
+        placed = self._index()
+        self.shards = [self.root / name for name in sorted(set(placed.values()))] or self._found()
+        self._files: dict[str, TensorFile] = {}
+        with ExitStack() as stack:
+            for shard in self.shards:
+                self._add(stack.enter_context(TensorFile(shard)))
+            self._check(placed)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all files; tensors that were read stay valid."""
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """All tensors, file by file, in the order of their bytes."""
+        return list(self._files)
+
+    def entry(self, name: str) -> Entry:
+        """Where a tensor lies in its file.  Raises CheckpointError for a name that the checkpoint does not have."""
+        return self.file(name).entry(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor.  Raises CheckpointError for an unknown name and where TensorFile.tensor does."""
+        return self.file(name).tensor(name)
+
+    def file(self, name: str) -> TensorFile:
+        """The file that holds a tensor.  Raises CheckpointError for a name that the checkpoint does not have."""
+        if name not in self._files:
+            raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
+        return self._files[name]
+
+    def layers(self) -> dict[str, dict[str, str]]:
+        """Tensor names by layer: layers()['model.layers.0.mlp.up_proj']['weight_scale_inv'] is the full name."""
+        layers: dict[str, dict[str, str]] = {}
+        for name in self._files:
+            layer, _, leaf = name.rpartition(".")
+            layers.setdefault(layer, {})[leaf] = name
+        return layers
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json, {} if there is none.  Raises CheckpointError when it is not a strict JSON object."""
+        path = self.root / "config.json"
+        if not path.exists():
+            return {}
+        return _read_object(path, CONFIG_LIMIT, constants=True)  # Nemotron-H and Mamba 2 have an Infinity there
+
+    def _index(self) -> dict[str, str]:
+        """Tensor name -> file name, as the index says; empty where there is none."""
+        path = self.root / INDEX
+        if not self.path.is_dir() or not path.exists():
+            return {}
+        placed = _read_object(path, INDEX_LIMIT).get("weight_map")
+        if not isinstance(placed, dict) or not placed:
+            raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
+        for name, shard in placed.items():
+            if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
+                raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shown(str(shard))} is not the name of a "
+                                      "safetensors file in this folder")
+            if not (self.root / shard).exists():
+                raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shard} is missing")
+        return placed
+
+    def _check(self, placed: dict[str, str]) -> None:
+        """Every tensor lies where the index says."""
+        for name, shard in placed.items():
+            if name not in self._files or self._files[name].path.name != shard:
+                raise CheckpointError(f"{self.root / INDEX}: weight_map: {shard} does not have tensor {shown(name)}")
+
+    def _found(self) -> list[Path]:
+        """The safetensors files of a folder without an index."""
+        if not self.path.is_dir():
+            if self.path.suffix != ".safetensors":
+                raise CheckpointError(f"{self.path}: neither a folder nor a .safetensors file")
+            return [self.path]
+        found = sorted(path for path in self.path.glob("*.safetensors") if not path.name.startswith("."))
+        if not found:
+            raise CheckpointError(f"{self.path}: no .safetensors file in this folder")
+        return found
+
+    def _add(self, file: TensorFile) -> None:
+        for name in file.names():
+            if name in self._files:
+                raise CheckpointError(f"{file.path}: tensor {shown(name)} occurs in {self._files[name].path.name} too")
+            self._files[name] = file
+
+
+def _read_object(path: Path, limit: int, *, constants: bool = False) -> dict[str, Any]:
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointError(f"{path}: over the limit of {limit} bytes")
+    value = strict_json(data, str(path), depth=64, constants=constants)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value

@@ -1,0 +1,366 @@
+"""safetensors files: a bounded header parser, tensors out of a memory map, and a writer whose bytes are reproducible.
+
+The parser accepts less than the safetensors library does, never more.  Reading a header does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from qdsl.files import replacing
+
+if TYPE_CHECKING:
+    import torch
+
+HEADER_LIMIT = 100_000_000                                       # the library's own bound
+RANK_LIMIT = 64                                                  # as many dimensions as torch's operators take
+NAME_LIMIT = 1024
+_METADATA = "__metadata__"
+
+# Bits of an element and the name in torch (none: listed, but not loaded), in the library's order: by alignment.
+_DTYPES = {
+    "BOOL": (8, "bool"), "F4": (4, None), "F6_E2M3": (6, None), "F6_E3M2": (6, None),
+    "U8": (8, "uint8"), "I8": (8, "int8"), "F8_E5M2": (8, "float8_e5m2"), "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E8M0": (8, "float8_e8m0fnu"), "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"), "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "I16": (16, "int16"), "U16": (16, "uint16"), "F16": (16, "float16"), "BF16": (16, "bfloat16"),
+    "I32": (32, "int32"), "U32": (32, "uint32"), "F32": (32, "float32"),
+    "C64": (64, "complex64"), "F64": (64, "float64"), "I64": (64, "int64"), "U64": (64, "uint64"),
+}
+_ORDER = {dtype: place for place, dtype in enumerate(_DTYPES)}
+
+
+class CheckpointError(ValueError):
+    """Something in a file is wrong; the message names the file and the place in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: dtype as safetensors calls it, and its bytes [start, stop) from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself: its tensors in the order of their bytes, its metadata, and its size in bytes."""
+
+    tensors: dict[str, Entry]
+    metadata: dict[str, str]
+    size: int
+
+
+# JSON of a stranger
+
+# A string (to the end of the text if nothing closes it, so that no character is looked at twice) or a bracket.
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+def strict_json(data: bytes, where: str, *, depth: int, constants: bool = False) -> object:
+    """The value of a JSON text: no duplicate keys, at most `depth` brackets within each other, whole characters only.
+
+    `constants` lets NaN and Infinity pass, which JSON does not have.
+    Raises CheckpointError, its message beginning with `where`.
+    """
+    try:
+        text = data.decode()
+        _check_depth(text, depth)
+        value: object = json.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_float=_float,
+                                   parse_constant=float if constants else _no_constant)
+        if "\\u" in text:                                        # the one way to write half of a surrogate pair
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: not UTF-8 at byte {error.start}") from None
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{where}: half of a surrogate pair in a string") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{where}: not JSON at character {error.pos}: {error.msg}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    return value
+
+
+def _check_depth(text: str, limit: int) -> None:
+    """Brackets are counted before the parser recurses on them."""
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        first = text[token.start()]
+        depth += (first in "[{") - (first in "]}")
+        if depth > limit:
+            raise ValueError(f"nested deeper than {limit} at character {token.start()}")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        left = set(result)
+        for key, _ in pairs:
+            if key not in left:
+                raise ValueError(f"key {shown(key)} occurs twice")
+            left.remove(key)
+    return result
+
+
+def _integer(digits: str) -> int | float:
+    if len(digits) > 64:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return -0.0 if digits == "-0" else int(digits)               # as the library's parser has it
+
+
+def _float(digits: str) -> float:
+    if len(digits) > 64 or math.isinf(float(digits)):
+        raise ValueError(f"number {shown(digits)} out of range")
+    return float(digits)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def shown(text: str) -> str:
+    """A stranger's string as a message may show it: quoted, escaped, cut."""
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+# The header
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """The header of a safetensors file, checked against the file's size; no tensor is read.
+
+    Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
+    """
+    with open_regular(path) as file:
+        return _read(file, Path(path))
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file open for reading.  Raises CheckpointError for a pipe or a device, on which a read might never end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointError(f"{path}: not a regular file")
+    return open(path, "rb")
+
+
+def _read(file: BinaryIO, path: Path) -> Header:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8:
+        raise CheckpointError(f"{path}: {size} bytes; a safetensors file begins with 8 bytes of header length")
+    if length > HEADER_LIMIT:
+        raise CheckpointError(f"{path}: header length {length} at byte 0 is over the limit of {HEADER_LIMIT}")
+    if length > size - 8:
+        raise CheckpointError(f"{path}: header length {length} at byte 0, but only {size - 8} bytes follow")
+    return _parse(file.read(length), size, path)
+
+
+def _parse(data: bytes, size: int, path: Path) -> Header:
+    """A header from its bytes, which lie from byte 8 on in a file of `size` bytes."""
+    where = f"{path}: header"
+    if data[:1] != b"{":
+        raise CheckpointError(f"{where}: begins with {data[:1]!r} at byte 8, not with '{{'")
+    if not data.rstrip(b" ").endswith(b"}"):
+        raise CheckpointError(f"{where}: only spaces may follow its closing '}}'")
+    items = strict_json(data, where, depth=3)
+    assert isinstance(items, dict)                               # it begins with a brace
+    metadata = items.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CheckpointError(f"{where}: {_METADATA} must map strings to strings")
+    base = 8 + len(data)
+    entries = [(name, _entry(name, item, base, path)) for name, item in items.items()]
+    entries.sort(key=lambda pair: (pair[1].start, pair[1].stop))
+    _check_cover(entries, base, size, path)
+    return Header(dict(entries), metadata, size)
+
+
+def _entry(name: str, item: object, base: int, path: Path) -> Entry:
+    where = f"{path}: tensor {shown(name)}"
+    if not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
+        raise CheckpointError(f"{where}: a name is 1 to {NAME_LIMIT} printable characters")
+    if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where}: needs exactly the keys dtype, shape and data_offsets")
+    dtype = item["dtype"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise CheckpointError(f"{where}: unknown dtype {shown(str(dtype))}")
+    shape = _naturals(item["shape"], f"{where}: shape")
+    offsets = _naturals(item["data_offsets"], f"{where}: data_offsets")
+    if len(shape) > RANK_LIMIT:
+        raise CheckpointError(f"{where}: {len(shape)} dimensions are over the limit of {RANK_LIMIT}")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where}: data_offsets must be a start and a stop that is not before it")
+    bits = _DTYPES[dtype][0]
+    if bits * math.prod(max(length, 1) for length in shape) >= 1 << 63:    # a zero hides no overflow
+        raise CheckpointError(f"{where}: shape {list(shape)} is too large")
+    if bits * math.prod(shape) != 8 * (offsets[1] - offsets[0]):
+        raise CheckpointError(f"{where}: {dtype} {list(shape)} takes {bits * math.prod(shape)} bits, "
+                              f"but data_offsets hold {offsets[1] - offsets[0]} bytes")
+    return Entry(dtype, shape, base + offsets[0], base + offsets[1])
+
+
+def _naturals(value: object, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+        raise CheckpointError(f"{where} must be a list of integers from 0 up")
+    return tuple(value)
+
+
+def _check_cover(entries: list[tuple[str, Entry]], base: int, size: int, path: Path) -> None:
+    """Every byte after the header belongs to exactly one tensor."""
+    place = base
+    for name, entry in entries:
+        if entry.start != place:
+            gap = entry.start - place
+            what = "overlaps the tensor before it" if gap < 0 else f"leaves a hole of {gap} bytes"
+            raise CheckpointError(f"{path}: tensor {shown(name)}: begins at byte {entry.start} and {what}")
+        place = entry.stop
+    if place != size:
+        what = f"{size - place} bytes follow" if place < size else f"{place - size} bytes are missing"
+        raise CheckpointError(f"{path}: the tensors end at byte {place}, the file at {size}: {what}")
+
+
+# Tensors
+
+@cache
+def torch_dtypes() -> dict[str, torch.dtype]:
+    """The torch dtype of each safetensors one; those under a byte, which are listed but not loaded, are missing."""
+    import torch
+
+    return {dtype: getattr(torch, name) for dtype, (_, name) in _DTYPES.items() if name is not None}
+
+
+class TensorFile:
+    """A safetensors file, mapped into memory privately: changing a tensor in place does not change the file.
+
+    A tensor keeps the map alive, also after close().  The file must not shrink while it is mapped.
+    Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        with open_regular(path) as file:
+            self.header = _read(file, self.path)
+            self._map: mmap.mmap | None = _mapped(file)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the map.  It is not closed by force: a tensor that still points into it would crash."""
+        self._map = None
+
+    def names(self) -> list[str]:
+        """All tensors, in the order of their bytes."""
+        return list(self.header.tensors)
+
+    def entry(self, name: str) -> Entry:
+        """Where a tensor lies.  Raises CheckpointError for a name that the file does not have."""
+        if name not in self.header.tensors:
+            raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
+        return self.header.tensors[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, without copying where its bytes are aligned.
+
+        Raises CheckpointError for an unknown name, a dtype under a byte, a BOOL other than 0 and 1, or a closed file.
+        """
+        import torch
+
+        entry = self.entry(name)
+        if entry.dtype not in torch_dtypes():
+            raise CheckpointError(f"{self.path}: tensor {shown(name)}: {entry.dtype} is not loaded, only listed")
+        dtype = torch_dtypes()[entry.dtype]
+        if self._map is None:
+            raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
+        if entry.dtype == "BOOL" and int(raw.max()) > 1:
+            raise CheckpointError(f"{self.path}: tensor {shown(name)}: a BOOL that is neither 0 nor 1")
+        if entry.start % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).view(entry.shape)
+
+
+def _mapped(file: BinaryIO) -> mmap.mmap:
+    """The whole file, copy on write: torch wants writable memory, and a write to a read-only map would be a crash."""
+    if sys.platform == "linux":                                  # NORESERVE: the file may be larger than the memory
+        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000),
+                         prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
+          metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file; the same tensors and metadata give the same bytes, in whatever order they come.
+
+    Tensors lie as the library lays them: by alignment, then by name, each aligned.  A mapping that makes its tensors
+    when asked is asked twice for each, for the header and for the bytes: one at a time needs to be in memory.
+    Raises CheckpointError for what read_header would refuse; the destination is then as it was.
+    """
+    target = Path(path)
+    plan = [(name, *_described(name, tensor, target)) for name, tensor in tensors.items()]
+    plan.sort(key=lambda item: (-_ORDER[item[1]], item[0]))
+    header = _header(plan, metadata, target)
+    with replacing(target) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name, dtype, shape in plan:
+            tensor = tensors[name]
+            if _described(name, tensor, target) != (dtype, shape):
+                raise CheckpointError(f"{target}: tensor {shown(name)}: dtype or shape changed while it was written")
+            file.write(_bytes(tensor))
+
+
+def _described(name: str, tensor: torch.Tensor, path: Path) -> tuple[str, tuple[int, ...]]:
+    import torch
+
+    for dtype, same in torch_dtypes().items():
+        if same == tensor.dtype and tensor.layout is torch.strided and not tensor.is_meta:
+            return dtype, tuple(tensor.shape)
+    kind = "meta tensor" if tensor.is_meta else f"tensor of {tensor.dtype}, {tensor.layout}"
+    raise CheckpointError(f"{path}: tensor {shown(name)}: a {kind} cannot be stored")
+
+
+def _header(plan: list[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None, path: Path) -> bytes:
+    """The header's bytes, padded to a multiple of 8 and accepted by the parser."""
+    items: dict[str, object] = {} if metadata is None else {_METADATA: dict(sorted(metadata.items()))}
+    place = 0
+    for name, dtype, shape in plan:
+        if name == _METADATA:
+            raise CheckpointError(f"{path}: tensor {shown(name)}: the name belongs to the metadata")
+        nbytes = _DTYPES[dtype][0] * math.prod(shape) // 8
+        items[name] = {"dtype": dtype, "shape": shape, "data_offsets": (place, place + nbytes)}
+        place += nbytes
+    try:
+        data = json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path}: header: half of a surrogate pair in a string") from None
+    data += b" " * (-len(data) % 8)
+    if len(data) > HEADER_LIMIT:
+        raise CheckpointError(f"{path}: header length {len(data)} is over the limit of {HEADER_LIMIT}")
+    _parse(data, 8 + len(data) + place, path)
+    return data
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,))              # a lone element is contiguous whatever its strides are
+    return flat.view(torch.uint8).numpy().data
+
