@@ -3,11 +3,11 @@
     w = v
     float32, rounded after each operation
 
-    v      bf16   [N, K]
+    v      bf16 [N, K]
 
     plain: 16 bits per weight
 
-Built from specs/bf16.yaml (sha256 b7bda51c6c52308b) by qdsl 0.1.0.  Do not edit: change the spec
+Built from specs/bf16.yaml (sha256 7dc8a2bcc65c4b51) by qdsl 0.1.0.  Do not edit: change the spec
 and run `qdsl build specs/bf16.yaml`.
 """
 
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import nearest
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
 
 
@@ -42,12 +43,21 @@ def decode(v: Tensor, out: Tensor | None = None) -> Tensor:
     return v if out is None else out.copy_(v)
 
 
+def encode(weight: Tensor) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: each weight is rounded to nearest, ties to even."""
+    v = nearest(weight, code="bf16")
+    return {"v": v}
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _dequantize_plain(weight, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     weight += n.to(tl.int64) * K
@@ -60,7 +70,10 @@ def _dequantize_plain(weight, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _linear_plain(weight, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -91,7 +104,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_plain, _linear_plain, rows="N", units="K", last="k"),
         ),
     },
-    decode=decode, copies="v",
+    decode=decode, encode=encode, copies="v",
 )
 
 FORMAT = Format(

@@ -3,7 +3,7 @@
     w = q * s
     float32, rounded after each operation
 
-    q      e4m3   [N, K]
+    q      e4m3       [N, K]
     s      scale_type [ceil(N/bn), ceil(K/bk)]
 
     safetensors: 8.00195 bits per weight
@@ -62,7 +62,10 @@ def encode(weight: Tensor, *, bn: int, bk: int, scale_type: str, **options: Any)
 
 @triton.jit
 def _dequantize_safetensors(weight, weight_scale_inv, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     weight += n.to(tl.int64) * K
@@ -77,7 +80,10 @@ def _dequantize_safetensors(weight, weight_scale_inv, out, N, K, bn, bk, BN: tl.
 
 @triton.jit
 def _linear_safetensors(weight, weight_scale_inv, x, bias, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -112,7 +118,8 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k"),
         ),
     },
-    decode=decode, encode=encode, options=("by", "ties"), cuts=("ceil(N/bn)", "ceil(K/bk)"),
+    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
+    cuts=("ceil(N/bn)", "ceil(K/bk)"),
 )
 
 FORMAT = Format(

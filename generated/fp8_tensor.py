@@ -3,7 +3,7 @@
     w = q * s
     float32, rounded after each operation
 
-    q      e4m3   [N, K]
+    q      e4m3       [N, K]
     s      scale_type []
 
     safetensors: 8 bits per weight
@@ -62,7 +62,10 @@ def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tens
 
 @triton.jit
 def _dequantize_safetensors(weight, weight_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     weight += n.to(tl.int64) * K
@@ -76,7 +79,10 @@ def _dequantize_safetensors(weight, weight_scale, out, N, K, BN: tl.constexpr, B
 
 @triton.jit
 def _linear_safetensors(weight, weight_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -110,7 +116,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k"),
         ),
     },
-    decode=decode, encode=encode, options=("by", "ties"),
+    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
 )
 
 FORMAT = Format(

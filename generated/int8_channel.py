@@ -1,15 +1,15 @@
-"""int8_channel: INT8 codes with one scale per output row, and a zero point where the checkpoint has one.
+"""int8_channel: INT8 codes with one scale per output row and an optional zero point.
 
     w = (q - z) * s
     float32, rounded after each operation
 
-    q      i8     [N, K]
-    z      i8     [N]
+    q      i8         [N, K]
+    z      i8         [N]
     s      scale_type [N]
 
     safetensors: 8.00098 bits per weight
 
-Built from specs/int8_channel.yaml (sha256 905af87171bc9750) by qdsl 0.1.0.  Do not edit: change the spec
+Built from specs/int8_channel.yaml (sha256 ca1ab8c1ed580a57) by qdsl 0.1.0.  Do not edit: change the spec
 and run `qdsl build specs/int8_channel.yaml`.
 """
 
@@ -69,7 +69,10 @@ def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tens
 
 @triton.jit
 def _dequantize_safetensors(weight, weight_scale, weight_zero_point, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     weight += n.to(tl.int64) * K
@@ -89,7 +92,10 @@ def _dequantize_safetensors(weight, weight_scale, weight_zero_point, out, N, K, 
 
 @triton.jit
 def _linear_safetensors(weight, weight_scale, weight_zero_point, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -131,11 +137,12 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k"),
         ),
     },
-    decode=decode, encode=encode, options=("by", "ties"), defaults={"z": 0},
+    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
+    defaults={"z": 0},
 )
 
 FORMAT = Format(
-    name="int8_channel", title="INT8 codes with one scale per output row, and a zero point where the checkpoint has one",
+    name="int8_channel", title="INT8 codes with one scale per output row and an optional zero point",
     source="compressed-tensors int-quantized (channel)", formula="(q - z) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},

@@ -3,8 +3,8 @@
     w = d * (q - 8)
     float32, rounded after each operation
 
-    d      f16    [N, K/32]
-    q      u4     [N, K]
+    d      f16 [N, K/32]
+    q      u4  [N, K]
 
     gguf: 4.5 bits per weight
 
@@ -60,7 +60,7 @@ def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
     by, ties.
     """
     q, d = signmax(weight, code="u4", scale="f16", rows=1, columns=32, axes=2, divisor=-8, offset=8,
-            **{"by": 'exact', "ties": 'up', **options})
+            **{"by": "exact", "ties": "up", **options})
     return {"q": q, "d": d}
 
 
@@ -69,7 +69,10 @@ def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
 
 @triton.jit
 def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 2 weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 2 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     blocks += 18 * n.to(tl.int64) * (K // 32)
@@ -88,7 +91,10 @@ def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 2 weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -126,7 +132,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k"),
         ),
     },
-    decode=decode, encode=encode, options=("by", "ties"),
+    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
 )
 
 FORMAT = Format(

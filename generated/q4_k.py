@@ -3,11 +3,11 @@
     w = d * sc * q - dmin * mn
     float32, rounded after each operation
 
-    d      f16    [N, K/256]
-    dmin   f16    [N, K/256]
-    sc     u6     [N, K/32]
-    mn     u6     [N, K/32]
-    q      u4     [N, K]
+    d      f16 [N, K/256]
+    dmin   f16 [N, K/256]
+    sc     u6  [N, K/32]
+    mn     u6  [N, K/32]
+    q      u4  [N, K]
 
     gguf: 4.5 bits per weight
 
@@ -82,7 +82,10 @@ def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tens
 
 @triton.jit
 def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 2 weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 2 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     blocks += 144 * n.to(tl.int64) * (K // 256)
@@ -109,7 +112,10 @@ def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 2 weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N

@@ -3,9 +3,9 @@
     w = d * sc * (q - 32)
     float32, rounded after each operation
 
-    d      f16    [N, K/256]
-    sc     i8     [N, K/16]
-    q      u6     [N, K]
+    d      f16 [N, K/256]
+    sc     i8  [N, K/16]
+    q      u6  [N, K]
 
     gguf: 6.5625 bits per weight
 
@@ -68,7 +68,10 @@ def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tenso
 
 @triton.jit
 def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 4 weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 4 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     blocks += 210 * n.to(tl.int64) * (K // 256)
@@ -93,7 +96,10 @@ def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 4 weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N

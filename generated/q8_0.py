@@ -3,8 +3,8 @@
     w = d * q
     float32, rounded after each operation
 
-    d      f16    [N, K/32]
-    q      i8     [N, K]
+    d      f16 [N, K/32]
+    q      i8  [N, K]
 
     gguf: 8.5 bits per weight
 
@@ -56,7 +56,7 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
     """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by, ties."""
     q, d = absmax(weight, code="i8", scale="f16", rows=1, columns=32, axes=2, divisor=127,
-            **{"by": 'exact', "ties": 'away', **options})
+            **{"by": "exact", "ties": "away", **options})
     return {"q": q, "d": d}
 
 
@@ -65,7 +65,10 @@ def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
 
 @triton.jit
 def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     blocks += 34 * n.to(tl.int64) * (K // 32)
@@ -82,7 +85,10 @@ def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -118,7 +124,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k"),
         ),
     },
-    decode=decode, encode=encode, options=("by", "ties"),
+    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
 )
 
 FORMAT = Format(

@@ -4,9 +4,9 @@
     float32, rounded after each operation
 
     g      index into ceil(K/group) groups [K]
-    q      u4     [N, K]
-    z      u4     [N, ceil(K/group)]
-    s      f16    [N, ceil(K/group)]
+    q      u{bits} [N, K]
+    z      u{bits} [N, ceil(K/group)]
+    s      f16     [N, ceil(K/group)]
 
     gptq_v2 at bits = 4: 4.15625 bits per weight
     gptq_v2 at bits = 2: 2.14062 bits per weight

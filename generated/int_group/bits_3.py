@@ -4,9 +4,9 @@
     float32, rounded after each operation
 
     g      index into ceil(K/group) groups [K]
-    q      u3     [N, K]
-    z      u3     [N, ceil(K/group)]
-    s      f16    [N, ceil(K/group)]
+    q      u3    [N, K]
+    z      u3    [N, ceil(K/group)]
+    s      f16   [N, ceil(K/group)]
 
     gptq_v2: 3.14844 bits per weight
     gptq_v1: 3.14844 bits per weight
@@ -50,9 +50,11 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
 def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v2."""
     q_split = q.unflatten(-1, (-1, 4, 8))
-    qweight_bytes = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8)).unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+    q_packed = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8))
+    qweight_bytes = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
     z_split = z.unflatten(0, (-1, 4, 8))
-    qzeros_bytes = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1).unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+    z_packed = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1)
+    qzeros_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
     tensors = {
         "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
         "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
@@ -84,9 +86,11 @@ def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
 def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v1."""
     q_split = q.unflatten(-1, (-1, 4, 8))
-    qweight_bytes = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8)).unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+    q_packed = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8))
+    qweight_bytes = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
     z_split = (z - 1 & 7).unflatten(0, (-1, 4, 8))
-    qzeros_bytes = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1).unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+    z_packed = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1)
+    qzeros_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
     tensors = {
         "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
         "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
@@ -123,7 +127,10 @@ def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:
 
 @triton.jit
 def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 32 weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 32 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
     t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
     qweight += n
@@ -131,7 +138,10 @@ def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
     scales += n
     out += n.to(tl.int64) * K
     live = (n < N) & (t < K // 32)
-    q_words = (tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0))
+    q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
+    q_1 = tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0)
+    q_2 = tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0)
+    q_words = (q_0, q_1, q_2)
     if g_idx is None:
         g = t // (group // 32)
         z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
@@ -148,7 +158,10 @@ def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
 
 @triton.jit
 def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 32 weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -159,7 +172,10 @@ def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
     for start in range(0, K // 32, BK):
         t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
         live = (n < N) & (t < K // 32)
-        q_words = (tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0))
+        q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
+        q_1 = tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0)
+        q_2 = tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0)
+        q_words = (q_0, q_1, q_2)
         if g_idx is None:
             g = t // (group // 32)
             z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
@@ -178,7 +194,10 @@ def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
 
 @triton.jit
 def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 32 weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 32 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
     t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
     qweight += n
@@ -186,7 +205,10 @@ def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
     scales += n
     out += n.to(tl.int64) * K
     live = (n < N) & (t < K // 32)
-    q_words = (tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0))
+    q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
+    q_1 = tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0)
+    q_2 = tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0)
+    q_words = (q_0, q_1, q_2)
     if g_idx is None:
         g = t // (group // 32)
         z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
@@ -203,7 +225,10 @@ def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
 
 @triton.jit
 def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 32 weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -214,7 +239,10 @@ def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
     for start in range(0, K // 32, BK):
         t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
         live = (n < N) & (t < K // 32)
-        q_words = (tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0), tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0))
+        q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
+        q_1 = tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0)
+        q_2 = tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0)
+        q_words = (q_0, q_1, q_2)
         if g_idx is None:
             g = t // (group // 32)
             z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
@@ -262,6 +290,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/32", last="n"),
         ),
     },
-     decode=decode, encode=encode, options=("by", "ties", "symmetric"), defaults={"g": None},
-            cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode,
+    options={"by": ("stored", "exact"), "ties": ("even", "away", "up"), "symmetric": (True, False)},
+    defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

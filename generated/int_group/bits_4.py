@@ -4,9 +4,9 @@
     float32, rounded after each operation
 
     g      index into ceil(K/group) groups [K]
-    q      u4     [N, K]
-    z      u4     [N, ceil(K/group)]
-    s      f16    [N, ceil(K/group)]
+    q      u4    [N, K]
+    z      u4    [N, ceil(K/group)]
+    s      f16   [N, ceil(K/group)]
 
     gptq_v2: 4.15625 bits per weight
     gptq_v1: 4.15625 bits per weight
@@ -146,7 +146,10 @@ def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:
 
 @triton.jit
 def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 8 weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
     t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
     qweight += n
@@ -171,7 +174,10 @@ def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
 
 @triton.jit
 def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 8 weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -201,7 +207,10 @@ def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
 
 @triton.jit
 def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 8 weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
     t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
     qweight += n
@@ -228,7 +237,10 @@ def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
 
 @triton.jit
 def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 8 weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -260,7 +272,10 @@ def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
 
 @triton.jit
 def _dequantize_awq(qweight, qzeros, scales, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out: one tile of units of 8 weights."""
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
     r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
     qweight += r
@@ -281,7 +296,10 @@ def _dequantize_awq(qweight, qzeros, scales, out, N, K, group, BN: tl.constexpr,
 
 @triton.jit
 def _linear_awq(qweight, qzeros, scales, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]: one row of x, BN rows of w, BK units of 8 weights at a time."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
     r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
@@ -386,6 +404,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_awq, _linear_awq, rows="N/8", units="K", last="n", sums=8),
         ),
     },
-     decode=decode, encode=encode, options=("by", "ties", "symmetric"), defaults={"g": None},
-            cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode,
+    options={"by": ("stored", "exact"), "ties": ("even", "away", "up"), "symmetric": (True, False)},
+    defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

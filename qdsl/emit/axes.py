@@ -57,3 +57,14 @@ def field_axes(programs: Sequence[Program], field: Field) -> list[str]:
                 extent = ix.exact(atom.args[0], atom.args[1])
         found.append(axis_text(extent))
     return found
+
+
+def field_kinds(programs: Sequence[Program]) -> dict[str, str]:
+    """The type of each field as the spec says it, where the programs have different ones: `u{bits}`."""
+    found: dict[str, str] = {}
+    for declared, field in zip(programs[0].spec.fields, programs[0].fields, strict=True):
+        parameter = declared.typed.type.parameter
+        same = len({program.field(field.name).kind for program in programs}) == 1
+        written = f"{declared.typed.type.name}{{{parameter.name}}}" if parameter else field.kind
+        found[field.name] = field.kind if same else written
+    return found

@@ -326,8 +326,9 @@ class Decoder:
             bit = bit + self.position(layout, i)
         units = self.program.units
         if units is not None and units.whole and bit.names() <= {lane.name for lane in self.tile.lanes}:
-            words = [self.load(tensor, records, Index(i), guard) for i in range(tensor.words)]
             level = self.level(*records.values(), guard=guard)
+            words = [self.body.add(level, f"{field.name}_{i}", self.load(tensor, records, Index(i), guard), guard)
+                     for i in range(tensor.words)]
             held = self.body.add(level, f"{field.name}_words", f"({', '.join(words)})", guard)
             return self.level(bit), self.stored_field(tensor, field, f"device.bits({held}, {_show(bit)}, {part.width})")
         self.base(tensor, records)

@@ -21,9 +21,9 @@ def wrapped(head: str, items: Iterable[str], tail: str, level: int = 0) -> list[
     for i, item in enumerate(items):
         part = item + ("," if i < len(items) - 1 else tail)
         if len(rows[-1]) + len(part) + 1 + 4 * level > WIDTH and rows[-1].strip():
-            rows.append(" " * 8 + part)
+            rows.append(" " * (8 if head else 0) + part)
         else:
-            rows[-1] += part if rows[-1].endswith(("(", "[")) else " " + part
+            rows[-1] += part if not rows[-1] or rows[-1].endswith(("(", "[", "{")) else " " + part
     return rows
 
 

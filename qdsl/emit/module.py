@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import qdsl
-from qdsl.emit.axes import axis_text, field_axes, tensor_axes
+from qdsl.emit.axes import axis_text, field_axes, field_kinds, tensor_axes
 from qdsl.emit.decode import Decode, decode
 from qdsl.emit.kernel import tile
 from qdsl.emit.kernels import kernels
@@ -155,41 +155,38 @@ def _decode(programs: Sequence[Program], decoded: Decode) -> list[str]:
 def _encode(program: Program, decoded: Decode) -> list[str]:
     encode = program.encode
     assert encode is not None
-    scale = program.field(encode.roles["scale"])
+    scheme = SCHEMES[encode.scheme]
     sizes = list(program.sizes)
     types = [key for key, value in program.params.items() if isinstance(value, str)]
-    rows, columns = (_block(program, scale, axis) for axis in "nk")
-    arguments = ["weight"]
+    fixed = ["weight"]
     for role, field in encode.roles.items():
         kind = program.field(field).kind
-        arguments.append(f"{role}={kind}" if kind in program.params else f'{role}="{kind}"')
-    arguments += [f"rows={rows}", f"columns={columns}", f"axes={len(scale.index)}"]
-    arguments += [f"{key}={_literal(value)}" for key, value in encode.options.items()]
-    arguments += [f"offset={encode.offset}"] if encode.offset else []
-    # What the scheme returns: the code first, the zero point if there is one, the scale.
-    order = [encode.roles[role] for role in ("code", "zero", "scale") if role in encode.roles]
-    open_options = [option for option in SCHEMES[encode.scheme].options if option != "divisor"]
+        fixed.append(f"{role}={kind}" if kind in program.params else f'{role}="{kind}"')
+    if "scale" in encode.roles:
+        scale = program.field(encode.roles["scale"])
+        fixed += [f"rows={_block(program, scale, 'n')}", f"columns={_block(program, scale, 'k')}", f"axes={len(scale.index)}"]
+    fixed += [f"{key}={_literal(value)}" for key, value in encode.options.items() if key not in scheme.open]
+    fixed += [f"offset={encode.offset}"] if encode.offset else []
+    given = [f'"{key}": {_literal(value)}' for key, value in encode.options.items() if key in scheme.open]
+    call = [*fixed, f"**{{{', '.join(given)}, **options}}" if given else "**options"]
     head = ["weight: Tensor", *(["*"] if sizes or types else []), *(f"{size}: int" for size in sizes),
             *(f"{key}: str" for key in types), "**options: Any"]
-    fixed = [a for a in arguments if a.split("=")[0] not in open_options]
-    given = [a for a in arguments if a.split("=")[0] in open_options]
-    call = [*fixed, f"**{{{', '.join(_pair(a) for a in given)}, **options}}" if given else "**options"]
-    summary = SCHEMES[encode.scheme].summary
+    order = [encode.roles[role] for role in scheme.roles]
+    doc = f"Fields for a float weight [N, K]: {scheme.summary}."
+    if scheme.open:
+        doc += f"  options: {', '.join(scheme.open)}."
+    else:
+        head.remove("**options: Any")
+        call.remove("**options")
     return [*wrapped("def encode(", head, ") -> dict[str, Tensor]:"),
-            *indent([*_doc(f"Fields for a float weight [N, K]: {summary}.  options: {', '.join(open_options)}."),
-                     *wrapped(f"{', '.join(order)} = {encode.scheme}(", call, ")", level=1),
+            *indent([*_doc(doc), *wrapped(f"{', '.join(order)} = {encode.scheme}(", call, ")", level=1),
                      f"return {{{', '.join(f'{_quoted(name)}: {name}' for name in order)}}}"])]
-
-
-def _pair(argument: str) -> str:
-    key, value = argument.split("=", 1)
-    return f'"{key}": {value}'
 
 
 def _literal(value: str | int | float) -> str:
     if value in ("true", "false"):
         return str(value == "true")
-    return repr(value)
+    return _quoted(value) if isinstance(value, str) else repr(value)
 
 
 def _quoted(word: str) -> str:
@@ -223,8 +220,10 @@ def _variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
     lines.append("    },")
     tail = ["decode=decode"] + (["encode=encode"] if first.encode is not None else [])
     if first.encode is not None:
-        options = [option for option in SCHEMES[first.encode.scheme].options if option != "divisor"]
-        tail.append(f"options={tuple(options)!r}".replace("'", '"'))
+        scheme = SCHEMES[first.encode.scheme]
+        words = {option: [_literal(word) for word in scheme.options[option] or ()] for option in scheme.open}
+        options = ", ".join(f"{_quoted(option)}: ({', '.join(allowed)})" for option, allowed in words.items())
+        tail += [f"options={{{options}}}"] if options else []
     defaults = _defaults(programs)
     if defaults:
         tail.append("defaults={" + ", ".join(f'"{name}": {value}' for name, value in defaults.items()) + "}")
@@ -317,9 +316,11 @@ def _header(programs: Sequence[Program], title: str = "") -> list[str]:
     digest = hashlib.sha256(spec.source.text.encode()).hexdigest()
     lines = [f'"""{spec.name}{f" at {title}" if title else ""}: {spec.title}.' if spec.title else f'"""{spec.name}.', "",
              f"    w = {spec.decode_text}", "    float32, rounded after each operation", ""]
+    kinds = field_kinds(programs)
+    width = max(len(kind) for kind in kinds.values())
     for field in programs[0].fields:
-        number = f"index into {axis_text(field.groups)} groups" if field.groups is not None else field.kind
-        lines.append(f"    {field.name:<6} {number:<6} [{', '.join(field_axes(programs, field))}]")
+        kind = f"index into {axis_text(field.groups)} groups" if field.groups is not None else kinds[field.name]
+        lines.append(f"    {field.name:<6} {kind:<{width}} [{', '.join(field_axes(programs, field))}]")
     lines.append("")
     for program in programs:
         bits = bits_per_weight(program)

@@ -61,7 +61,7 @@ def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
         field = program.field(placement.field)
         cuts = cut_slice(tensor, placement, part)
         split = _split(program, tensor, placement, cuts, lines)
-        value = _value(field, cuts, cuts.skips[0], split, [*order, *cuts.bytes_])
+        value = _value(program, field, cuts, cuts.skips[0], split, [*order, *cuts.bytes_], lines)
         if size > 1:
             value = value.flatten(len(order), len(value.labels) - len(order), BYTES)
         chain = Chain(named(lines, records_name(program, tensor), bare(value.text), arguments(program)), value.labels)
@@ -99,7 +99,7 @@ def _store(program: Program, tensor: Tensor, placement: Placement, part: Slice, 
         if found is None:
             raise Unsupported(f"the bytes of '{field.name}' in '{tensor.name}' are too scattered for a view")
         target, digits = found
-        value = _value(field, cuts, skip, split, list(target.labels[:-1]) + list(digits))
+        value = _value(program, field, cuts, skip, split, list(target.labels[:-1]) + list(digits), lines)
         keep = len(target.labels) - 1
         value = value.flatten(keep, len(value.labels) - keep, BYTES)
         left = target.text if target.text.endswith("]") else f"{target.text}[...]"
@@ -146,7 +146,7 @@ def _padded(tensor: Tensor, placement: Placement, field: Field, text: str) -> st
     return f"pad({text}, ({', '.join(reversed(amounts))}))"
 
 
-def _value(field: Field, cuts: Cut, skip: int, split: Chain, order: list[Label]) -> Chain:
+def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, order: list[Label], lines: list[str]) -> Chain:
     """The bytes that a slice's lanes at byte `skip` contribute: axes in `order`, then a container's bytes if several."""
     if cuts.whole and cuts.part.width == field.bits:
         chain = split.permute(order)
@@ -167,7 +167,8 @@ def _value(field: Field, cuts: Cut, skip: int, split: Chain, order: list[Label])
     value = Chain(text, lane.labels).permute(order)
     if not wide:
         return value
-    return Chain(f"{value.text}.unsqueeze(-1).view(torch.uint8)[..., :{cuts.container}]", (*order, BYTES))
+    words = named(lines, f"{field.name}_packed", bare(value.text), arguments(program))
+    return Chain(f"{words}.unsqueeze(-1).view(torch.uint8)[..., :{cuts.container}]", (*order, BYTES))
 
 
 def _masked(field: Field, part: Slice, text: str) -> str:

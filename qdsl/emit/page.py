@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qdsl.emit import picture
-from qdsl.emit.axes import field_axes, tensor_axes
+from qdsl.emit.axes import field_axes, field_kinds, tensor_axes
 from qdsl.ir.program import Program
 from qdsl.layout import vector_width
 from qdsl.passes.check_claims import bits_per_weight
@@ -42,8 +42,9 @@ def terminal(programs: Sequence[Program]) -> list[str]:
     spec = programs[0].spec
     lines = [f"{spec.name}: {spec.title}", *([f"from {spec.origin}"] if spec.origin else []), "",
              f"  w = {spec.decode_text}", ""]
+    kinds = field_kinds(programs)
     for field in programs[0].fields:
-        kind = field.kind if field.number else "index"
+        kind = kinds[field.name] if field.number else "index"
         lines.append(f"  {field.name:<6} {kind:<10} [{', '.join(field_axes(programs, field))}]")
     for param in spec.params:
         lines.append(f"  {param.name}: one of {', '.join(map(str, param.values))}")
@@ -65,10 +66,11 @@ def terminal(programs: Sequence[Program]) -> list[str]:
 def data(programs: Sequence[Program]) -> dict[str, Any]:
     """The page as data."""
     spec = programs[0].spec
+    kinds = field_kinds(programs)
     return {
         **summary(programs), "source": spec.origin,
         "params": {param.name.value: list(param.values) for param in spec.params},
-        "fields": {field.name: {"type": field.kind, "axes": field_axes(programs, field)} for field in programs[0].fields},
+        "fields": {field.name: {"type": kinds[field.name], "axes": field_axes(programs, field)} for field in programs[0].fields},
         "layouts": [{
             "storage": program.storage, "params": dict(program.params), "bits_per_weight": float(bits_per_weight(program)),
             "tensors": {tensor.name: {

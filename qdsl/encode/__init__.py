@@ -2,5 +2,6 @@
 
 from qdsl.encode.absmax import absmax, signmax
 from qdsl.encode.minmax import minmax
+from qdsl.encode.nearest import nearest
 
-__all__ = ["absmax", "minmax", "signmax"]
+__all__ = ["absmax", "minmax", "nearest", "signmax"]

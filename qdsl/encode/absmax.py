@@ -23,11 +23,14 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
 
 def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float, offset: int = 0,
             by: str = "stored", ties: str = "even") -> tuple[Tensor, Tensor]:
-    """As absmax, with scale = the value of largest magnitude, sign and all, / divisor; of equals, the first counts (ggml)."""
+    """As absmax, with scale = the value of largest magnitude, sign and all, / divisor; of equals, the first counts (ggml).
+
+    A block of -0.0 has the extreme value +0.0, as one that nothing was larger than.
+    """
     blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
     flat = blocks.permute(0, 2, 1, 3).flatten(2)
     at = flat.abs().argmax(2, keepdim=True)
-    largest = flat.gather(2, at).permute(0, 2, 1).unsqueeze(-1)
+    largest = flat.gather(2, at).permute(0, 2, 1).unsqueeze(-1) + 0.0
     return _encode(weight, blocks, largest, code, scale, axes, divisor, offset, by, ties)
 
 

@@ -1,7 +1,7 @@
 """The encode scheme: known, given the fields that it chooses, and the inverse of decode.
 
-Does: checks roles and options; reads the code's offset off decode, which must be scale * (code - offset) for absmax and
-signmax and (code - zero) * scale for minmax.  Does not: judge whether a scheme suits a format.
+Does: checks roles and options; reads the code's offset off decode, which must be what the scheme inverts.  Does not: judge
+whether a scheme suits a format.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def check_encode(program: Program, problems: Problems) -> Program:
         return program
     offset = _offset(program, roles)
     if offset is None:
-        shape = "(code - zero) * scale" if "zero" in roles else "scale * (code - constant)"
-        problems.add(call.span, f"'{call.name}' inverts {shape}, and decode is something else")
+        problems.add(call.span, f"'{call.name}' inverts {scheme.inverts}, and decode is something else")
         return program
     chosen = set(roles.values()) | set(program.where) | {f.name for f in program.fields if f.number is None}
     for field in program.fields:
@@ -65,8 +64,9 @@ def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: d
     assert number is not None
     if key.name == "scale" and not (number.is_float and number.bits >= 16):
         problems.add(value.span, f"a scale is f32, f16 or bf16; '{value.name}' is {number.name}")
-    elif key.name == "code" and number.is_float and number.bits > 8:
-        problems.add(value.span, f"a code is an integer or a float of at most 8 bits; '{value.name}' is {number.name}")
+    elif key.name == "code" and (number.is_float and number.bits > 8) != ("scale" not in scheme.roles):
+        allowed = "an integer or a float of at most 8 bits" if "scale" in scheme.roles else "f32, f16 or bf16"
+        problems.add(value.span, f"a code is {allowed}; '{value.name}' is {number.name}")
     elif key.name == "zero" and number.is_float:
         problems.add(value.span, f"a zero point is an integer; '{value.name}' is {number.name}")
     else:
@@ -89,8 +89,10 @@ def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: dict[str, str |
 
 
 def _offset(program: Program, roles: dict[str, str]) -> int | None:
-    """The constant of scale * (code - constant); 0 for scale * (code - zero) and scale * code; None for anything else."""
+    """The constant of scale * (code - constant); 0 for scale * (code - zero), scale * code, code; None for anything else."""
     root = program.values[-1]
+    if "scale" not in roles:
+        return 0 if root.op == "field" and root.name == roles["code"] else None
     if root.op != "*":
         return None
     sides = [program.values[i] for i in root.args]

@@ -8,12 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """roles: argument -> what the field is ('code', 'scale' or 'zero').  options: argument -> allowed words, None: a number."""
+    """roles: the fields that it chooses, as it returns them.  options: argument -> allowed words, None: a number.
+
+    inverts: the decode expression that it is the inverse of.
+    """
 
     roles: tuple[str, ...]
     required: tuple[str, ...]
     options: Mapping[str, tuple[str, ...] | None]
     summary: str
+    inverts: str = "scale * (code - constant)"
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """Options that a caller of quantize may give too: words.  Numbers belong to the format."""
+        return tuple(option for option, words in self.options.items() if words is not None)
 
 
 _TIES = ("even", "away", "up")
@@ -27,5 +36,7 @@ SCHEMES = {
                       "scale = the value of largest magnitude, sign and all, / divisor"),
     "minmax": Scheme(("code", "zero", "scale"), ("code", "zero", "scale"),
                      {"by": ("stored", "exact"), "ties": _TIES, "symmetric": ("true", "false")},
-                     "scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0"),
+                     "scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0",
+                     inverts="(code - zero) * scale"),
+    "nearest": Scheme(("code",), ("code",), {}, "each weight is rounded to nearest, ties to even", inverts="code"),
 }

@@ -222,8 +222,12 @@ class Format:
 
         Raises FormatError for weights that are not finite, with the row and column, and where a scale would overflow.
         """
-        params = self.complete({key: value for key, value in options.items() if key in self.params})
-        rest = {key: value for key, value in options.items() if key not in self.params}
+        choices = next(iter(self.variants.values())).options
+        params = self.complete({key: value for key, value in options.items() if key not in choices})
+        rest = {key: value for key, value in options.items() if key in choices}
+        for key, value in rest.items():
+            if value not in choices[key]:
+                raise FormatError(f"{self.name}: {key} is one of {', '.join(map(str, choices[key]))}, not {value}")
         variant = self.variant(params)
         name, layout = self.storage(storage, params)
         if variant.encode is None:

@@ -1,6 +1,7 @@
-"""Triton's interpreter for tests: every address checked against the tensors of a launch, and rounding to bf16 mended.
+"""Triton's interpreter for tests: every address checked against the tensors of a launch, and bf16 mended.
 
-The interpreter (3.6 to 3.7) cuts float32 to bf16 where hardware rounds to nearest even; the mend is here, never in a kernel.
+The interpreter (3.6 to 3.7) cuts float32 to bf16 where hardware rounds to nearest even, and loses subnormal numbers on the
+way from bf16 to float32; the mend is here, never in a kernel.
 On a GPU nothing is patched, and the guard checks nothing: compute-sanitizer does that there.
 """
 
@@ -83,6 +84,8 @@ def _patch() -> None:
     def cast_impl(self: Any, source: Any, kind: Any) -> Any:
         if source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
             return interpreter.TensorHandle(_round_to_bf16(source.data), tl.bfloat16)
+        if source.dtype.scalar == tl.bfloat16 and kind.scalar == tl.float32:
+            return interpreter.TensorHandle((source.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32), tl.float32)
         return cast(self, source, kind)
 
     builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl

@@ -1,0 +1,171 @@
+"""Weights that other packages wrote, and what they decode to: bit for bit in float32, and back byte for byte.
+
+tests/data/README.md says which package wrote which file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qdsl.generated import (
+    bf16,
+    f16,
+    fp8_block,
+    fp8_channel,
+    fp8_tensor,
+    int8_channel,
+    int8_tensor,
+    int_group,
+    q4_0,
+    q4_k,
+    q6_k,
+    q8_0,
+)
+from qdsl.runtime import PackedWeight, launch
+from tests.support.formats import ROOT, raw, same_bits
+from tests.support.interpreter import guarded
+
+DATA = ROOT / "tests" / "data"
+CHECKPOINTS = sorted((DATA / "ckpt").glob("*.npz"))
+GGUF = {"q4_0": q4_0, "q8_0": q8_0, "q4_k": q4_k, "q6_k": q6_k}
+BY_NAME = (("gptq", int_group), ("autogptq", int_group), ("awq", int_group), ("ct_int8_tensor", int8_tensor),
+           ("ct_int8", int8_channel), ("ct_fp8_block", fp8_block), ("ds_fp8_block", fp8_block), ("hf_fp8_block", fp8_block),
+           ("ct_fp8_channel", fp8_channel), ("ct_fp8_tensor", fp8_tensor), ("hf_fp8_tensor", fp8_tensor),
+           ("fp8_tensor", fp8_tensor))
+# The producer stored a zero point of 0 one too small without carrying the borrow: no reader gets its weights back.
+CORRUPT = "autogptq_v1_b4_ge0_g32_N64_K128"
+# Quantized with zero points, which is another scheme than the format's own.
+ASYMMETRIC = "ct_int8_channel_asym_N64_K96"
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, in the dtypes that its description names."""
+    with np.load(path) as file:
+        dtypes = json.loads(str(file["meta"]))["dtypes"]
+        found = {name: torch.from_numpy(file[name].copy()) for name in file.files if name != "meta"}
+    special = {"bf16": torch.bfloat16, "f8_e4m3fn": torch.float8_e4m3fn}
+    return {name: tensor.view(special[dtypes[name]]) if dtypes.get(name) in special else tensor for name, tensor in found.items()}
+
+
+def disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("disk."): tensor for name, tensor in tensors.items() if name.startswith("disk.")}
+
+
+def format_of(path: Path) -> ModuleType:
+    return next(module for prefix, module in BY_NAME if path.name.startswith(prefix))
+
+
+def storage_of(path: Path) -> str | None:
+    if path.name.startswith("autogptq"):
+        return "gptq_v1"
+    return "gptq_v2" if path.name.startswith("gptq") else None
+
+
+def check(module: ModuleType, packed: PackedWeight, weight: Tensor) -> None:
+    """Reference and kernel give these weights, and packing the fields gives these bytes."""
+    assert same_bits(module.dequantize(packed, torch.float32), weight)
+    assert same_bits(kernel(packed), weight)
+    again = module.pack(module.unpack(packed), storage=packed.storage, **packed.params)
+    assert again.tensors.keys() == packed.tensors.keys()
+    assert all(same_bits(again.tensors[name], tensor) for name, tensor in packed.tensors.items())
+
+
+def kernel(packed: PackedWeight) -> Tensor:
+    out = torch.full(packed.shape, torch.nan)
+    with guarded(*packed.tensors.values(), out):
+        launch.dequantize(packed, out)
+    return out
+
+
+@pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.stem)
+def test_checkpoint(path: Path) -> None:
+    tensors = read(path)
+    module = format_of(path)
+    packed = module.wrap(disk(tensors), storage=storage_of(path))
+    if path.stem == CORRUPT:
+        again = module.pack(module.unpack(packed), storage="gptq_v1", **packed.params)
+        assert all(same_bits(again.tensors[name], tensor) for name, tensor in packed.tensors.items())
+        assert not same_bits(module.dequantize(packed), tensors["dequant_f32"])
+        return
+    check(module, packed, tensors["dequant_f32"])
+    if "codes" in tensors:
+        assert torch.equal(module.unpack(packed)["q"].int(), tensors["codes"].int())
+
+
+@pytest.mark.parametrize("path", [p for p in CHECKPOINTS if p.name.startswith("gptq")], ids=lambda path: path.stem)
+def test_both_versions_of_gptq_are_one_weight(path: Path) -> None:
+    """gptq_v1 stores zero points less one, borrows and all; converting between the two gives the other's bytes."""
+    tensors = read(path)
+    new = int_group.wrap(disk(tensors), storage="gptq_v2")
+    old = int_group.wrap({**disk(tensors), "qzeros": tensors["disk_v1.qzeros"]}, storage="gptq_v1")
+    check(int_group, old, tensors["dequant_f32"])
+    assert same_bits(int_group.convert(new, "gptq_v1").tensors["qzeros"], old.tensors["qzeros"])
+    assert same_bits(int_group.convert(old, "gptq_v2").tensors["qzeros"], new.tensors["qzeros"])
+
+
+@pytest.mark.parametrize("path", [p for p in CHECKPOINTS if "awq" in p.name], ids=lambda path: path.stem)
+def test_awq_converts_to_gptq_without_a_change(path: Path) -> None:
+    tensors = read(path)
+    packed = int_group.wrap(disk(tensors))
+    assert packed.storage == "awq"
+    moved = int_group.convert(packed, "gptq_v2")
+    check(int_group, moved, tensors["dequant_f32"])
+    assert same_bits(int_group.convert(moved, "awq").tensors["qweight"], packed.tensors["qweight"])
+
+
+@pytest.mark.parametrize("path", [p for p in CHECKPOINTS if "W" in read(p) and p.stem != ASYMMETRIC], ids=lambda path: path.stem)
+def test_quantizing_gives_the_producers_bytes(path: Path) -> None:
+    tensors = read(path)
+    module = format_of(path)
+    packed = module.wrap(disk(tensors))
+    options = {"by": "inverse"} if path.name.startswith("hf_") else {}   # transformers rounds an inverse first
+    made = module.quantize(tensors["W"], **packed.params, **options)
+    assert all(same_bits(made.tensors[name], tensor) for name, tensor in packed.tensors.items())
+
+
+@pytest.mark.parametrize("rows", ["gauss", "edge"])
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_rows(name: str, rows: str) -> None:
+    with np.load(DATA / "gguf" / f"{name}.npz") as file:
+        packed = GGUF[name].wrap({"blocks": torch.from_numpy(file[f"q_{rows}"])})
+        check(GGUF[name], packed, torch.from_numpy(file[f"y_{rows}"]))
+
+
+@pytest.mark.parametrize("rows", ["rand", "ext"])
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_blocks_of_any_bytes(name: str, rows: str) -> None:
+    """Scales that are subnormal, infinite or no number too; a NaN's bits are not compared."""
+    with np.load(DATA / "gguf" / f"{name}.npz") as file:
+        packed = GGUF[name].wrap({"blocks": torch.from_numpy(file[f"raw_{rows}"])})
+        weight = torch.from_numpy(file[f"y_{rows}"]).view(packed.shape)
+    for found in (GGUF[name].dequantize(packed, torch.float32), kernel(packed)):
+        assert torch.equal(found.isnan(), weight.isnan())
+        assert same_bits(found.nan_to_num(0), weight.nan_to_num(0))
+    again = GGUF[name].pack(GGUF[name].unpack(packed))
+    assert same_bits(again.tensors["blocks"], packed.tensors["blocks"])
+
+
+@pytest.mark.parametrize("rows", ["gauss", "edge"])
+@pytest.mark.parametrize("name", ["q4_0", "q8_0"])
+def test_gguf_quantizes_to_the_same_bytes(name: str, rows: str) -> None:
+    with np.load(DATA / "gguf" / "inputs.npz") as inputs, np.load(DATA / "gguf" / f"{name}.npz") as file:
+        weight, wanted = torch.from_numpy(inputs[f"x_{rows}"]), torch.from_numpy(file[f"q_{rows}"])
+    found = GGUF[name].quantize(weight).tensors["blocks"]
+    different = (found != wanted).any(1).nonzero().flatten().tolist()
+    assert different == []
+
+
+@pytest.mark.parametrize(("name", "module"), [("bf16", bf16), ("f16", f16)])
+def test_gguf_halves(name: str, module: ModuleType) -> None:
+    with np.load(DATA / "gguf" / "inputs.npz") as inputs, np.load(DATA / "gguf" / f"{name}.npz") as file:
+        for rows in ("gauss", "edge"):
+            made = module.quantize(torch.from_numpy(inputs[f"x_{rows}"]))
+            assert torch.equal(raw(made.tensors["weight"]), torch.from_numpy(file[f"q_{rows}"]).flatten())
+            check(module, made, torch.from_numpy(file[f"y_{rows}"]))
