@@ -92,7 +92,8 @@ def _from_bits(bits: np.ndarray, like: Tensor) -> Tensor:
 
 
 def _to_bits(tensor: Tensor, width: int) -> np.ndarray:
-    return np.unpackbits(raw(tensor).numpy(), bitorder="little").reshape(tensor.numel(), 8 * tensor.element_size())[:, :width].ravel()
+    bits = np.unpackbits(raw(tensor).numpy(), bitorder="little").reshape(tensor.numel(), 8 * tensor.element_size())
+    return bits[:, :width].ravel()
 
 
 def _patterns(size: int) -> Iterator[np.ndarray]:

@@ -53,7 +53,9 @@ def _tensor(tensor: Tensor) -> Iterator[str]:
         shown = [f"{digit} < {tensor.var(digit).extent}{'' if tensor.var(digit).exact else ' padded'}" if digit else
                  f"{tensor.words} words" for digit in axis.digits]
         axes.append(" x ".join(shown) or "1")
-    notes = [f"{tensor.record_bits} bits", *(["optional"] if tensor.optional else []), *([_stored(tensor)] if tensor.stored else [])]
+    notes = [f"{tensor.record_bits} bits"]
+    notes += ["optional"] if tensor.optional else []
+    notes += [_stored(tensor)] if tensor.stored else []
     yield f"  {tensor.name} {tensor.element.name} [{', '.join(axes)}]  {', '.join(notes)}"
     yield from (line for placement in tensor.placements for line in _placement(placement))
 

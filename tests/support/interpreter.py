@@ -8,7 +8,7 @@ On a GPU nothing is patched, and the guard checks nothing: compute-sanitizer doe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,17 +22,19 @@ class OutOfBounds(AssertionError):
     """A lane of a load or store that was not masked lies outside every tensor of the launch."""
 
 
-class _Guard:
-    def __init__(self) -> None:
-        self.spans: list[tuple[int, int]] = []
-        self.written: dict[int, int] = {}
-        self.on = False
+class Trace:
+    """What launches may touch, and the addresses of what they touched, a load or store after the other."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
+        self.loads: list[np.ndarray] = []
+        self.stores: list[np.ndarray] = []
 
     def check(self, pointers: Any, mask: Any, what: str) -> np.ndarray:
         """The addresses of active lanes, all of them inside a tensor."""
         active = pointers.data[mask.data.astype(bool)] if mask is not None else pointers.data.ravel()
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        at = active.astype(np.int64)
+        at: np.ndarray = active.astype(np.int64).ravel()
         inside = np.zeros(at.shape, dtype=bool)
         for low, high in self.spans:
             inside |= (at >= low) & (at + size <= high)
@@ -41,19 +43,26 @@ class _Guard:
         return at
 
 
-GUARD = _Guard()
+def times(addresses: list[np.ndarray], tensor: torch.Tensor) -> np.ndarray:
+    """How often each element of a tensor was touched."""
+    at = np.concatenate([np.empty(0, np.int64), *addresses])
+    at = at[(at >= tensor.data_ptr()) & (at < tensor.data_ptr() + tensor.numel() * tensor.element_size())]
+    return np.bincount((at - tensor.data_ptr()) // tensor.element_size(), minlength=tensor.numel())
+
+
+_trace: Trace | None = None
 
 
 @contextmanager
-def guarded(*tensors: torch.Tensor | None) -> Iterator[dict[int, int]]:
-    """Launches inside may touch these tensors alone.  Yields how often each address was stored to."""
-    GUARD.spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t is not None]
-    GUARD.written = {}
-    GUARD.on = INTERPRETED
+def guarded(*tensors: torch.Tensor | None) -> Iterator[Trace]:
+    """Launches inside may touch these tensors alone."""
+    global _trace
+    _trace = trace = Trace([tensor for tensor in tensors if tensor is not None])
     try:
-        yield GUARD.written
+        with np.errstate(over="ignore", invalid="ignore"):       # infinities are values here
+            yield trace
     finally:
-        GUARD.on = False
+        _trace = None
 
 
 def _round_to_bf16(value: np.ndarray) -> np.ndarray:
@@ -68,17 +77,15 @@ def _patch() -> None:
 
     builder = interpreter.InterpreterBuilder
     load, store, cast = builder.create_masked_load, builder.create_masked_store, builder.cast_impl
-    plain_load, plain_store = builder.create_load, builder.create_store
 
     def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        if GUARD.on:
-            GUARD.check(pointers, mask, "load")
+        if _trace is not None:
+            _trace.loads.append(_trace.check(pointers, mask, "load"))
         return load(self, pointers, mask, *rest)
 
     def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        if GUARD.on:
-            for address in GUARD.check(pointers, mask, "store").ravel().tolist():
-                GUARD.written[address] = GUARD.written.get(address, 0) + 1
+        if _trace is not None:
+            _trace.stores.append(_trace.check(pointers, mask, "store"))
         return store(self, pointers, value, mask, *rest)
 
     def cast_impl(self: Any, source: Any, kind: Any) -> Any:
@@ -89,7 +96,6 @@ def _patch() -> None:
         return cast(self, source, kind)
 
     builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl
-    assert plain_load and plain_store                            # both go through the masked forms
 
 
 if INTERPRETED:

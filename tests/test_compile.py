@@ -1,0 +1,35 @@
+"""Every kernel compiled for GPUs that are not there: it compiles, and its text keeps what the design promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.formats import ROOT, cases
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# Their tensors lie along different axes and their kernels work weight by weight: loads are moved to one layout.
+MOVED = {"marlin_tiles.marlin linear", "planes.rows linear"}
+# Aligned to more than one word, so that a thread loads several at once.
+VECTORS = ("bf16.", "f16.", "fp8_", "int8_", "int_group.gptq")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(target: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    made = subprocess.run([sys.executable, "-m", "tests.compile_kernels", target], cwd=ROOT, capture_output=True, text=True,
+                          env={**environment, "PYTHONPATH": str(ROOT)})
+    assert made.returncode == 0, made.stderr[-4000:]
+    found = [json.loads(line) for line in made.stdout.splitlines()]
+    assert {each["kernel"] for each in found} == {f"{case} {kind}" for case in cases() for kind in ("dequantize", "linear")}
+    # No value changes threads inside a loop; that would go through shared memory.
+    assert {each["kernel"] for each in found if each["moves_in_loop"] or each["shared_in_loop"]} == MOVED
+    # A fused multiply-add would skip a rounding that the formula has.
+    assert [each["kernel"] for each in found if each["fused"] and each["kernel"].endswith("dequantize")] == []
+    if target.startswith("sm_"):
+        wide = {each["kernel"] for each in found if any(".v2." in load or ".v4." in load for load in each["loads"])}
+        assert [each["kernel"] for each in found if each["kernel"].startswith(VECTORS) and each["kernel"] not in wide] == []

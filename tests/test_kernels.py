@@ -1,0 +1,182 @@
+"""Every kernel of every format against the torch reference, in the interpreter (or on a GPU) over odd shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from qdsl.runtime import PackedWeight, launch
+from tests.support.formats import (
+    Case,
+    cases,
+    field_shape,
+    random_fields,
+    random_packed,
+    raw,
+    same_bits,
+    shapes,
+    smallest,
+)
+from tests.support.interpreter import INTERPRETED, guarded, times
+from tests.support.oracle import bits, environment, width_of
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+CASES = cases()
+ROWS = (0, 1, 2, 3, 5, 7, 8, 17, 32, 40, 64, 96, 128)
+COLUMNS = (0, 1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 77, 90, 96, 128, 160, 256, 288, 320, 512, 640)
+MOST = 24 << 10                                                  # weights: the interpreter is slow
+
+
+def grid(case: Case) -> list[tuple[int, int]]:
+    """Shapes that the storage can hold: empty ones, the smallest, and the most awkward of a size that runs."""
+    found = [shape for shape in shapes(case, ROWS, COLUMNS) if shape[0] * shape[1] <= MOST]
+    empty = [shape for shape in found if 0 in shape][:2]
+    rest = sorted((shape for shape in found if 0 not in shape), key=lambda s: (s[0] * s[1], s))
+    return [*empty, *rest[::max(1, len(rest) // 9)], rest[-1]]
+
+
+def dequantized(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The kernel's weights; no address outside the tensors is touched, and every weight is stored once."""
+    out = torch.full(packed.shape, torch.nan, dtype=dtype, device=DEVICE)
+    with guarded(*packed.tensors.values(), out) as trace:
+        launch.dequantize(packed, out)
+    assert not INTERPRETED or (times(trace.stores, out) == 1).all()
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dequantize_is_exact(case: Case) -> None:
+    for number, shape in enumerate(grid(case)):
+        packed = random_packed(case, shape, seed=number).to(DEVICE)
+        assert same_bits(dequantized(packed), case.module.dequantize(packed.to("cpu"), torch.float32).to(DEVICE)), shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dequantize_rounds_once(case: Case, dtype: torch.dtype) -> None:
+    """To nearest even from the exact float32 weight; results too large for the dtype are infinite in both."""
+    packed = random_packed(case, smallest(case), seed=1).to(DEVICE)
+    exact = case.module.dequantize(packed.to("cpu"), torch.float32)
+    assert same_bits(dequantized(packed, dtype).cpu(), exact.to(dtype))
+    assert same_bits(case.module.dequantize(packed.to("cpu"), dtype), exact.to(dtype))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.module.FORMAT.size_axes], ids=str)
+def test_every_block_size(case: Case) -> None:
+    format = case.module.FORMAT
+    for size in format.size_axes:
+        for value in format.params[size]:
+            params = {**case.choice, size: value}
+            shape = next(shapes(case, (32, 72), (96, 320), params))
+            packed = random_packed(case, shape, params=params).to(DEVICE)
+            assert same_bits(dequantized(packed).cpu(), case.module.dequantize(packed.to("cpu"), torch.float32)), params
+
+
+def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
+    with guarded(*packed.tensors.values(), x, bias, out) as trace:
+        launch.linear(x, packed, bias, out)
+    assert not INTERPRETED or (times(trace.stores, out) == 1).all()
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear(case: Case) -> None:
+    """Within what float32 sums of K terms may lose, against float64; and one rounding to the dtype of x."""
+    for number, shape in enumerate(grid(case)):
+        packed = random_packed(case, shape, seed=number).to(DEVICE)
+        weight = case.module.dequantize(packed.to("cpu"), torch.float32).double()
+        generator = torch.Generator().manual_seed(number)
+        dtype, rows = ((torch.float32, 3), (torch.float16, 1), (torch.bfloat16, 2))[number % 3]
+        x = (torch.randn(rows, shape[1], generator=generator) / 256).to(dtype)   # so that float16 holds the sums
+        bias = torch.randn(shape[0], generator=generator).to(dtype) if number % 2 else None
+        found = linear(x.to(DEVICE), packed, None if bias is None else bias.to(DEVICE)).cpu()
+        wanted = x.double() @ weight.t() + (0 if bias is None else bias.double())
+        spread = x.double().abs() @ weight.abs().t() + (0 if bias is None else bias.double().abs())
+        bound = spread * (shape[1] + 2) * 2.0 ** -24 + wanted.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).tiny
+        assert ((found.double() - wanted).abs() <= bound).all(), shape
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear_reads_each_weight_where_it_belongs(case: Case) -> None:
+    """With one-hot rows of x, linear is dequantize: the same bits, since nothing is summed but zeros."""
+    packed = random_packed(case, smallest(case), seed=2).to(DEVICE)
+    columns = sorted({0, 1, packed.shape[1] // 2, packed.shape[1] - 1} & set(range(packed.shape[1])))
+    x = torch.zeros(len(columns), packed.shape[1])
+    x[range(len(columns)), columns] = 1
+    found = linear(x.to(DEVICE), packed, None).cpu()
+    assert torch.equal(found, case.module.dequantize(packed.to("cpu"), torch.float32)[:, columns].t())
+
+
+@pytest.mark.parametrize("case", cases(types=True), ids=str)
+def test_every_value_of_every_field(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All codes, and all 65536 halves as scales: subnormal, infinite and NaN too.  Kernel and reference agree."""
+    if INTERPRETED:
+        monkeypatch.setattr(launch, "UNITS", 1 << 17)            # large tiles: the interpreter pays by the program
+    for name, field in random_fields(case, smallest(case)).items():
+        values = every_value(case, name, field.dtype)
+        for packed in holding(case, name, values):
+            found, wanted = dequantized(packed.to(DEVICE)).cpu(), case.module.dequantize(packed, torch.float32)
+            assert torch.equal(found.isnan(), wanted.isnan())
+            assert torch.equal(raw(found.nan_to_num(0)), raw(wanted.nan_to_num(0)))
+
+
+def every_value(case: Case, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """All values of a field's type; of one that has more than 65536, none."""
+    bits = width_of(case.spec, name, case.choice)
+    if bits > 16:
+        return torch.empty(0, dtype=dtype)
+    if dtype.is_floating_point or bits == 8 * dtype.itemsize:
+        return torch.arange(1 << bits, dtype=torch.int32).to(torch.uint8 if bits <= 8 else torch.int16).view(dtype)
+    low = -(1 << bits - 1) if dtype.is_signed else 0
+    return torch.arange(low, low + (1 << bits), dtype=dtype)
+
+
+def holding(case: Case, name: str, values: torch.Tensor) -> Iterator[PackedWeight]:
+    """Weights in which a field has all these values; where it has one value, a weight for some of them."""
+    n, k = smallest(case)
+    count = torch.Size(field_shape(case, name, (n, k))).numel()
+    by_rows = torch.Size(field_shape(case, name, (2 * n, k))).numel() > count
+    fields = random_fields(case, (n * max(1, -(-values.numel() // count)) if by_rows else n, k))
+    for part in values[::401].split(1) if count == 1 and not by_rows else [values]:
+        if part.numel():
+            fields[name] = part.repeat(-(-fields[name].numel() // part.numel()))[:fields[name].numel()].view(fields[name].shape)
+            yield case.module.pack(fields, storage=case.storage, **case.choice)
+
+
+# Words that hold rows and columns, lie along different axes or straddle bytes by six: their kernels work weight by weight.
+BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "planes.planes", "planes.rows")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts loads in the interpreter")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_word_of_codes_is_loaded_once(case: Case) -> None:
+    """Elements of a tensor that hold nothing but values of single weights: loaded once, never once per weight."""
+    packed = random_packed(case, smallest(case))
+    out = torch.empty(packed.shape)
+    with guarded(*packed.tensors.values(), out) as trace:
+        launch.dequantize(packed, out)
+    found = {int(count) for name, elements in words_of_codes(case, packed).items()
+             for count in times(trace.loads, packed.tensors[name])[elements]}
+    assert (found == {1}) == (str(case) not in BY_WEIGHT), found
+
+
+def words_of_codes(case: Case, packed: PackedWeight) -> dict[str, list[int]]:
+    """Flat indices of the elements, by tensor, that hold only fields with a value for every weight."""
+    params = packed.params
+    storage = next(s for s in case.spec.storages if s.name.value == case.storage)
+    env = environment(case.spec, *packed.shape, params, packed.sizes)
+    full = {name for name in random_fields(case, packed.shape) if field_shape(case, name, packed.shape) == packed.shape}
+    holds: dict[tuple[str, int], set[str]] = {}
+    for name, element, _, (field, _, _) in bits(case.spec, storage, env, params):
+        at = 0
+        for extent, i in zip(packed.tensors[name].shape, element, strict=True):
+            at = at * extent + i
+        holds.setdefault((name, at), set()).add(field)
+    found: dict[str, list[int]] = {}
+    for (name, at), fields in holds.items():
+        if fields <= full:
+            found.setdefault(name, []).append(at)
+    return found
