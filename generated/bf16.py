@@ -11,7 +11,6 @@ Built from specs/bf16.yaml (sha256 7dc8a2bcc65c4b51) by qdsl 0.1.0.  Do not edit
 and run `qdsl build specs/bf16.yaml`.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

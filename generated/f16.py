@@ -11,7 +11,6 @@ Built from specs/f16.yaml (sha256 d8795a272a645acb) by qdsl 0.1.0.  Do not edit:
 and run `qdsl build specs/f16.yaml`.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

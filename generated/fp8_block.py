@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, cdiv, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
 from qdsl.runtime.numbers import e4m3
 
 

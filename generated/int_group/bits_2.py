@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, device
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from qdsl.passes.schemes import SCHEMES
 from qdsl.spec.source import Problem, SpecError, Text
 
 RULE = "-" * 118
+RUNTIME = ("Field", "Format", "Kernels", "Storage", "Stored", "Variant", "as_type", "cdiv", "device", "integer", "pad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ def module(programs: Sequence[Program]) -> dict[str, str]:
     name = programs[0].spec.name.value
     if not by:
         part = parts[0]
-        lines = [*_header(part.programs), *_imports(part.body), "", "", *part.body, "", *_format(parts, by, programs)]
+        body = [*part.body, "", *_format(parts, by, programs)]
+        lines = [*_header(part.programs), *_imports(body), "", "", *body]
         return {f"{name}.py": _finish(lines)}
     files = {}
     for part in parts:
@@ -337,18 +339,16 @@ def _bits(bits: Fraction) -> str:
 
 
 def _imports(body: Sequence[str]) -> list[str]:
-    """Imports of what the body uses."""
-    text = "\n".join(body)
-    runtime = [word for word in ("Field", "Format", "Kernels", "Storage", "Stored", "Variant", "as_type", "cdiv", "device",
-                             "integer", "pad")
-               if f"{word}(" in text or f"{word}." in text or word == "Format"]
-    floats = [word for word in FLOATS if f" {word}(" in text or f"({word}(" in text]
-    schemes = [word for word in SCHEMES if f" {word}(" in text]
-    lines = ["from typing import Any", ""] if "Any" in text else []
-    lines += ["import torch", "import triton", "import triton.language as tl", "from torch import Tensor", ""]
-    lines += [f"from qdsl.encode import {', '.join(schemes)}"] if schemes else []
-    lines.append(f"from qdsl.runtime import {', '.join(runtime)}")
-    lines += [f"from qdsl.runtime.numbers import {', '.join(floats)}"] if floats else []
+    """Imports of what the body reads."""
+    read = {node.id for node in ast.walk(ast.parse("\n".join(body))) if isinstance(node, ast.Name)}
+    lines = ["from typing import Any", ""] if "Any" in read else []
+    plain = {"torch": "import torch", "triton": "import triton", "tl": "import triton.language as tl"}
+    lines += [line for word, line in plain.items() if word in read]
+    sources = {"torch": ("Tensor",), "": (), "qdsl.encode": tuple(SCHEMES), "qdsl.runtime": RUNTIME,
+               "qdsl.runtime.numbers": tuple(FLOATS)}
+    for source, offered in sources.items():
+        words = sorted(read & set(offered), key=lambda word: (word.lower() == word, word))
+        lines += [f"from {source} import {', '.join(words)}"] if words else [] if source else [""]
     return lines
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -77,10 +76,3 @@ def _tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
 def _power(value: int) -> int:
     """The smallest power of two that is at least `value`."""
     return 1 << (max(1, value) - 1).bit_length()
-
-
-def describe(packed: PackedWeight) -> str:
-    """The tile sizes that a launch would use, for reports."""
-    kernels, rows, units = _kernels(packed)
-    bn, bk = _tile(kernels.last, rows, units, kernels.sums)
-    return f"BN={bn} BK={bk} programs={prod((cdiv(rows, bn), 1))}"

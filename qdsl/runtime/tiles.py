@@ -13,11 +13,10 @@ from qdsl.runtime.shapes import axis
 TILE = 1 << 19                                                   # weights per tile: few enough for a cache, many enough per call
 
 
-def row_tiles(packed: PackedWeight, weights: int = TILE, step: int = 1) -> Iterator[tuple[int, int]]:
-    """Row ranges of about `weights` weights, at multiples of `step` and of what the storage can be cut at."""
+def row_tiles(packed: PackedWeight, weights: int = TILE) -> Iterator[tuple[int, int]]:
+    """Row ranges of about `weights` weights, where the storage and its blocks can be cut."""
     n, k = packed.shape
     least = packed.step("N")
-    least *= step // _gcd(least, step)
     rows = max(1, weights // max(1, k) // least) * least
     for start in range(0, n, rows):
         yield start, min(n, start + rows)
@@ -67,9 +66,3 @@ def _rectangle(variant: Variant, sizes: Mapping[str, int], name: str, field: Ten
         by = each.by(sizes)
         field = field.narrow(place, start // by, -(-stop // by) - start // by)
     return field
-
-
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a

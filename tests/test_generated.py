@@ -1,0 +1,99 @@
+"""Generated modules are what their specs say, whatever the machine; and they are text that needs no compiler to run."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qdsl.emit.build import BuildError, build
+from qdsl.spec.source import SpecError
+from tests.support.formats import ROOT, SHIPPED, SPECS, module
+
+GENERATED = sorted((ROOT / "generated").rglob("*.py"))
+IMPORTS = {"typing", "torch", "triton", "triton.language", "qdsl.encode", "qdsl.runtime", "qdsl.runtime.numbers"}
+SURFACE = ("wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linear", "Linear", "SPEC", "FORMAT")
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "4711"])
+def test_checked_in_modules_are_what_the_specs_say(seed: str, tmp_path: Path) -> None:
+    """Built anew in another process, folder, locale and with another hash seed, byte for byte."""
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "TZ": "Asia/Kathmandu"}
+    subprocess.run([sys.executable, "-m", "qdsl", "build", "--all", "-o", str(tmp_path)], cwd=tmp_path, env=environment,
+                   check=True, capture_output=True)
+    built, kept = tree(tmp_path), tree(ROOT / "generated")
+    stale = sorted(name for name in built.keys() | kept.keys() if built.get(name) != kept.get(name))
+    assert not stale, f"generated/{stale[0]} is not what its spec says: run `qdsl build --all`"
+
+
+@pytest.mark.parametrize("path", GENERATED, ids=lambda path: str(path.relative_to(ROOT / "generated")))
+def test_generated_text_imports_the_runtime_alone(path: Path) -> None:
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported.add(str(node.module))
+    assert imported <= IMPORTS
+
+
+@pytest.mark.parametrize("path", GENERATED, ids=lambda path: str(path.relative_to(ROOT / "generated")))
+def test_generated_text_reads_well(path: Path) -> None:
+    """A formula and a spec in its first lines, no long lines, no trailing spaces, no names that nothing reads."""
+    text = path.read_text()
+    head = ast.get_docstring(ast.parse(text)) or ""
+    assert re.search(r"^ +w = \S", head, re.MULTILINE) and "Built from specs/" in head and "`qdsl build specs/" in head
+    assert max(map(len, text.split("\n"))) <= 140
+    assert not re.search(r"[ \t]$", text, re.MULTILINE)
+    found = subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "--no-cache", str(path)],
+                           capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
+def test_every_module_has_the_whole_surface(path: Path) -> None:
+    found = module(path)
+    assert [name for name in SURFACE if not hasattr(found, name)] == []
+    assert found.SPEC.name == path.stem
+    assert found.SPEC.formula in (found.__doc__ or "")
+
+
+def test_a_value_that_went_takes_its_file_along(tmp_path: Path) -> None:
+    """Files of an earlier build are removed; files that the compiler did not write are not."""
+    spec = tmp_path / "int_group.yaml"
+    shutil.copy(ROOT / "specs" / "int_group.yaml", spec)
+    out = tmp_path / "out"
+    list(build(spec, out))
+    (out / "int_group" / "notes.py").write_text("mine = 1\n")
+    spec.write_text(spec.read_text().replace("bits: [4, 2, 3, 8]", "bits: [4, 3, 8]").replace("bits: [2, 4, 8]", "bits: [4, 8]"))
+    changes = {written.path.name: written.change for written in build(spec, out)}
+    assert changes["bits_2.py"] == "removed" and "notes.py" not in changes
+    assert sorted(path.name for path in (out / "int_group").iterdir()) == ["__init__.py", "bits_3.py", "bits_4.py", "bits_8.py",
+                                                                          "notes.py"]
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "int_group").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BuildError, match="is a link"):
+        list(build(ROOT / "specs" / "int_group.yaml", tmp_path / "out"))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_spec_that_is_wrong_writes_nothing(tmp_path: Path) -> None:
+    spec = tmp_path / "broken.yaml"
+    spec.write_text(SHIPPED[0].read_text().replace("decode: ", "decode: zz * "))
+    with pytest.raises(SpecError, match="'zz' is unknown"):
+        list(build(spec, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
