@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.arrays import cdiv
-from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.packed import PackedWeight
 from qdsl.runtime.shapes import axis
 
 WARPS = 4
@@ -43,8 +43,6 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) ->
 
 def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:
     kernels = packed.layout.kernels
-    if kernels is None:
-        raise FormatError(f"{packed.format.name}.{packed.storage} has no kernels; convert it to another storage first")
     rows, units = (axis(text).extent(*packed.shape, packed.sizes) for text in (kernels.rows, kernels.units))
     assert rows is not None and units is not None
     return kernels, rows, units

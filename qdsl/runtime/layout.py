@@ -78,7 +78,7 @@ class Storage:
     tensors: Mapping[str, Stored]
     unpack: Callable[..., dict[str, torch.Tensor]]
     pack: Callable[..., dict[str, torch.Tensor]]
-    kernels: Kernels | None = None
+    kernels: Kernels
     where: tuple[str, ...] = ()
     needs_shape: bool = False
 

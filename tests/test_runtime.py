@@ -1,0 +1,344 @@
+"""Formats at work: what they refuse and how they say it, what they find out by themselves, and what they leave alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import qdsl
+from qdsl.generated import bf16, f16, fp8_block, fp8_tensor, int8_channel, int_group, q4_0, q4_k, q8_0
+from qdsl.runtime import FormatError, PackedWeight, tiles
+from qdsl.runtime.shapes import axis
+from tests.support.formats import ROOT, Case, cases, random_fields, random_packed, same_bits, shapes, smallest
+
+CASES = cases()
+
+
+def gptq(n: int = 64, k: int = 128, group: int = 32, bits: int = 4) -> dict[str, Tensor]:
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(0))
+    return int_group.quantize(weight, "gptq_v2", bits=bits, group=group).tensors
+
+
+def refused(match: str):  # type: ignore[no-untyped-def]
+    return pytest.raises(FormatError, match=match)
+
+
+# -- wrap -----------------------------------------------------------------------------------------------------------------
+
+
+def test_wrap_finds_storage_parameters_and_shape() -> None:
+    packed = int_group.wrap(gptq(group=32, bits=3), storage="gptq_v2")
+    assert (packed.shape, packed.params, packed.storage) == ((64, 128), {"bits": 3, "group": 32}, "gptq_v2")
+    awq = int_group.convert(int_group.wrap(gptq(), storage="gptq_v2"), "awq")
+    assert int_group.wrap(awq.tensors).storage == "awq"
+    scales = torch.ones(2, 3, dtype=torch.bfloat16)
+    block = fp8_block.wrap({"weight": torch.zeros(130, 257).to(torch.float8_e4m3fn), "weight_scale": scales})
+    assert (block.shape, block.params) == ((130, 257), {"bn": 128, "bk": 128, "scale_type": "bf16"})
+
+
+def test_wrap_copies_nothing() -> None:
+    blocks = q4_0.quantize(torch.randn(4, 64)).tensors["blocks"]
+    assert q4_0.wrap({"blocks": blocks}).tensors["blocks"].data_ptr() == blocks.data_ptr()
+
+
+def test_bytes_may_stand_for_8_bit_floats() -> None:
+    weight = torch.zeros(4, 4, dtype=torch.uint8)
+    assert fp8_tensor.wrap({"weight": weight, "weight_scale": torch.ones(())}).tensors["weight"].dtype == torch.float8_e4m3fn
+
+
+def test_a_tensor_of_one_element_may_have_any_rank() -> None:
+    weight = torch.zeros(4, 4).to(torch.float8_e4m3fn)
+    for scale in (torch.ones(()), torch.ones(1), torch.ones(1, 1)):
+        assert fp8_tensor.wrap({"weight": weight, "weight_scale": scale}).tensors["weight_scale"].shape == ()
+
+
+def test_tensors_that_fit_two_storages_are_not_guessed() -> None:
+    with refused("fit the storages gptq_v2 and gptq_v1; say which with storage="):
+        int_group.wrap(gptq())
+
+
+def test_other_tensors_are_noted() -> None:
+    packed = fp8_tensor.wrap({"weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(()),
+                              "input_scale": torch.ones(())})
+    assert packed.notes == ("tensor 'input_scale' is not part of fp8_tensor.safetensors",)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"qweight": None}, r"int_group\.gptq_v2 .*needs tensor 'qweight'; given are qzeros, scales, g_idx"),
+    ({"scales": torch.float32}, r"tensor 'scales' has dtype float32; the format needs float16"),
+    ({"qweight": torch.int64}, r"tensor 'qweight' has dtype int64; the format needs int32"),
+    ({"scales": (4, 63)}, r"'qweight' \[16, 64\] says N = 64, but 'scales' \[4, 63\] is \[ceil\(K/group\), N\], so N = 63"),
+    ({"scales": (5, 64)}, r"tensor 'scales' has shape \[5, 64\]; the format needs \[ceil\(K/group\), N\] = "),
+    ({"qzeros": (4, 7)}, r"'qzeros' \[4, 7\] is \[ceil\(K/group\), N/8\], so N = 56"),
+    ({"g_idx": (127,)}, r"'g_idx' \[127\] is \[K\], so K = 127"),
+])
+def test_wrap_says_what_is_wrong(change: dict[str, object], message: str) -> None:
+    tensors = gptq()
+    for name, to in change.items():
+        if to is None:
+            del tensors[name]
+        elif isinstance(to, torch.dtype):
+            tensors[name] = tensors[name].to(to)
+        else:
+            tensors[name] = torch.zeros(to, dtype=tensors[name].dtype)  # type: ignore[call-overload]
+    with refused(message):
+        int_group.wrap(tensors, storage="gptq_v2", bits=4)
+
+
+@pytest.mark.parametrize(("column", "group"), [(7, 4), (0, -1), (127, 1 << 30)])
+def test_a_group_that_does_not_exist_is_refused(column: int, group: int) -> None:
+    tensors = gptq()
+    tensors["g_idx"][column] = group
+    with refused(rf"'g_idx' puts column {column} into group {group}; there are groups 0 to 3"):
+        int_group.wrap(tensors, storage="gptq_v2")
+
+
+def test_rows_of_blocks_have_a_whole_number_of_bytes() -> None:
+    with refused(r"q4_0\.gguf: .*'blocks'"):
+        q4_0.wrap({"blocks": torch.zeros(4, 35, dtype=torch.uint8)})
+    with refused(r"tensor 'blocks' has shape \[4, 36\]; the format needs \[N, 18\*K/32\] = \[4, 18\] for N = 4, K = 32"):
+        q4_0.wrap({"blocks": torch.zeros(4, 36, dtype=torch.uint8)}, shape=(4, 32))
+
+
+def test_unknown_words_are_refused() -> None:
+    with refused("int_group has no parameter 'bit'; it has bits, group"):
+        int_group.wrap(gptq(), bit=4)
+    with refused("int_group: bits is one of 4, 2, 3, 8, not 5"):
+        int_group.wrap(gptq(), bits=5)
+    with refused("int_group has no storage 'gptq'; it has gptq_v2, gptq_v1, awq"):
+        int_group.wrap(gptq(), storage="gptq")
+    with refused("int_group has no storage 'awq' for bits=8"):
+        int_group.quantize(torch.zeros(64, 128), "awq", bits=8)
+
+
+# -- pack, unpack, convert ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if len(
+    case.module.FORMAT.variant(case.choice).storages) > 1], ids=str)
+def test_converting_keeps_every_number(case: Case) -> None:
+    """Between all storages of a format, and back to the same bytes."""
+    storages = case.module.FORMAT.variant(case.choice).storages
+    n, k = (max(sizes) for sizes in zip(*(smallest(Case(case.path, name, case.params)) for name in storages), strict=True))
+    packed = random_packed(case, (n * 8, k * 3))
+    weight = case.module.dequantize(packed, torch.float32)
+    for name, layout in storages.items():
+        if layout.where and not storages[case.storage].where:
+            packed = packed.derive({key: t for key, t in packed.tensors.items() if key != "g_idx"})
+            weight = case.module.dequantize(packed, torch.float32)
+        other = case.module.convert(packed, name)
+        assert (other.storage, other.shape, other.params) == (name, packed.shape, packed.params)
+        assert same_bits(case.module.dequantize(other, torch.float32), weight)
+        back = case.module.convert(other, case.storage)
+        assert all(same_bits(back.tensors[key], tensor) for key, tensor in packed.tensors.items())
+
+
+def test_what_a_storage_cannot_hold_is_refused() -> None:
+    tensors = gptq()
+    tensors["g_idx"] = tensors["g_idx"].flip(0)
+    act_order = int_group.wrap(tensors, storage="gptq_v2")
+    with refused("int_group.awq cannot hold 'g': it has its default there"):
+        int_group.convert(act_order, "awq")
+    fields = int_group.unpack(int_group.wrap(gptq(), storage="gptq_v2"))
+    with refused("field 'q' has values from 0 to 16; u4 holds 0 to 15"):
+        int_group.pack({**fields, "q": fields["q"].index_fill(0, torch.tensor([3]), 16)}, group=32)
+    with refused(r"field 's' is float32 \[64, 4\]; the format needs float16 \[64, 4\]"):
+        int_group.pack({**fields, "s": fields["s"].float()}, group=32)
+    with refused(r"field 'z' is uint8 \[64, 3\]; the format needs uint8 \[64, 4\]"):
+        int_group.pack({**fields, "z": fields["z"][:, :3]}, group=32)
+    with refused("int_group: field 's' is missing; given are"):
+        int_group.pack({key: field for key, field in fields.items() if key != "s"}, group=32)
+    with refused("int_group has no field 'scale'"):
+        int_group.pack({**fields, "scale": fields["s"]}, group=32)
+    with refused("K = 100 must be a multiple of 8"):
+        int_group.quantize(torch.zeros(64, 100))
+    with refused("this is a weight of q4_0, not of q8_0"):
+        q8_0.dequantize(q4_0.quantize(torch.zeros(1, 32)))
+
+
+# -- quantize -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("module", [bf16, fp8_block, int8_channel, int_group, q4_0], ids=lambda module: module.SPEC.name)
+def test_weights_that_are_no_numbers_are_refused(module: object, value: float) -> None:
+    weight = torch.zeros(64, 128)
+    weight[3, 5] = value
+    with refused(rf"the weight is {value} at row 3, column 5"):
+        module.quantize(weight)  # type: ignore[attr-defined]
+
+
+def test_quantize_refuses_what_it_cannot_do() -> None:
+    with refused("q4_k has no quantizer yet"):
+        q4_k.quantize(torch.zeros(1, 256))
+    with refused(r"a weight is floats \[N, K\], not int32 \[2, 32\]"):
+        q4_0.quantize(torch.zeros(2, 32, dtype=torch.int32))
+    with refused(r"a weight is floats \[N, K\], not float32 \[32\]"):
+        q4_0.quantize(torch.zeros(32))
+    with refused("the scale 7.8.*e.33 of block .* does not fit f16"):
+        int8_channel.quantize(torch.full((2, 8), 1e36), scale_type="f16")
+    with refused("the weight 1e.06 at row 1, column 0 does not fit f16"):
+        f16.quantize(torch.tensor([[0.0], [1e6]]))
+    with refused("q4_0: by is one of stored, exact, inverse, not nearest"):
+        q4_0.quantize(torch.zeros(1, 32), by="nearest")
+    with refused("q4_0 has no parameter 'rounding'"):
+        q4_0.quantize(torch.zeros(1, 32), rounding="up")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", [case for case in CASES if case.module.FORMAT.variant(case.choice).encode], ids=str)
+def test_quantizing_what_was_quantized_changes_little(case: Case, dtype: torch.dtype) -> None:
+    """A weight that a format made stays within one code of itself, and values of zero stay zero."""
+    shape = smallest(case, tiles=2)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    params = {**case.choice}
+    first = case.module.dequantize(case.module.quantize(weight, case.storage, **params), torch.float32)
+    spread = float(weight.float().abs().max())
+    again = case.module.dequantize(case.module.quantize(first, case.storage, **params), torch.float32)
+    assert (first - weight.float()).abs().max() <= spread
+    assert (again - first).abs().max() <= (first - weight.float()).abs().max() + spread * 2 ** -7
+    zero = case.module.quantize(torch.zeros(shape, dtype=dtype), case.storage, **params)
+    assert not case.module.dequantize(zero, torch.float32).any()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(0, 1 << 30), st.sampled_from(["even", "away", "up"]), st.booleans())
+def test_codes_of_minmax_are_the_nearest(seed: int, ties: str, symmetric: bool) -> None:
+    """No other code of the same scale and zero point is nearer, by more than float32 loses."""
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)) * 10 ** (seed % 5 - 2)
+    packed = int_group.quantize(weight, "gptq_v2", group=32, symmetric=symmetric)
+    fields = int_group.unpack(packed)
+    scale, zero = (fields[name].double().repeat_interleave(32, 1) for name in ("s", "z"))
+    every = (torch.arange(16).double()[:, None, None] - zero) * scale
+    best = (every - weight.double()).abs().amin(0)
+    found = (int_group.dequantize(packed, torch.float32).double() - weight.double()).abs()
+    # A zero point is a whole code: it may be half a step off, and so may the ends of the range.
+    assert (found <= best + 1e-6 * weight.abs().max()).all()
+
+
+# -- dequantize -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dequantize_writes_where_it_is_told(case: Case) -> None:
+    packed = random_packed(case, smallest(case, tiles=2))
+    wanted = case.module.dequantize(packed, torch.float32)
+    out = torch.full((packed.shape[1], packed.shape[0]), torch.nan).t()
+    assert case.module.dequantize(packed, out=out) is out
+    assert same_bits(out, wanted)
+    wide = torch.full((packed.shape[0] + 2, packed.shape[1] + 3), torch.nan)
+    case.module.dequantize(packed, out=wide[1:-1, 1:-2])
+    assert same_bits(wide[1:-1, 1:-2], wanted)
+    assert wide[0].isnan().all() and wide[:, 0].isnan().all() and wide[:, -2:].isnan().all() and wide[-1].isnan().all()
+    with refused("does not fit the weight"):
+        case.module.dequantize(packed, out=torch.empty(1, 1, 1))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tensors_need_not_be_contiguous(case: Case) -> None:
+    """Checkpoints are sliced and transposed before they come here."""
+    packed = random_packed(case, smallest(case, tiles=2))
+    strided = {name: torch.stack([t, t], -1)[..., 0] for name, t in packed.tensors.items()}
+    again = case.module.wrap(strided, shape=packed.shape, storage=case.storage, **case.choice)
+    assert same_bits(case.module.dequantize(again, torch.float32), case.module.dequantize(packed, torch.float32))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_are_cut_where_words_and_blocks_end(case: Case) -> None:
+    """Every cut that is allowed gives those rows of the weight; every other is refused."""
+    n, k = smallest(case, tiles=4)
+    packed = random_packed(case, (n, k))
+    weight = case.module.dequantize(packed, torch.float32)
+    for dim, whole in (("N", n), ("K", k)):
+        for start in sorted({0, 1, 2, 8, 16, 32, 64, 128, whole // 4, whole // 2} & set(range(whole))):
+            try:
+                part = packed.cut(dim, start, whole)
+            except FormatError:
+                assert start or "flat" in packed.storage         # rows one after the other: columns are never cut
+                continue
+            wanted = weight[start:] if dim == "N" else weight[:, start:]
+            assert same_bits(case.module.dequantize(part, torch.float32), wanted)
+
+
+def test_many_rows_are_decoded_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, however few weights are decoded at a time."""
+    for case in CASES:
+        packed = random_packed(case, smallest(case, tiles=3))
+        whole = case.module.dequantize(packed, torch.float32)
+        monkeypatch.setattr(tiles.row_tiles, "__defaults__", (1,))
+        assert same_bits(case.module.dequantize(packed, torch.float32), whole), case
+        monkeypatch.undo()
+
+
+# -- packed weights -------------------------------------------------------------------------------------------------------
+
+
+def test_a_packed_weight_moves_as_one() -> None:
+    packed = q4_0.quantize(torch.randn(4, 64))
+    assert packed.to("meta").device.type == "meta"
+    assert packed.to("cpu", non_blocking=True).nbytes == 4 * 2 * 18
+    with refused("a packed weight keeps its stored dtypes"):
+        fp8_tensor.quantize(torch.randn(4, 4)).to(torch.float16)
+    assert "PackedWeight(q4_0.gguf [4, 64]" in repr(packed)
+
+
+def test_meta_tensors_are_wrapped_by_shape() -> None:
+    tensors = {name: tensor.to("meta") for name, tensor in gptq().items()}
+    packed = int_group.wrap(tensors, storage="gptq_v2")
+    assert isinstance(packed, PackedWeight) and packed.shape == (64, 128)
+
+
+@pytest.mark.parametrize("text", ["N", "K", "1", "18*K/32", "ceil(K/group)", "128*N/64", "N*K/2", "3*K/32", "ceil(N*K/64)"])
+def test_axes_solve_for_what_they_measure(text: str) -> None:
+    each = axis(text)
+    sizes = {"group": 32}
+    for n, k in ((64, 128), (128, 64), (192, 320)):
+        extent = each.extent(n, k, sizes)
+        assert extent is not None
+        assert each.solve(extent) in ({"N": n, "K": k, "N*K": n * k, "1": 1}[each.dim], None)
+    assert (each.solve(6) is None) == ("ceil" in text or text == "18*K/32" or text == "128*N/64")
+
+
+@pytest.mark.parametrize("text", ["", "M", "K/", "N+1", "ceil(K", "K)", "K//2", "2*", "-1*N", "N*N"])
+def test_what_is_no_axis_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not an axis"):
+        axis(text)
+
+
+# -- a user's own ---------------------------------------------------------------------------------------------------------
+
+
+def test_load_builds_into_a_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    spec = tmp_path / "mine.yaml"
+    spec.write_text((ROOT / "specs" / "q4_0.yaml").read_text().replace("format: q4_0", "format: mine"))
+    module = qdsl.load(spec)
+    assert qdsl.load(str(spec)) is module
+    weight = torch.randn(4, 64)
+    assert same_bits(module.quantize(weight).tensors["blocks"], q4_0.quantize(weight).tensors["blocks"])
+    spec.write_text(spec.read_text().replace("(q - 8)", "(q - 9)").replace("divisor=-8", "divisor=-9"))
+    other = qdsl.load(spec)
+    assert other is not module and other.SPEC.formula == "d * (q - 9)"
+
+
+def test_a_package_is_loaded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path))
+    module = qdsl.load(ROOT / "specs" / "int_group.yaml")
+    packed = int_group.wrap(gptq(bits=3), storage="gptq_v2")
+    mine = module.wrap(packed.tensors, storage="gptq_v2")
+    assert same_bits(module.dequantize(mine, torch.float32), int_group.dequantize(packed, torch.float32))
+
+
+def test_shapes_of_a_storage_are_those_that_pack_takes() -> None:
+    """What `shapes` calls impossible is refused with the multiple that is needed."""
+    case = next(case for case in CASES if str(case) == "q4_0.gguf")
+    assert list(shapes(case, (1, 2), (31, 32, 33, 64))) == [(1, 32), (1, 64), (2, 32), (2, 64)]
+    fields = random_fields(case, (2, 64))
+    with refused("K = 60 must be a multiple of 32"):
+        q4_0.pack({**fields, "q": fields["q"][:, :60]})
