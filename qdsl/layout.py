@@ -12,7 +12,7 @@ This module uses the standard library only and knows nothing of formats.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
 
@@ -247,7 +247,8 @@ def coverage(pieces: Iterable[Piece], extents: Sequence[int], bits: Iterable[int
         for bit in range(piece.lo, piece.lo + piece.width):
             held.setdefault((piece.index, bit), []).append(piece)
     wanted = sorted(bits)
-    for index in product(*(range(extent) for extent in extents)):
+    # A box has as many elements as pieces or one is missing, and it is found before more of them are looked at.
+    for index in product(*(range(min(extent, len(held) + 1)) for extent in extents)):
         for bit in wanted:
             owners = held.pop((index, bit), [])
             if len(owners) != 1:
@@ -314,12 +315,13 @@ def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[tuple[str, 
     return record
 
 
-def split(part: Slice, word: int) -> tuple[Slice, tuple[Layout, ...]] | None:
-    """Cut a slice at words of `word` bits: (shifts inside a word, steps in words); None where an element straddles.
+def split(part: Slice, word: int) -> tuple[Slice, Slice] | None:
+    """Cut a slice at words of `word` bits: (its bits inside a word, which word); None where an element straddles.
 
     A digit may move both: Q4_K's second half of mins lies four bytes and four bits after the first.
 
-    @post None, or for every element: part.bit(i) == word * (sum of steps) + shift.bit(i), and shift.bit(i) + width <= word
+    @post None, or for every element, with (inside, words) as returned:
+          part.bit(i) == word * words.bit(i) + inside.bit(i), and 0 <= inside.bit(i) <= word - part.width
     """
     inner: list[Layout] = []
     outer: list[Layout] = []
@@ -338,8 +340,7 @@ def split(part: Slice, word: int) -> tuple[Slice, tuple[Layout, ...]] | None:
     start = part.offset % word
     if start + sum(layout.first for layout in inner) < 0 or start + sum(layout.last for layout in inner) + part.width > word:
         return None
-    outer[0:1] = [Layout(outer[0].modes, part.offset // word)] if outer else []
-    return Slice(part.lo, part.width, start, tuple(inner)), tuple(outer)
+    return replace(part, offset=start, dims=tuple(inner)), replace(part, offset=part.offset // word, dims=tuple(outer))
 
 
 def vector_width(part: Slice, record: int, limit: int = 128) -> int | None:

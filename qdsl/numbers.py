@@ -46,10 +46,7 @@ class Number:
     @property
     def largest(self) -> float:
         """The largest finite value."""
-        if not self.is_float:
-            return self.high
-        return max(v for v in map(self.decode, range(1 << self.bits)) if math.isfinite(v)) if self.bits <= 8 else \
-            float((2 - Fraction(1, 1 << self.mantissa)) * Fraction(2) ** ((1 << self.exponent) - 2 - self.bias))
+        return self.decode(_largest_code(self)) if self.is_float else self.high
 
     def decode(self, code: int) -> float:
         """The value of a code, exactly.  Integer types return int."""
@@ -80,7 +77,8 @@ class Number:
     def encode(self, value: float) -> int:
         """The code nearest to a finite value, ties to even codes, values past the largest cut to it.
 
-        -0.0 keeps its sign where the type has one; the powers of two of e8m0 take ties upward, as torch does.
+        -0.0 keeps its sign where the type has one, and a type without signs gives negative values its smallest code; the
+        powers of two of e8m0 take ties upward, as torch does.
         Raises ValueError for NaN and infinities.
         """
         if not math.isfinite(value):
@@ -90,7 +88,7 @@ class Number:
         if self.name == "e8m0":
             fraction, power = math.frexp(value)                # value = fraction * 2^power, 0.5 <= fraction < 1
             return min(max(power - (fraction < 0.75), -127), 127) + 127 if value > 0 else 0
-        magnitude = _nearest_code(abs(value), self)
+        magnitude = _nearest_code(abs(value) if self.signed else max(value, 0.0), self)
         if self.signed and math.copysign(1.0, value) < 0 and not (self.specials == "fnuz" and magnitude == 0):
             magnitude |= 1 << self.exponent + self.mantissa
         return magnitude
@@ -138,7 +136,7 @@ def _floats() -> dict[str, Number]:
     ]
     found = {name: Number(name, 1 + e + m, "float", e, m, bias, specials, True, source)
              for name, e, m, bias, specials, source in rows}
-    found["e8m0"] = Number("e8m0", 8, "float", 8, 0, 127, "none", False, "OCP Microscaling, E8M0: 2^(code - 127), 255 is NaN")
+    found["e8m0"] = Number("e8m0", 8, "float", 8, 0, 127, "nan", False, "OCP Microscaling, E8M0: 2^(code - 127), 255 is NaN")
     found["ue4m3"] = Number("ue4m3", 8, "float", 4, 3, 7, "none", False,
                             "ggml NVFP4 scales: the magnitude of E4M3, bit 7 ignored, 0x7F is 0")
     return found

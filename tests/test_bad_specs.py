@@ -1,12 +1,11 @@
 """Every kind of mistake as a small wrong spec, whose first lines are the exact answer of the compiler.
 
-A line of the answer stands behind `#! `; the file's name is left out of places.  With QDSL_BLESS=1 in the environment the
-answers are written into the files: read the difference before keeping it.
+A line of the answer stands behind `#! `; the file's name is left out of places.  `pytest --bless` writes the answers into
+the files: read the difference before keeping it.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from qdsl.spec.source import SpecError
 FOLDER = Path(__file__).parent / "bad_specs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 MARK = "#! "
-BLESS = os.environ.get("QDSL_BLESS") == "1"
 
 GOOD = """format: good
 weight: [N, K]
@@ -51,7 +49,7 @@ def split(text: str) -> tuple[list[str], str]:
     return [line.removeprefix(MARK) for line in lines[:count]], "\n".join(lines[count:])
 
 
-def bless(path: Path) -> None:
+def write_answer(path: Path) -> None:
     """Write the answer into a file, until the lines that it adds move nothing any more."""
     for _ in range(5):
         text = path.read_bytes().decode()
@@ -68,12 +66,12 @@ def test_number_of_mistakes() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
-def test_bad_spec(path: Path) -> None:
-    if BLESS:
-        bless(path)
+def test_bad_spec(path: Path, bless: bool) -> None:
+    if bless:
+        write_answer(path)
     text = path.read_bytes().decode()
     expected, _ = split(text)
-    assert expected, f"{path.name} does not say what is wrong with it: run with QDSL_BLESS=1"
+    assert expected, f"{path.name} does not say what is wrong with it: run pytest with --bless"
     assert answer(text) == expected
 
 

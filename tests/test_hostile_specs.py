@@ -314,10 +314,12 @@ def test_named_base_compiles(name: str) -> None:
 
 
 TOKENS = (
-    "__import__('os')", '"; import os', "'''", '"""', "{{", "}}", "{%", "\u202e", "\u2028", "\0", "\t", "\\", "\\n", "#", "é", "²",
-    "9" * 400, "0x10", "010", "1e400", "0.1", "(" * 60, "[" * 40, "i<1000000000", "i<65536 j<65536: ", "K/1000000000", "1000000000*",
-    "**", "//", "%", "-", "<", ":", ",", "=", "'", '"', "|", ">", "&a ", "*a", "!!str ", "<<: ", "? ", "- ", "---\n", "...\n",
-    "%YAML 1.1\n", "\n", "  ", "n", "k", "N", "K", "word", "pad:1 ", ".lo:1", ".hi:2", ".at(i):1", "ceil(", "lcm(", "index(G)",
+    "__import__('os')", '"; import os', "'''", '"""', "{{", "}}", "{%", "\u202e", "\u2028", "\0", "\t", "\\", "\\n", "#", "é",
+    "²", "9" * 400, "0x10", "010", "1e400", "0.1", "(" * 60, "[" * 40, "i<1000000000", "i<65536 j<65536: ", "K/1000000000",
+    "1000000000*", "**", "//", "%", "-", "<", ":", ",", "=", "'", '"', "|", ">", "&a ", "*a", "!!str ", "<<: ", "? ", "- ",
+    "---\n",
+    "...\n", "%YAML 1.1\n", "\n", "  ", "n", "k", "N", "K", "word", "pad:1 ", ".lo:1", ".hi:2", ".at(i):1",
+    "ceil(", "lcm(", "index(G)",
     "u1", "u16", "i32", "f32", "e8m0", "where: {z: 0}\n", "run: k\n", "optional: 0\n", "stored: {word: word - 1}\n", "no", "~",
 )
 PIECE = re.compile(r"[A-Za-z_]+|\d+|[^\sA-Za-z0-9_]")
@@ -364,15 +366,18 @@ def mutated(draw: st.DrawFn) -> str:
 ATOMS = st.sampled_from(("n", "k", "i", "l", "t", "d", "q", "N", "K", "0", "1", "2", "3", "8", "16", "32", "p", "0.5"))
 EXPRESSIONS = st.recursive(ATOMS, lambda inner: st.one_of(
     st.tuples(inner, st.sampled_from((" + ", " - ", "*", " // ", " % ", "/", "**")), inner).map("".join),
-    inner.map("({})".format), inner.map("-{}".format), st.tuples(inner, inner).map(lambda ab: f"ceil({ab[0]} / {ab[1]})")), max_leaves=4)
+    inner.map("({})".format), inner.map("-{}".format), st.tuples(inner, inner).map(lambda ab: f"ceil({ab[0]} / {ab[1]})")),
+    max_leaves=4)
 SUBSCRIPTS = st.sampled_from(("[n, k]", "[n, k // 8]", "[n // 4, k // 16]", "[n]", "[k]", "[]", "[n, k // p]", "[n // p]"))
-TYPES = st.sampled_from(("u1", "u2", "u3", "u4", "u5", "u8", "u12", "u16", "i3", "i8", "i32", "f16", "bf16", "f32", "e4m3", "e2m1"))
+TYPES = st.sampled_from(("u1", "u2", "u3", "u4", "u5", "u8", "u12", "u16", "i3", "i8", "i32", "f16", "bf16", "f32", "e4m3",
+                         "e2m1"))
 WIDTHS = st.sampled_from(("", "", "", ".lo:1", ".hi:2", ".lo:4", ".at(1):2", ".at(i):1"))
-ITEMS = st.one_of(st.tuples(st.sampled_from("dq"), EXPRESSIONS.map("[{}]".format) | st.sampled_from(("", "[n, k]", "[l]", "[8*t + i]")),
-                            WIDTHS).map("".join), st.sampled_from(("pad:1", "pad:4", "pad:8")))
+PLACES = EXPRESSIONS.map("[{}]".format) | st.sampled_from(("", "[n, k]", "[l]", "[8*t + i]"))
+ITEMS = st.tuples(st.sampled_from("dq"), PLACES, WIDTHS).map("".join) | st.sampled_from(("pad:1", "pad:4", "pad:8"))
 LOOPS = st.sampled_from(("", "", "i<2: ", "i<8: ", "l<16: ", "l<4 i<2: ", "k<K: ", "n<N: "))
-SHAPES = st.sampled_from(("run: k", "tensor: u8[n<N, k<K]", "tensor: i32[t<K/8 word, n<N]", "tensor: i32[n<N, word]", "tensor: u8[n<N, t<K/8]",
-                          "tensor: f16[n<N, i<ceil(K/8)]", "tensor: u8[e<N*K/2]", "tensor: i16[n<N/4, k<K/16 word]", "tensor: f32[]"))
+SHAPES = st.sampled_from(("run: k", "tensor: u8[n<N, k<K]", "tensor: i32[t<K/8 word, n<N]", "tensor: i32[n<N, word]",
+                          "tensor: u8[n<N, t<K/8]", "tensor: f16[n<N, i<ceil(K/8)]", "tensor: u8[e<N*K/2]",
+                          "tensor: i16[n<N/4, k<K/16 word]", "tensor: f32[]"))
 
 
 @st.composite
@@ -380,7 +385,8 @@ def invented(draw: st.DrawFn) -> str:
     """A spec of the right shape with random types, expressions and records; now and then one compiles."""
     text = f"format: hostile\nweight: [N, K]\nparams: {{p: {draw(st.sampled_from(('[32]', '[128, 64]', '[4, -1]')))}}}\nfields:\n"
     text += "".join(f"  {field}: {draw(TYPES)}{draw(SUBSCRIPTS)}\n" for field in "dq")
-    text += f"decode: {draw(st.sampled_from(('d * q', 'd * (q - 8)', 'q', 'd', '-q * d / 3')) | EXPRESSIONS)}\nstorage:\n  made:\n"
+    formula = draw(st.sampled_from(("d * q", "d * (q - 8)", "q", "d", "-q * d / 3")) | EXPRESSIONS)
+    text += f"decode: {formula}\nstorage:\n  made:\n"
     for tensor in "ab"[:draw(st.integers(1, 2))]:
         record = "".join(f"        {draw(LOOPS)}{' '.join(draw(st.lists(ITEMS, min_size=1, max_size=3)))}\n"
                          for _ in range(draw(st.integers(1, 2))))
@@ -390,13 +396,14 @@ def invented(draw: st.DrawFn) -> str:
 
 SCALARS = st.one_of(st.sampled_from((*KEYS, *TENSOR_KEYS, "q", "f16[n, k]", "d * q", "u8[n<N, k<K]", "q[n, k]", "yes", "1")),
                     st.text(max_size=12), st.integers(), st.floats(), st.none(), st.booleans())
-TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(SCALARS, inner, max_size=4), max_leaves=12)
+TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(SCALARS, inner, max_size=4),
+                     max_leaves=12)
 
 
 @st.composite
 def dumped(draw: st.DrawFn) -> str:
     """Any YAML, under the keys of a spec as often as not."""
-    tree = draw(st.one_of(TREES, st.fixed_dictionaries({key: TREES for key in ("format", "fields", "decode", "storage")})))
+    tree = draw(st.one_of(TREES, st.fixed_dictionaries(dict.fromkeys(("format", "fields", "decode", "storage"), TREES))))
     return yaml.safe_dump(tree, allow_unicode=True, default_flow_style=draw(st.booleans()))
 
 

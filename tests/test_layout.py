@@ -528,12 +528,11 @@ def check_split(part: Slice, word: int) -> bool:
     cut = split(part, word)
     if cut is None:
         return False
-    shift, steps = cut
-    assert (shift.lo, shift.width, len(steps)) == (part.lo, part.width, len(part.dims))
+    inside, words = cut
+    assert (inside.lo, inside.width, len(words.dims)) == (part.lo, part.width, len(part.dims))
     for index in product(*map(range, part.extents)):
-        step = sum(layout(i) for layout, i in zip(steps, index, strict=True))
-        assert part.bit(index) == word * step + shift.bit(index)
-        assert 0 <= shift.bit(index) <= word - part.width
+        assert part.bit(index) == word * words.bit(index) + inside.bit(index)
+        assert 0 <= inside.bit(index) <= word - part.width
     return True
 
 

@@ -7,9 +7,9 @@ loop in which it does not change: a word is loaded once and cut once per lane.  
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import groupby, product
 from math import prod
 
 from qdsl.emit.formula import TRITON, formula, integer_fields
@@ -200,8 +200,8 @@ class Decoder:
             guard = f"{tensor} is not None"
             known = self.group(index, program.defaults[index], coordinates, f"{tensor} is None")
             self.load_field(field, coordinates | {index: known}, f"{tensor} is None")
-        self.load_field(program.field(index), coordinates, guard)
-        return self.load_field(field, coordinates, guard)
+        stored_group = name(self.load_field(program.field(index), coordinates, guard))
+        return self.load_field(field, coordinates | {index: stored_group}, guard)
 
     def group(self, index: str, value: Index, coordinates: Mapping[str, Index], guard: str) -> Index:
         """The group of a column, where it is not stored but computed."""
@@ -267,15 +267,11 @@ class Decoder:
         if number is not None and number.name in TRITON_FLOATS and part.width == number.bits > bits:
             whole = split(part, part.width)
             if whole is not None and whole[0].offset == 0 and tensor.words % (part.width // bits) == 0:
-                return self.typed_load(tensor, part, whole[1], records, local, number.name, guard)
+                return self.typed_load(tensor, whole[1], records, local, number.name, guard)
         cut = split(part, bits)
         if cut is None:
             return self.straddling(field, tensor, part, records, local, guard)
-        shift_part, steps = cut
-        step = ix.combine([(self.position(layout, i), 1) for layout, i in zip(steps, local, strict=True)])
-        shift = self.position(Layout(), Index()) + shift_part.offset
-        for layout, i in zip(shift_part.dims, local, strict=True):
-            shift = shift + self.position(layout, i)
+        shift, step = (self.bit(side, local) for side in cut)
         loaded = self.load(tensor, records, step, guard)
         level = self.level(*records.values(), step, guard=guard)
         if part.width == bits and tensor.stored is None:
@@ -287,6 +283,10 @@ class Decoder:
         if tensor.stored is not None and tensor.stored.field == field.name:
             text = f"({text}) {'-' if tensor.stored.amount > 0 else '+'} {abs(tensor.stored.amount)} & {(1 << field.bits) - 1}"
         return max(level, self.level(shift)), text
+
+    def bit(self, part: Slice, index: Sequence[Index]) -> Index:
+        """part.bit(index), as an expression."""
+        return ix.combine([(self.position(layout, i), 1) for layout, i in zip(part.dims, index, strict=True)]) + part.offset
 
     def position(self, layout: Layout, index: Index) -> Index:
         """layout(index), as an expression."""
@@ -306,11 +306,11 @@ class Decoder:
         amount = tensor.stored.amount
         return f"{text} {'-' if amount > 0 else '+'} {abs(amount):#x}"
 
-    def typed_load(self, tensor: Tensor, part: Slice, steps: tuple[Layout, ...], records: Mapping[str, Index],
-                   local: list[Index], kind: str, guard: str) -> tuple[int, str]:
+    def typed_load(self, tensor: Tensor, words: Slice, records: Mapping[str, Index], local: list[Index], kind: str,
+                   guard: str) -> tuple[int, str]:
         """A float that fills several elements of the tensor and is aligned to its size: a load through its own pointer."""
-        size = part.width // tensor.element.bits
-        step = ix.combine([(self.position(layout, i), 1) for layout, i in zip(steps, local, strict=True)])
+        size = words.width // tensor.element.bits
+        step = self.bit(words, local)
         pointer = f"{tensor.name}_{kind}"
         self.base(tensor, records)
         self.ahead(tensor, f"{pointer} = {tensor.name}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
@@ -430,18 +430,14 @@ def nest(body: Body, lanes: list[Lane], tail: list[str]) -> list[str]:
 def guarded(rows: list[tuple[str, str]]) -> list[str]:
     """Lines with the conditions under which they hold; opposite conditions that follow one another become if and else."""
     lines: list[str] = []
-    last = ""
-    for i, (guard, line) in enumerate(rows):
-        if guard and (i == 0 or rows[i - 1][0] != guard):
-            lines.append("else:" if last and {guard, last} == _opposites(guard) and rows[i - 1][0] == last else f"if {guard}:")
-        lines += indent([line]) if guard else [line]
-        last = guard
+    for tensor, group in groupby(rows, key=lambda row: row[0].split(" ")[0]):
+        held = list(group)
+        first = held[0][0]
+        same = [line for guard, line in held if guard == first]
+        other = [line for guard, line in held if guard != first]
+        lines += [f"if {first}:", *indent(same)] if tensor else same
+        lines += ["else:", *indent(other)] if other else []
     return lines
-
-
-def _opposites(guard: str) -> set[str]:
-    plain = guard.replace(" is not None", "").replace(" is None", "")
-    return {f"{plain} is None", f"{plain} is not None"}
 
 
 def unrolled(lanes: tuple[Lane, ...]) -> Iterator[dict[str, int]]:

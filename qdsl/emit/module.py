@@ -26,7 +26,8 @@ from qdsl.numbers import FLOATS
 from qdsl.passes.check_claims import bits_per_weight
 from qdsl.passes.samples import size_axis
 from qdsl.passes.schemes import SCHEMES
-from qdsl.spec.source import Problem, SpecError, Text
+from qdsl.spec.model import Data
+from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
 RUNTIME = ("Field", "Format", "Kernels", "Storage", "Stored", "Variant", "as_type", "cdiv", "device", "integer", "pad")
@@ -290,7 +291,7 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
         shown = [f'"{size}": "{size_axis(programs[0], size)}"' for size in programs[0].sizes]
         lines += indent(wrapped("sizes={", shown, "},", level=1))
     if spec.detect:
-        lines.append(f"    detect={_data({key.value: value for key, value in spec.detect})},")
+        lines.append(f"    detect={_data(dict(spec.detect))},")
     surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linear", "Linear"]
     return [*lines, ")", "SPEC = FORMAT.spec", *(f"{name} = FORMAT.{name}" for name in surface)]
 
@@ -300,13 +301,12 @@ def _tuple(values: Sequence[int | str]) -> str:
     return f"({shown},)" if len(values) == 1 else f"({shown})"
 
 
-def _data(value: object) -> str:
-    """Detection rules as literals: names of parameters stay text, integers are numbers."""
-    if isinstance(value, Text):
-        return value.value if value.value.lstrip("-").isdigit() else _quoted(value.value)
+def _data(value: Data) -> str:
+    """Detection rules as literals."""
     if isinstance(value, list):
         return f"[{', '.join(map(_data, value))}]"
-    assert isinstance(value, dict)
+    if not isinstance(value, dict):
+        return _quoted(value) if isinstance(value, str) else str(value)
     return "{" + ", ".join(f'"{key}": {_data(item)}' for key, item in value.items()) + "}"
 
 

@@ -29,9 +29,9 @@ class Atom:
     args: tuple[Index, ...] = ()
 
     @property
-    def key(self) -> tuple[int, str]:
-        """Names first, then by text: the order of terms with equal coefficients."""
-        return (self.op != "name", self.name or "".join(str(argument) for argument in self.args))
+    def key(self) -> tuple[bool, str, tuple[str, ...]]:
+        """Names first, then by operation and text: the order of terms with equal coefficients."""
+        return (self.op != "name", self.name or self.op, tuple(str(argument) for argument in self.args))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,11 @@ class Index:
     @property
     def is_const(self) -> bool:
         return not self.terms
+
+    @property
+    def size(self) -> int:
+        """How many names and numbers it has."""
+        return 1 + sum(sum(argument.size for argument in atom.args) or 1 for atom, _ in self.terms)
 
     def names(self) -> set[str]:
         """Every name that the expression reads."""

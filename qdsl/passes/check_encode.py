@@ -96,10 +96,10 @@ def _offset(program: Program, roles: dict[str, str]) -> int | None:
     if root.op != "*":
         return None
     sides = [program.values[i] for i in root.args]
-    names = [side.name for side in sides if side.op == "field"]
-    if roles["scale"] not in names:
+    scales = [i for i, side in enumerate(sides) if side.op == "field" and side.name == roles["scale"]]
+    if not scales:
         return None
-    other = next(side for side in sides if not (side.op == "field" and side.name == roles["scale"]))
+    other = sides[1 - scales[0]]
     inner = program.values[other.args[0]] if other.op == "float" else other
     if inner.op == "field" and inner.name == roles["code"] and "zero" not in roles:
         return 0

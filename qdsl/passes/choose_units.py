@@ -14,7 +14,7 @@ from math import prod
 
 from qdsl.ir import index as ix
 from qdsl.ir.program import Lane, Placement, Program, Tensor, Units
-from qdsl.layout import Layout, Slice, refine, split
+from qdsl.layout import Slice, refine, split
 from qdsl.spec.source import Problems
 
 MAX_WORDS = 8
@@ -73,7 +73,7 @@ def _units(program: Program) -> Units | None:
                  unit, lanes, whole)
 
 
-def _digits(placement: Placement, cut: list[tuple[Slice, tuple[Layout, ...]]]) -> list[_Digit] | None:
+def _digits(placement: Placement, cut: list[tuple[Slice, Slice]]) -> list[_Digit] | None:
     """Digits of n and k inside a record, cut where any slice cuts; None where the cuts do not nest."""
     found: list[_Digit] = []
     for axis, letter in enumerate("nk"):
@@ -83,7 +83,7 @@ def _digits(placement: Placement, cut: list[tuple[Slice, tuple[Layout, ...]]]) -
         if any(b % a for a, b in pairwise(cuts)):
             return None
         shifts = [refine(shift.dims[axis], cuts) for shift, _ in cut]
-        steps = [refine(outer[axis], cuts) for _, outer in cut]
+        steps = [refine(words.dims[axis], cuts) for _, words in cut]
         if None in shifts or None in steps:
             return None
         for i, (weight, above) in enumerate(pairwise(cuts)):

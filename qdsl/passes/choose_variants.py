@@ -7,6 +7,7 @@ the storages' `where`, and lists the combinations.  Does not: look into fields, 
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 from qdsl.ir.program import Program
 from qdsl.numbers import number
@@ -14,6 +15,8 @@ from qdsl.passes.scope import Scope
 from qdsl.spec import grammar as g
 from qdsl.spec.model import Param, Spec, Storage
 from qdsl.spec.source import Problems
+
+MAX_PROGRAMS = 128
 
 
 def choose_variants(spec: Spec, problems: Problems) -> list[Program]:
@@ -27,6 +30,10 @@ def choose_variants(spec: Spec, problems: Problems) -> list[Program]:
     for storage in spec.storages:
         fixed = _fixed(spec, storage, problems)
         choices = [[fixed[p.name.value]] if p.name.value in fixed else list(p.values) for p in shaping]
+        if len(programs) + prod(map(len, choices)) > MAX_PROGRAMS:
+            problems.add(storage.name.span, f"storages and values of parameters make more than {MAX_PROGRAMS} programs",
+                         f"these parameters shape the bits: {', '.join(p.name.value for p in shaping)}")
+            return programs
         for values in product(*choices):
             params = {p.name.value: value for p, value in zip(shaping, values, strict=True)}
             programs.append(Program(spec, storage.name.value, params, sizes))

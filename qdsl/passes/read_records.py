@@ -16,12 +16,12 @@ from qdsl.ir.program import Add, Axis, Field, Placement, Program, Tensor, Var
 from qdsl.layout import Affine, Item, Line, walk
 from qdsl.numbers import Number, number
 from qdsl.passes.scope import Scope
-from qdsl.passes.type_fields import AXES, axis_of, number_of, parameters
+from qdsl.passes.type_fields import AXES, axis_of, group_size, number_of, parameters
 from qdsl.spec import grammar as g
 from qdsl.spec import model
 from qdsl.spec.source import Problems, Span, Text, did_you_mean
 
-MAX_PIECES = 1 << 16
+MAX_PIECES = 1 << 14
 MAX_WIDTH = 64
 
 
@@ -36,18 +36,32 @@ def read_records(program: Program, problems: Problems) -> Program:
             continue
         tensors.append(tensor)
         if item.optional is not None:
-            value = _weight_scope(program, f"the value of tensor '{item.name}'", problems).index(item.optional)
             stored = sorted({p.field for p in tensor.placements})
             if len(stored) != 1:
                 problems.add(item.name.span, f"optional tensor '{item.name}' must store one field, not {', '.join(stored)}")
-            elif value is not None:
+            elif (value := _value(program, program.field(stored[0]), item.optional, problems)) is not None:
                 defaults[stored[0]] = value
     return replace(program, tensors=tuple(tensors), where=where, defaults=defaults)
 
 
-def _weight_scope(program: Program, what: str, problems: Problems) -> Scope:
+def _value(program: Program, field: Field, expr: g.Expr, problems: Problems) -> Index | None:
+    """What a field is where it is not stored: groups in order for an index field, a constant for any other."""
     names = {"n": name("n"), "k": name("k"), **parameters(program)}
-    return Scope(names, what, problems, program.facts)
+    value = Scope(names, f"the value of '{field.name}'", problems, program.facts).index(expr)
+    if value is None:
+        return None
+    if field.groups is not None and (size := group_size(field.groups)) is not None:
+        if value != ix.div(name("k"), size, program.facts):
+            problems.add(expr.span, f"index field '{field.name}' has groups in order where it is not stored: k // {size}, "
+                                    f"not {value}")
+            return None
+    elif not value.is_const:
+        problems.add(expr.span, f"field '{field.name}' has one value where it is not stored, not {value}")
+        return None
+    elif field.number is not None and field.number.decode(field.number.encode(value.const)) != value.const:
+        problems.add(expr.span, f"{value} is no value of field '{field.name}', which is {field.number.name}")
+        return None
+    return value
 
 
 def _where(program: Program, storage: model.Storage, problems: Problems) -> dict[str, Index]:
@@ -57,7 +71,7 @@ def _where(program: Program, storage: model.Storage, problems: Problems) -> dict
     fields = {field.name for field in program.fields}
     for key, expr in storage.where:
         if key.value in fields:
-            value = _weight_scope(program, f"the value of '{key}'", problems).index(expr)
+            value = _value(program, program.field(key.value), expr, problems)
             if value is not None:
                 found[key.value] = value
         elif key.value not in params:
@@ -83,6 +97,10 @@ class _TensorReader:
         if found is None:
             return None
         element, variables, axes, lines = found
+        if element.bits not in (8, 16, 32):
+            self.problems.add(item.name.span, f"elements of a tensor have 8, 16 or 32 bits; {element.name} has {element.bits}",
+                              "let the record pack codes into u8 or i32")
+            return None
         bits = sum(part.width for line in lines for part in line.items
                    for _ in range(prod(extent for _, extent in line.loops)))
         placements = tuple(self.placement(field, forms, lines) for field, forms in self.used.items())
@@ -195,6 +213,9 @@ class _TensorReader:
             if None in items:
                 return None
             lines.append(Line(tuple(loops), tuple(item for item in items if item is not None)))
+        if not self.used:
+            self.problems.add(self.item.record_text.span, f"{self.what} holds no field")
+            return None
         return tuple(lines)
 
     def part(self, item: g.Item, names: set[str], local: bool) -> Item | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Mapping
+from itertools import islice, product
 from math import lcm
 
-from qdsl.ir.index import Atom, Index
+from qdsl.ir.index import Atom, Index, substitute
 from qdsl.ir.program import Program
 
 MAX_SAMPLES = 4000
@@ -14,21 +14,25 @@ MAX_SAMPLES = 4000
 
 def samples(program: Program, extents: list[Index]) -> Iterator[dict[str, int]]:
     """Values for N, K and the size parameters at which every one of `extents` is defined."""
-    sizes = {p.name.value: [v for v in p.values if isinstance(v, int)] for p in program.spec.params}
-    choices = [sizes[size] for size in program.sizes]
-    rows, columns = (_candidates(divisor_of(axis, extents)) for axis in ("N", "K"))
-    for i, (n, k, *values) in enumerate(product(rows, columns, *choices)):
-        if i >= MAX_SAMPLES:
-            return
-        env = dict(zip(program.sizes, values, strict=True))
-        whole = {size: (n if size_axis(program, size) == "N" else k) if value < 0 else value for size, value in env.items()}
-        sample = {"N": n, "K": k, **whole}
-        try:
-            for extent in extents:
-                extent(sample)
-        except ArithmeticError:
-            continue
-        yield sample
+    listed = {p.name.value: [v for v in p.values if isinstance(v, int)] for p in program.spec.params}
+    read = {word for extent in extents for word in extent.names()}
+    choices = [listed[size] if size in read else listed[size][:1] for size in program.sizes]
+    for values in islice(product(*choices), MAX_SAMPLES // 36):
+        whole = {size: size_axis(program, size) for size, value in zip(program.sizes, values, strict=True) if value < 0}
+        sizes = {size: value for size, value in zip(program.sizes, values, strict=True) if value > 0}
+        known = [substitute(extent, {size: Index(value) for size, value in sizes.items()}) for extent in extents]
+        rows, columns = (_candidates(divisor_of(axis, known)) for axis in ("N", "K"))
+        for n, k in product(rows, columns):
+            sample = {"N": n, "K": k, **sizes, **{size: {"N": n, "K": k}[axis] for size, axis in whole.items()}}
+            if _defined(extents, sample):
+                yield sample
+
+
+def _defined(extents: list[Index], sample: Mapping[str, int]) -> bool:
+    try:
+        return all(extent(sample) is not None for extent in extents)
+    except ArithmeticError:
+        return False
 
 
 def divisor_of(axis: str, extents: list[Index]) -> int:

@@ -11,6 +11,7 @@ from qdsl.spec import grammar as g
 from qdsl.spec.source import Problems, Span, did_you_mean
 
 MAX_INT = 1 << 33
+MAX_TERMS = 64
 
 
 class Scope:
@@ -58,6 +59,14 @@ class Scope:
 
     def _binary(self, expr: g.Binary) -> Index:
         left, right = self._index(expr.left), self._index(expr.right)
+        if (size := left.size * right.size if expr.op == "*" else left.size + right.size) > MAX_TERMS:
+            raise _Unreadable(expr.span, f"an expression of {size} terms, and at most {MAX_TERMS} are allowed")
+        found = self._combined(expr, left, right)
+        if any(abs(number) > MAX_INT for number in (found.const, *(coefficient for _, coefficient in found.terms))):
+            raise _Unreadable(expr.span, "this has a number beyond 2**33")
+        return found
+
+    def _combined(self, expr: g.Binary, left: Index, right: Index) -> Index:
         if expr.op in ("/", "//", "%") and right.is_const and right.const < 1:
             raise _Unreadable(expr.right.span, f"'{expr.op}' needs a positive number on its right, not {right}")
         if expr.op == "**":

@@ -93,6 +93,9 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
         if groups is None:
             problems.add(kind.span, "an index field says how many groups there are: index(G)")
             return None
+        if group_size(groups) is None:
+            problems.add(kind.span, f"the groups of an index field are ceil(K / size) many, not {groups}")
+            return None
     else:
         found = number_of(program, kind, problems)
     index = [_subscript(program, item, expr, problems) for expr in item.typed.index]
@@ -110,6 +113,14 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
     return Field(word, shown, found, subscripts, tuple(_extent(program, i) for i in subscripts), groups, item.name.span)
 
 
+def group_size(groups: Index) -> Index | None:
+    """The columns of a group, where there are ceil(K / size) groups."""
+    if len(groups.terms) != 1 or groups.const or groups.terms[0][1] != 1 or groups.terms[0][0].op not in ("ceil", "exact"):
+        return None
+    columns, size = groups.terms[0][0].args
+    return size if columns == name("K") and (size.is_const or size == name(str(size))) else None
+
+
 def _index_fields(program: Program) -> dict[str, Index]:
     """Index fields of the spec, by name; as a subscript they stand for themselves."""
     return {f.name.value: name(f.name.value) for f in program.spec.fields if f.typed.type.name == "index"}
@@ -122,7 +133,7 @@ def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Proble
     if index is None:
         return None
     inner = index
-    if len(index.terms) == 1 and index.terms[0][0].op == "div":
+    if len(index.terms) == 1 and index.terms[0] == (index.terms[0][0], 1) and not index.const and index.terms[0][0].op == "div":
         inner, divisor = index.terms[0][0].args
         if not divisor.is_const and divisor != name(str(divisor)):
             inner = index

@@ -29,8 +29,9 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tenso
         raise FormatError(f"x {list(x.shape)} {str(x.dtype)[6:]} does not fit a weight [{n}, {k}]: expected floats [..., {k}]")
     if bias is not None and bias.shape != (n,):
         raise FormatError(f"bias {list(bias.shape)} does not fit a weight [{n}, {k}]: expected [{n}]")
-    if x.device != packed.device:
-        raise FormatError(f"x is on {x.device}, the weight on {packed.device}")
+    for name, tensor in (("x", x), ("bias", bias)):
+        if tensor is not None and tensor.device != packed.device:
+            raise FormatError(f"{name} is on {tensor.device}, the weight on {packed.device}")
     result: Tensor = _Linear.apply(x, bias, packed)  # type: ignore[no-untyped-call]
     return result
 
@@ -42,20 +43,24 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, packed: PackedWeight) -> Tensor:
         ctx.packed = packed
         ctx.bias_dtype = None if bias is None else bias.dtype
-        rows = x.reshape(-1, packed.shape[1]).contiguous()
-        return _product(rows, packed, bias).view(*x.shape[:-1], packed.shape[0])
+        return _product(_rows(x).contiguous(), packed, bias).view(*x.shape[:-1], packed.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         packed = ctx.packed
         gradient = gradients[0]
-        rows = gradient.reshape(-1, packed.shape[0])
+        rows = _rows(gradient)
         to_x = to_bias = None
         if ctx.needs_input_grad[0]:
             to_x = _transposed(rows, packed).view(*gradient.shape[:-1], packed.shape[1])
         if ctx.needs_input_grad[1]:
             to_bias = rows.float().sum(0).to(ctx.bias_dtype)
         return to_x, to_bias, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., K] as [M, K], K = 0 too."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ Everything is parsed into the dataclasses below, each with its span; nothing of 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ _T = TypeVar("_T")
 MAX_LENGTH = 2000
 MAX_DEPTH = 40
 MAX_ATOMS = 200
+MAX_LINES = 256
 _TOKEN = re.compile(r"[ \t]*(?:(?P<float>\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)|(?P<int>\d+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
                     r"|(?P<op>\*\*|//|[-+*/%()\[\]{},<:=.;]))")
 
@@ -195,6 +197,8 @@ def record(text: Text) -> tuple[Line, ...]:
     lines: list[Line] = []
     begin = 0
     for row in text.value.split("\n"):
+        if len(lines) == MAX_LINES:
+            raise GrammarError(Problem(f"a record has at most {MAX_LINES} lines", text.at(begin, begin + 1)))
         if row.strip():
             lines.append(_Parser(text, begin, begin + len(row)).line())
         begin += len(row) + 1
@@ -303,6 +307,9 @@ class _Parser:
             if token.kind == "int" and len(token.text) > 1 and token.text[0] == "0":
                 self.at -= 1
                 self.fail("a number without leading zeros")
+            if token.kind == "float" and math.isinf(float(token.text)):
+                self.at -= 1
+                self.fail("a finite number")
             return Number(float(token.text) if token.kind == "float" else int(token.text), self.span(begin))
         if self.take("("):
             value = self.expression()
@@ -425,11 +432,11 @@ def _tokens(text: Text, begin: int, end: int) -> list[_Token]:
         raise GrammarError(Problem(f"longer than {MAX_LENGTH} characters", text.at(begin, begin + 1)))
     found: list[_Token] = []
     at = begin
-    stop = begin + len(text.value[begin:end].rstrip())
+    stop = begin + len(text.value[begin:end].rstrip(" \t\n"))
     while at < stop:
         match = _TOKEN.match(text.value, at, stop)
         if match is None:
-            at += len(text.value[at:stop]) - len(text.value[at:stop].lstrip())
+            at += len(text.value[at:stop]) - len(text.value[at:stop].lstrip(" \t"))
             raise GrammarError(Problem(f"unexpected character {text.value[at]!r}", text.at(at, at + 1)))
         kind = match.lastgroup or "op"
         found.append(_Token(kind, match.group(kind), match.start(kind), match.end()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qdsl.spec.grammar import Apply, Expr, Line, Shape, Typed
 from qdsl.spec.source import Source, Span, Text
 
-Data = Text | tuple["Data", ...] | tuple[tuple[Text, "Data"], ...]
+Data = int | str | list["Data"] | dict[str, "Data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Spec:
     decode_text: str
     encode: Apply | None
     storages: tuple[Storage, ...]
-    detect: tuple[tuple[Text, object], ...]
+    detect: Mapping[str, Data]
     claims: tuple[Claim, ...]
 
     @property

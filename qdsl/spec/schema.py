@@ -11,7 +11,7 @@ from typing import TypeVar
 from qdsl.numbers import FLOATS
 from qdsl.spec import grammar, marked
 from qdsl.spec.marked import Mapping, Node, Sequence
-from qdsl.spec.model import Claim, Dim, Field, Param, Spec, Storage, Stored, Tensor
+from qdsl.spec.model import Claim, Data, Dim, Field, Param, Spec, Storage, Stored, Tensor
 from qdsl.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
 
 _T = TypeVar("_T")
@@ -20,6 +20,7 @@ _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,8})\Z")
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?\Z")
 _LOWER = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
 RESERVED = frozenset({
     "n", "k", "m", "N", "K", "M", "word", "pad", "index", "ceil", "lcm",                    # the language
@@ -27,6 +28,7 @@ RESERVED = frozenset({
     "absmax", "signmax", "minmax", "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
     *FLOATS,
 })
+MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick
 
 KEYS = {
     "format": "the format's name; the generated module is called so",
@@ -92,7 +94,13 @@ class _Reader:
         if not isinstance(node, Mapping):
             self.problems.add(node.span, f"{what} is a mapping")
             return ()
-        return node.items
+        return self.few(node.items, node.span, what)
+
+    def few(self, items: tuple[_T, ...], span: Span, what: str) -> tuple[_T, ...]:
+        """The items, or with a problem the first of them."""
+        if len(items) > MAX_ENTRIES:
+            self.problems.add(span, f"{what} has {len(items)} entries, and at most {MAX_ENTRIES} are allowed")
+        return items[:MAX_ENTRIES]
 
     def keys(self, node: Node, known: Iterable[str], what: str) -> dict[str, Node]:
         """A mapping's items by key, where all keys are known."""
@@ -117,7 +125,7 @@ class _Reader:
         if not isinstance(node, Sequence):
             self.problems.add(node.span, f"{what} is a list")
             return ()
-        return tuple(text for item in node.items if (text := self.text(item, what)) is not None)
+        return tuple(text for item in self.few(node.items, node.span, what) if (text := self.text(item, what)) is not None)
 
     def parsed(self, rule: Callable[[Text], _T], text: Text | None) -> _T | None:
         if text is None:
@@ -181,13 +189,14 @@ class _Reader:
             self.problems.add(parts["storage"].span, "a format needs at least one storage")
         encode = self.parsed(grammar.call, self.text(parts.get("encode"), "encode"))
         claims = tuple(self.claims(parts.get("claims")))
-        detect = self.mapping(parts.get("detect"), "detect")
+        detect = self.rules(self.mapping(parts.get("detect"), "detect"))
         self.unique([*(p.name for p in params), *(d.name for d in dims), *(f.name for f in fields)])
+        self.arguments(params, storages)
         if name is None or decode is None or decode_text is None:
             return None
         title, origin = (self.text(parts.get(key), key) for key in ("title", "source"))
         return Spec(self.source, name, self.line(title), self.line(origin), params, dims, fields, decode,
-                    decode_text.value, encode, storages, tuple((k, self.plain(v)) for k, v in detect), claims)
+                    " ".join(decode_text.value.split()), encode, storages, detect, claims)
 
     def line(self, text: Text | None) -> str:
         """One line of prose for headers; what could end a docstring or a comment is refused."""
@@ -206,6 +215,15 @@ class _Reader:
             if text.value in seen:
                 self.problems.add(text.span, f"'{text.value}' already names something else", f"at {seen[text.value]}")
             seen.setdefault(text.value, text.span)
+
+    def arguments(self, params: Iterable[Param], storages: Iterable[Storage]) -> None:
+        """Parameters are arguments of generated functions beside tensors, and of `encode` beside the weight and options."""
+        tensors = {tensor.name.value: tensor.name.span for storage in storages for tensor in storage.tensors}
+        for name in (param.name for param in params):
+            if name.value in ("weight", "options"):
+                self.problems.add(name.span, f"parameter name '{name}' is reserved: choose another")
+            elif name.value in tensors:
+                self.problems.add(name.span, f"'{name}' already names something else", f"at {tensors[name.value]}")
 
     def params(self, node: Node | None) -> Iterable[Param]:
         for key, value in self.named(node, "parameter"):
@@ -282,10 +300,17 @@ class _Reader:
         when = tuple((key, self.values(values, "a condition")) for key, values in conditions)
         return None if value is None else Stored(when, target, value)
 
-    def plain(self, node: Node) -> object:
-        """Nested lists and dicts of text, for detect."""
-        if isinstance(node, Text):
-            return node
+    def rules(self, items: Iterable[tuple[Text, Node]]) -> dict[str, Data]:
+        return {str(self.plain(key)): self.plain(value) for key, value in items}
+
+    def plain(self, node: Node) -> Data:
+        """Words, integers, lists and mappings of them, for detect."""
         if isinstance(node, Sequence):
             return [self.plain(item) for item in node.items]
-        return {key.value: self.plain(value) for key, value in node.items}
+        if isinstance(node, Mapping):
+            return self.rules(node.items)
+        if _INTEGER.match(node.value):
+            return int(node.value)
+        if not _WORD.match(node.value):
+            self.problems.add(node.span, f"{node.value!r} is neither an integer nor a word of letters, digits and _ . : / + -")
+        return node.value
