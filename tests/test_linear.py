@@ -40,10 +40,10 @@ def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 def bound(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """x @ weight.T + bias in float64, and how far from it a result in x's dtype may be.
 
-    With u the unit roundoff of x's dtype: rounding a weight or a bias to that dtype changes it by at most u of itself, and by
-    half the smallest subnormal where that is more.  A float32 sum of K + 1 terms, in any order, is off by at most
-    g = (K + 1) 2^-24 / (1 - (K + 1) 2^-24) of the sum of their magnitudes.  The sum is rounded to x's dtype once, by at most
-    u of itself.
+    With u the unit roundoff of x's dtype: rounding a weight or a bias to that dtype changes it by at most u of
+    itself, or by half the smallest subnormal where that is more.  A float32 sum of K + 1 terms, in any order, is off
+    by at most g = (K + 1) 2^-24 / (1 - (K + 1) 2^-24) of the sum of their magnitudes.  The sum is rounded to x's dtype
+    once, by at most u of itself.
     """
     info = torch.finfo(x.dtype)
     u = 0.0 if x.dtype == torch.float32 else info.eps / 2
@@ -63,7 +63,7 @@ def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, what: o
     assert ((found.double() - wanted).abs() <= allowed).all(), what
 
 
-# -- linear ---------------------------------------------------------------------------------------------------------------
+# -- linear ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -118,7 +118,7 @@ def test_weights_without_rows_or_columns(case: Case) -> None:
         assert bias.grad is not None and torch.equal(bias.grad, torch.full((shape[0],), 3.0)), shape
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 class Nothing(TorchDispatchMode):
@@ -157,7 +157,7 @@ def test_a_weight_of_another_format_is_refused() -> None:
         q4_0.Linear(packed)
 
 
-# -- gradients ------------------------------------------------------------------------------------------------------------
+# -- gradients ---------------------------------------------------------------------------------------------------------
 
 
 def gradients(found: Tensor, out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -220,7 +220,7 @@ def test_weights_tie_as_in_a_dense_layer() -> None:
     torch.testing.assert_close(found.double(), out.double() @ dense @ dense, rtol=1e-4, atol=1e-9)
 
 
-# -- the module -----------------------------------------------------------------------------------------------------------
+# -- the module --------------------------------------------------------------------------------------------------------
 
 
 def layer(case: Case, seed: int = 0, bias: bool = True) -> Any:
@@ -307,9 +307,13 @@ def test_groups_that_do_not_exist_are_refused_when_they_are_loaded() -> None:
         module(sample(2, 128))
 
 
-@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, nn.Module.float, nn.Module.double,
-                                  lambda module: module.to(torch.bfloat16), lambda module: module.to("cpu", torch.float16)],
-                         ids=["half", "bfloat16", "float", "double", "to", "to with a device"])
+CASTS = {
+    "half": nn.Module.half, "bfloat16": nn.Module.bfloat16, "float": nn.Module.float, "double": nn.Module.double,
+    "to": lambda module: module.to(torch.bfloat16), "to with a device": lambda module: module.to("cpu", torch.float16),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 @pytest.mark.parametrize("case", cases(types=True), ids=str)
 def test_casts_reach_the_bias_alone(case: Case, cast: Any) -> None:
     """Stored bits stay, whatever type a scale has; also in a module that holds this one."""
@@ -354,6 +358,10 @@ def test_a_module_made_on_meta_is_filled_too() -> None:
 COPIED = [case for case in CASES if str(case).startswith(("q4_0.", "fp8_block.", "int_group.gptq_v2-bits4"))]
 
 
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))  # noqa: S301
+
+
 def saved(module: Any) -> Any:
     file = io.BytesIO()
     torch.save(module, file)
@@ -361,8 +369,7 @@ def saved(module: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved],  # noqa: S301
-                         ids=["deepcopy", "pickle", "save"])
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled, saved], ids=["deepcopy", "pickle", "save"])
 @pytest.mark.parametrize("case", COPIED, ids=str)
 def test_a_module_is_copied_whole(case: Case, way: Any) -> None:
     """Another module with tensors of its own, of the same format, that computes the same."""
@@ -378,7 +385,7 @@ def test_a_module_is_copied_whole(case: Case, way: Any) -> None:
     assert same_bits(module(x), wanted)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["deepcopy", "pickle"])  # noqa: S301
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 def test_a_packed_weight_is_copied_whole(way: Any) -> None:
     packed = q4_0.quantize(sample(4, 64))
     other = way(packed)
