@@ -1,0 +1,1 @@
+"""What the project promises to be fast or short, measured: `python -m bench`."""

@@ -1,0 +1,44 @@
+"""Quantize on one thread: beside gguf-py from float32, where it has a quantizer, and as a rate from bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.figure import Figure, rates, ratios
+from bench.timing import Side, calls
+from bench.weights import BF16_BYTES, F32_BYTES, floats, format_of
+
+GGUF = ("q4_0", "q8_0")
+OTHERS: dict[str, dict[str, Any]] = {"fp8_block": {}, "int_group": {"bits": 4, "group": 128, "storage": "gptq_v2"}}
+
+
+def figures(rounds: int) -> Iterator[Figure]:
+    """No goals: what quantizing costs, and that gguf-py makes the same bytes."""
+    for name in GGUF:
+        theirs, mine = calls([Side(gguf_py, {"name": name}), Side(ours, {"name": name, "dtype": "float32"})], rounds)
+        rate = Figure("", "MB/s", rates(F32_BYTES / 1e6, mine))
+        yield Figure(f"quantize {name} to gguf-py", "x", ratios(theirs, mine),
+                     note=f"same bytes; {rate.text(rate.median)} of f32 weight")
+    for name, options in OTHERS.items():
+        [mine] = calls([Side(ours, {"name": name, "dtype": "bfloat16", "options": options})], rounds)
+        what = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+        yield Figure(f"quantize {what}", "MB/s", rates(BF16_BYTES / 1e6, mine), note="of bf16 weight")
+
+
+def ours(name: str, dtype: str, options: dict[str, Any] | None = None) -> Callable[[], dict[str, Tensor]]:
+    """This project's quantize: checks, codes and the storage's tensors."""
+    form, weight = format_of(name), floats(getattr(torch, dtype))
+    return lambda: form.quantize(weight, **(options or {})).tensors
+
+
+def gguf_py(name: str) -> Callable[[], Any]:
+    """gguf-py's quantize of the same weight."""
+    from gguf import GGMLQuantizationType, quants
+
+    weight = floats().numpy()
+    kind = GGMLQuantizationType[str(format_of(name).spec.detect["gguf"])]
+    return lambda: quants.quantize(weight, kind)

@@ -1,0 +1,109 @@
+"""Timing sides in turn, A B A B ..., so that a machine whose speed drifts is equally slow for all of them.
+
+Every side is a process of its own with one thread: neither allocations nor thread pools of one reach the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+class WrongResult(Exception):
+    """Sides that had to make the same bytes did not, or a side failed."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a process prepares and then times: `make(**arguments)` returns the function that is timed.
+
+    make is a function at the top of a module, and its arguments are plain data, because another process calls it.
+    """
+
+    make: Callable[..., Callable[[], Any]]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class _Worker:
+    """A process that has prepared a side, made its result once to warm up, and waits."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.digest = self._answer()
+
+    def seconds(self) -> float:
+        """One more call, timed inside the process."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):                          # a process that has ended gives no answer either
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        return float(self._answer())
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise WrongResult(f"a process that was timed ended with status {self.process.wait()}")
+        return line.strip()
+
+
+@contextmanager
+def _worker(side: Side) -> Iterator[_Worker]:
+    made = f"{side.make.__module__}:{side.make.__qualname__}"
+    command = [sys.executable, "-m", "bench.worker", made, json.dumps(side.arguments)]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield _Worker(process)
+        finally:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def interleave(sides: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
+    """What every side says of its own time, in turn, after a round that is not counted."""
+    samples: list[list[float]] = [[] for _ in sides]
+    for counted in [False] + [True] * rounds:
+        for side, times in zip(sides, samples, strict=True):
+            seconds = side()
+            if counted:
+                times.append(seconds)
+    return samples
+
+
+def calls(sides: Sequence[Side], rounds: int, *, same: bool = True) -> list[list[float]]:
+    """Seconds per call of every side, in turn.  Raises WrongResult where results that have to be the same are not."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(_worker(side)) for side in sides]
+        if same and len({worker.digest for worker in workers}) > 1:
+            raise WrongResult(f"different bytes from {', '.join(str(side.arguments) for side in sides)}")
+        return interleave([worker.seconds for worker in workers], rounds)
+
+
+def commands(lines: Sequence[Callable[[], list[str]]], rounds: int) -> list[list[float]]:
+    """Seconds of whole processes, in turn; every line is made anew for each run, outside its time."""
+
+    def timed(line: Callable[[], list[str]]) -> Callable[[], float]:
+        def run() -> float:
+            command = line()
+            start = time.perf_counter()
+            made = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+            seconds = time.perf_counter() - start
+            if made.returncode:
+                raise WrongResult(f"{' '.join(command[1:])} ended with status {made.returncode}")
+            return seconds
+        return run
+
+    return interleave([timed(line) for line in lines], rounds)

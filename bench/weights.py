@@ -1,0 +1,73 @@
+"""Weights to measure with: random, and the same in every process."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl import places
+from qdsl.numbers import number
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.format import Format
+from qdsl.runtime.match import torch_dtype
+from qdsl.runtime.shapes import extents
+
+SHAPE = (4096, 4096)
+WEIGHTS = SHAPE[0] * SHAPE[1]
+F32_BYTES = 4 * WEIGHTS                                          # of a dequantized weight in float32
+BF16_BYTES = 2 * WEIGHTS                                         # of the weight before it was quantized
+
+
+def format_of(name: str) -> Format:
+    """A format that ships with qdsl, by its name."""
+    found: Format = importlib.import_module(f"qdsl.generated.{name}").FORMAT
+    return found
+
+
+def storages() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Every format, storage and choice of the parameters that shape the bits; other parameters at their defaults."""
+    for path in places.shipped():
+        form = format_of(path.stem)
+        for key, variant in form.variants.items():
+            for storage in variant.storages:
+                yield path.stem, storage, dict(zip(form.by, key, strict=True))
+
+
+def title(name: str, storage: str, params: dict[str, Any]) -> str:
+    """A storage in a row of the table: parameters, and the storage's name where the format has several."""
+    chosen = [f"{key}={value}" for key, value in params.items()]
+    return " ".join([name, *chosen, *([storage] if len(format_of(name).storages) > 1 else [])])
+
+
+def floats(dtype: torch.dtype = torch.float32) -> Tensor:
+    """A weight [N, K] as a model has it: normal, of standard deviation 0.02."""
+    torch.manual_seed(0)
+    return (torch.randn(SHAPE) * 0.02).to(dtype)
+
+
+def packed(name: str, storage: str | None = None, **params: Any) -> PackedWeight:
+    """A weight of random fields; those that may be missing are."""
+    form = format_of(name)
+    chosen = form.complete(params)
+    variant = form.variant(chosen)
+    torch.manual_seed(0)
+    fields = {}
+    for key, field in variant.fields.items():
+        if key not in variant.defaults:
+            shape = extents(field.axes, *SHAPE, form.sizes(chosen, SHAPE))
+            assert shape is not None
+            fields[key] = _field(str(chosen.get(field.type, field.type)), shape)
+    return form.pack(fields, storage=storage, **chosen)
+
+
+def _field(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """Codes over the whole range of an integer type, normal floats."""
+    known = number(kind)
+    assert known is not None
+    if known.is_float:
+        return torch.randn(shape).to(torch_dtype(kind))
+    return torch.randint(int(known.low), int(known.high) + 1, shape, dtype=torch_dtype(kind))
