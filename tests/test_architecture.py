@@ -1,0 +1,169 @@
+"""Imports point one way: from what the author wrote to what runs, and never back.
+
+The compiler (spec, ir, passes, emit) and the running shore (runtime, encode, checkpoint) meet only in generated
+modules; cli, demo and loading, which stand above both, bring them together for a user.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.formats import ROOT
+
+PACKAGE = ROOT / "qdsl"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+GENERATED = sorted((ROOT / "generated").rglob("*.py"))
+
+# Which parts of qdsl a part may import, in function bodies too; '' is qdsl/__init__.py itself.  Besides these it may
+# import the standard library and what PACKAGES says.
+ALLOWED: dict[str, set[str]] = {
+    # what everything may stand on
+    "layout": set(), "numbers": set(), "files": set(), "places": set(),
+    # the compiler, in its order
+    "spec": {"numbers"},
+    "ir": {"spec", "layout", "numbers"},
+    "passes": {"spec", "ir", "layout", "numbers"},
+    "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
+    # the running shore
+    "runtime": set(),
+    "encode": {"runtime", "numbers"},
+    "checkpoint": {"runtime", "files"},
+    "generated": set(),
+    # what joins them for a user
+    "loading": {"emit", "files"},
+    "": {"loading"},
+    "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places"},
+    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", ""},
+    "__main__": {"cli"},
+}
+# Other people's packages, in function bodies too.
+PACKAGES: dict[str, set[str]] = {
+    "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch"},
+    "checkpoint": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
+}
+COMPILER = ("spec", "ir", "passes", "emit")
+# Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
+LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "loading", "checkpoint", "cli", "__main__", "")
+HEAVY = {"torch", "numpy", "triton"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def part_of(module: str) -> str:
+    """The part of qdsl that a module belongs to: 'qdsl.runtime.linear' is in runtime."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(body: list[ast.stmt], at_import: bool) -> Iterator[str]:
+    """Names that statements import; `at_import` leaves out function bodies and what only type checkers read."""
+    for statement in body:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            assert not statement.level, "imports name the whole path"
+            names = [f"{statement.module}.{alias.name}" for alias in statement.names]
+            yield from (name if is_module(name) else str(statement.module) for name in names)
+        elif not at_import or not (isinstance(statement, FUNCTIONS) or is_type_checking(statement)):
+            yield from imports(statements_in(statement), at_import)
+
+
+def statements_in(node: ast.AST) -> list[ast.stmt]:
+    """The statements directly inside a statement, those of its handlers and cases too."""
+    found: list[ast.stmt] = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            found.append(child)
+        elif isinstance(child, ast.ExceptHandler | ast.match_case):
+            found += statements_in(child)
+    return found
+
+
+@cache
+def imported(path: Path, at_import: bool = False) -> frozenset[str]:
+    return frozenset(imports(ast.parse(path.read_text()).body, at_import))
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=named)
+def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
+    """Of qdsl what ALLOWED says, of other packages what PACKAGES says."""
+    part = part_of(name_of(path))
+    assert part in ALLOWED, f"say in this file what {part} may import"
+    found = {name for name in imported(path) if name.split(".")[0] == "qdsl"}
+    wrong = sorted(name for name in found if part_of(name) not in ALLOWED[part] | {part})
+    assert wrong == []
+    others = {name.split(".")[0] for name in imported(path)} - {"qdsl"} - sys.stdlib_module_names
+    assert others <= PACKAGES.get(part, set())
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if part_of(name_of(path)) in LIGHT], ids=named)
+def test_the_compiler_imports_nothing_heavy(path: Path) -> None:
+    """Nor does it reach anything heavy through a module that it imports."""
+    seen: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        each = waiting.pop()
+        if each not in seen:
+            seen.add(each)
+            names = imported(each, at_import=True)
+            assert {name.split(".")[0] for name in names}.isdisjoint(HEAVY), named(each)
+            waiting += [file for name in names if name.split(".")[0] == "qdsl" for file in files_of(name)]
+
+
+def files_of(module: str) -> list[Path]:
+    """A module's file, and the __init__ of every package that it lies in."""
+    parts = module.split(".")
+    found = [ROOT.joinpath(*parts[:count], "__init__.py") for count in range(1, len(parts) + 1)]
+    return [path for path in [*found, ROOT.joinpath(*parts).with_suffix(".py")] if path.is_file()]
+
+
+def test_the_order_has_no_circles() -> None:
+    """The table above allows no part to reach itself again, apart from reading the version in qdsl/__init__.py."""
+    below = {part: allowed - {part, ""} for part, allowed in ALLOWED.items()}
+    while free := [part for part, allowed in below.items() if not allowed & below.keys()]:
+        for part in free:
+            del below[part]
+    assert below == {}
+
+
+def test_the_two_shores_do_not_meet() -> None:
+    for part in ("runtime", "encode", "checkpoint", "generated"):
+        assert ALLOWED[part].isdisjoint({*COMPILER, "layout", "loading", "cli"})
+    for part in (*COMPILER, "layout", "numbers"):
+        assert ALLOWED[part].isdisjoint({"runtime", "encode", "checkpoint", "generated", "cli"})
+    assert all("cli" not in allowed for part, allowed in ALLOWED.items() if part != "__main__")
+
+
+@pytest.mark.parametrize("path", GENERATED, ids=named)
+def test_generated_modules_import_the_running_shore_alone(path: Path) -> None:
+    """Lazily too; relative imports stay inside the format's own package."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in froms if not node.level}
+    parts = {part_of(name) for name in names if name.split(".")[0] == "qdsl"}
+    assert parts <= {"runtime", "encode", "entropy", "numbers"}
+    assert {name.split(".")[0] for name in names} <= {"qdsl", "torch", "triton", "typing"}
+    assert {node.level for node in froms} <= ({0} if path.parent == ROOT / "generated" else {0, 1})
