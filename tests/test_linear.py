@@ -369,8 +369,10 @@ def saved(module: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, pickled, saved], ids=["deepcopy", "pickle", "save"])
-@pytest.mark.parametrize("case", COPIED, ids=str)
+# torch 2.13 cannot pickle a tensor of 8-bit floats but by torch.save.
+@pytest.mark.parametrize(("case", "way"), [(case, way) for case in COPIED for way in (copy.deepcopy, pickled, saved)
+                                           if way is not pickled or case.path.stem != "fp8_block"],
+                         ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_module_is_copied_whole(case: Case, way: Any) -> None:
     """Another module with tensors of its own, of the same format, that computes the same."""
     module = layer(case)
