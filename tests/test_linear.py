@@ -118,6 +118,16 @@ def test_weights_without_rows_or_columns(case: Case) -> None:
         assert bias.grad is not None and torch.equal(bias.grad, torch.full((shape[0],), 3.0)), shape
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.module.FORMAT.variant(case.choice).encode], ids=str)
+def test_a_weight_without_rows_or_columns_is_quantized(case: Case) -> None:
+    n, k = smallest(case)
+    for shape in shapes(case, (0, n), (0, k)):
+        if 0 in shape:
+            packed = case.module.quantize(torch.zeros(shape), case.storage, **case.choice)
+            assert case.module.dequantize(packed, torch.float32).shape == shape
+            assert torch.equal(case.module.linear(torch.ones(3, shape[1]), packed), torch.zeros(3, shape[0])), shape
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
