@@ -180,14 +180,19 @@ def demo(weights: Annotated[Path | None, typer.Option("--weights", help="A safet
 
     with _reported():
         try:
-            result = demonstration.run(weights, out, quiet=as_json)
+            result = demonstration.run(weights, out, say=lambda line: None if as_json else typer.echo(line))
         except ValueError as error:
             _fail(f"error: {error}")
     if as_json:
         typer.echo(json.dumps({"schema": 1, **result}))
+        return
+    _table(demonstration.HEADS, [demonstration.shown(row) for row in result["formats"]])
+    typer.echo(demonstration.LEGEND)
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> None:
+    import sys
+
     from rich.console import Console
     from rich.table import Table
 
@@ -196,4 +201,4 @@ def _table(heads: list[str], rows: list[list[str]]) -> None:
         table.add_column(head, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -51,6 +51,12 @@ class Format:
         self.size_axes = dict(sizes or {})
         self.storages = tuple(dict.fromkeys(storage for variant in self.variants.values() for storage in variant.storages))
         self.spec = Spec(name, title, source, formula, self.params, self.storages, self.variants, dict(detect or {}))
+        written = next(iter(self.variants.values())).decode.__module__
+        self.__module__ = written.rpartition(".")[0] if self.by else written
+
+    def __reduce__(self) -> str:
+        """A format is copied and pickled as what it is: the FORMAT of its generated module."""
+        return "FORMAT"
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 

@@ -64,4 +64,5 @@ class QuantizedLinear(nn.Linear):
 
 def linear_class(format: Format) -> type[QuantizedLinear]:
     """The Linear of a format."""
-    return type("Linear", (QuantizedLinear,), {"format": format, "__doc__": f"A linear layer with a {format.name} weight."})
+    return type("Linear", (QuantizedLinear,), {"format": format, "__module__": format.__module__,
+                                               "__doc__": f"A linear layer with a {format.name} weight."})

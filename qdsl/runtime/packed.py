@@ -41,6 +41,10 @@ class PackedWeight:
         self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
         self._steps: dict[str, int] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What it was made of; the rest follows from the format."""
+        return _rebuilt, (self.format, self.storage, self.tensors, self.shape, self.params, self.in_order, self.notes)
+
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items())
         return f"PackedWeight({self.format.name}.{self.storage} {list(self.shape)}, {self.params}: {shown})"
@@ -106,6 +110,11 @@ class PackedWeight:
         by = each.by(self.sizes)
         first = start // by * each.words
         return first, -(-stop // by) * each.words - first
+
+
+def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
+             params: Mapping[str, int | str], in_order: frozenset[str], notes: Sequence[str]) -> PackedWeight:
+    return PackedWeight(format, storage, tensors, shape, params, in_order=in_order, notes=notes)
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:

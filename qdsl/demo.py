@@ -1,0 +1,202 @@
+"""Formats at work on real weights: an FP8 checkpoint written and read back, and every format measured side by side."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl import places
+from qdsl.checkpoint import safetensors
+from qdsl.checkpoint.detect import params_of
+from qdsl.checkpoint.folder import Folder
+from qdsl.emit.build import build
+from qdsl.files import write_text
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.match import torch_dtype
+
+Say = Callable[[str], None]
+
+SHIPPED = Path("tests", "data", "weights", "minilm_layer0_bf16.safetensors")
+MOST_WEIGHTS = 1 << 26                                           # of one's own file: more would take minutes
+ROWS = 16                                                        # of the x that linear is measured with
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def run(weights: Path | None, out: Path, say: Say) -> dict[str, Any]:
+    """Build every spec, write and read an FP8 checkpoint, and measure all formats; `say` takes a line for people.
+
+    weights: a safetensors file, or a folder of them; None: the weights in the repository.  out: the folder of the
+    checkpoint.  Raises ValueError where there are no weights, and what qdsl.checkpoint and the compiler raise.
+    """
+    torch.manual_seed(0)
+    modules = dict(_built(say))
+    matrices, others = _read(weights, say)
+    checkpoint = _checkpoint(modules, matrices, others, out, say)
+    say("")
+    formats = [row for name, module in modules.items() for row in _rows(name, module, matrices)]
+    return {"weights": {name: list(matrix.shape) for name, matrix in matrices.items()}, "checkpoint": checkpoint,
+            "formats": formats}
+
+
+def _built(say: Say) -> Iterator[tuple[str, ModuleType]]:
+    """Every format that ships with qdsl, built if it is not up to date."""
+    start = time.perf_counter()
+    paths = places.shipped()
+    written = [file for path in paths for file in build(path, places.generated())]
+    changed = sum(file.change != "same" for file in written)
+    say(f"built     {len(paths)} specs into {len(written)} files, {changed} changed, in {time.perf_counter() - start:.1f} s")
+    for path in paths:
+        yield path.stem, importlib.import_module(f"qdsl.generated.{path.stem}")
+
+
+def _read(weights: Path | None, say: Say) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Float matrices by name, and the tensors that stay as they are."""
+    path = weights or places.CHECKOUT / SHIPPED
+    if weights is None and not path.is_file():
+        raise ValueError("the weights of the repository are not installed: give a safetensors file with --weights")
+    matrices: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    room = MOST_WEIGHTS
+    left = 0
+    with Folder(path) as folder:
+        for name in folder.names():
+            shape = folder.entry(name).shape
+            wanted = len(shape) == 2 and name.endswith(".weight") and min(shape) >= 32
+            if math.prod(shape) > room:
+                left += 1
+                continue
+            room -= math.prod(shape)
+            tensor = folder.tensor(name).clone()
+            (matrices if wanted and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else others)[name] = tensor
+    if not matrices:
+        raise ValueError(f"{path}: no float matrix called '*.weight' of at least 32 x 32 and at most {MOST_WEIGHTS} weights")
+    say(f"read      {path.name}: {len(matrices)} matrices, {sum(m.numel() for m in matrices.values()):,} weights"
+        + (f"; {left} larger tensors left out" if left else ""))
+    return matrices, others
+
+
+# -- a checkpoint as vendors ship it --------------------------------------------------------------------------------------
+
+
+def _checkpoint(modules: Mapping[str, ModuleType], matrices: Mapping[str, Tensor], others: Mapping[str, Tensor], out: Path,
+                say: Say) -> dict[str, Any]:
+    """Write the matrices as FP8 with a config, read the folder back as its config says, and run linear on every layer."""
+    fp8 = modules["fp8_block"]
+    tensors = dict(others)
+    for name, matrix in matrices.items():
+        layer = name.removesuffix("weight")
+        tensors |= {f"{layer}{leaf}": tensor for leaf, tensor in fp8.quantize(matrix, bn=128, bk=128).tensors.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    safetensors.write(out / "model.safetensors", tensors, metadata={"format": "pt"})
+    write_text(out / "config.json", json.dumps({"torch_dtype": "bfloat16", "quantization_config": FP8}, indent=2) + "\n")
+    say(f"wrote     {out / 'config.json'}, {out / 'model.safetensors'}: FP8 E4M3 in blocks of 128 x 128")
+    errors: dict[str, float] = {}
+    with Folder(out) as folder:
+        params = params_of(fp8.SPEC.detect, fp8.SPEC.params, folder.config)
+        assert params is not None
+        for layer, names in folder.layers().items():
+            if "weight_scale_inv" in names:
+                packed = fp8.wrap({leaf: folder.tensor(name) for leaf, name in names.items()}, **params)
+                errors[f"{layer}.weight"] = _linear_error(fp8, packed, matrices[f"{layer}.weight"])
+                say(f"linear    {layer}.weight {list(packed.shape)}: {errors[f'{layer}.weight']:.1%} from the original weight's")
+    return {"folder": str(out), "params": params, "linear_error": errors}
+
+
+def _linear_error(module: ModuleType, packed: PackedWeight, weight: Tensor) -> float:
+    """The root mean square error of linear, relative to the product with a weight in float64."""
+    x = torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(1))
+    exact = x.double() @ weight.double().t()
+    return float((module.linear(x, packed).double() - exact).norm() / exact.norm())
+
+
+# -- every format ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(name: str, module: ModuleType, matrices: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    """A row for each storage of each variant."""
+    format = module.FORMAT
+    for key, variant in format.variants.items():
+        chosen = dict(zip(format.by, key, strict=True))
+        for storage in variant.storages:
+            yield {"format": name, "storage": storage, "params": chosen, **_measured(module, storage, chosen, matrices)}
+
+
+def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str], matrices: Mapping[str, Tensor],
+              ) -> dict[str, Any]:
+    """Size, signal to noise, exactness and times over the matrices whose shape the storage can hold."""
+    quantizes = module.FORMAT.variant(module.FORMAT.complete(params)).encode is not None
+    bits = weights = 0
+    signal = noise = error = 0.0
+    exact = True
+    seconds = {"quantize": 0.0, "linear": 0.0}
+    for weight in matrices.values():
+        try:
+            start = time.perf_counter()
+            packed = module.quantize(weight, storage, **params) if quantizes else _random(module, weight.shape, storage, params)
+        except FormatError:
+            continue                                             # this shape does not fit: K is no multiple of the block
+        seconds["quantize"] += time.perf_counter() - start
+        found = module.dequantize(packed, torch.float32)
+        x = torch.randn(ROWS, packed.shape[1])
+        start = time.perf_counter()
+        module.linear(x, packed)
+        seconds["linear"] += time.perf_counter() - start
+        bits += 8 * packed.nbytes
+        weights += weight.numel()
+        signal += float(weight.double().square().sum())
+        noise += float((found.double() - weight.double()).square().sum())
+        error = max(error, _linear_error(module, packed, found))
+        exact = exact and _survives(module, packed)
+    ratio = None if not quantizes or not weights else math.inf if noise == 0 else 10 * math.log10(signal / noise)
+    return {"weights": weights, "bits_per_weight": bits / weights if weights else None, "bytes": bits // 8, "snr_db": ratio,
+            "pack_unpack_exact": exact, "linear_error": error, "seconds": seconds}
+
+
+def _survives(module: ModuleType, packed: PackedWeight) -> bool:
+    """Whether packing what unpack gives makes the same bytes."""
+    again = module.pack(module.unpack(packed), storage=packed.storage, **packed.params)
+    return all(again.tensors[name].view(torch.uint8).equal(tensor.view(torch.uint8)) if tensor.dim() else
+               again.tensors[name].equal(tensor) for name, tensor in packed.tensors.items())
+
+
+def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapping[str, int | str]) -> PackedWeight:
+    """Random codes and scales, for a format that has no quantizer yet."""
+    format = module.FORMAT
+    chosen = format.complete(params)
+    fields: dict[str, Tensor] = {}
+    for name, field in format.variant(chosen).fields.items():
+        sizes = format.sizes(chosen, (shape[0], shape[1]))
+        extents = [-(-shape[axis.dim == "K"] // axis.by(sizes)) for axis in field.axes]
+        kind = str(chosen.get(field.type, field.type))
+        dtype = torch_dtype(kind)
+        low, high = (0, 1 << int(kind[1:])) if kind[0] == "u" else (-(1 << int(kind[1:]) - 1), 1 << int(kind[1:]) - 1) \
+            if kind[0] == "i" else (0, 0)
+        fields[name] = torch.randint(low, high, extents).to(dtype) if high else torch.randn(extents).to(dtype)
+    return module.pack(fields, storage=storage, **params)  # type: ignore[no-any-return]
+
+
+HEADS = ["format", "bits", "KiB", "SNR dB", "pack", "error", "quantize", "linear"]
+LEGEND = f"""
+bits: per weight.  SNR: weights against the original; -: no quantizer yet, measured on random codes.  pack: whether packing
+what unpack gives makes the same bytes.  error: of linear against float64 on the same weights, root mean square, relative.
+Times are milliseconds on this CPU for all matrices; linear with {ROWS} rows of x."""
+
+
+def shown(row: Mapping[str, Any]) -> list[str]:
+    """A row as texts for a table."""
+    title = f"{row['format']}.{row['storage']}" + "".join(f" {key}={value}" for key, value in row["params"].items())
+    if not row["weights"]:
+        return [title, "no matrix has a shape that fits", *[""] * 6]
+    snr = row["snr_db"]
+    return [title, f"{row['bits_per_weight']:.3f}", f"{row['bytes'] / 1024:.0f}",
+            "-" if snr is None else "exact" if snr == math.inf else f"{snr:.1f}", "exact" if row["pack_unpack_exact"] else "NO",
+            f"{row['linear_error']:.1e}", *(f"{1e3 * row['seconds'][key]:.0f}" for key in ("quantize", "linear"))]
