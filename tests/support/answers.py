@@ -1,0 +1,183 @@
+"""Known answers: what small weights of a format are, bit for bit, as kept in a file, against what a format does.
+
+An array is told as text: dtype[shape] and its bytes in hex, or of a long one the first bytes and half the SHA-256 of all.
+tests/support/blessing.py makes the files and proves them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.format import Format
+from qdsl.runtime.match import torch_dtype
+from qdsl.runtime.packed import FormatError
+from tests.support.formats import raw
+
+MEND = "run `pytest tests/test_answers.py --bless` and read the difference"
+FOLDER = Path(__file__).resolve().parents[1] / "data" / "answers"
+ABOUT = {
+    "bytes": "from x = seed, x = (1103515245 * x + 12345) mod 2^31; each x gives a byte, its bits 16 to 23; the tensors of a "
+             "case begin at seed, seed + 1, ...; an index is its four bytes, little-endian, modulo 2^31 and the groups",
+    "weight": "step * h / 2, h = low + (two bytes, little-endian) mod (high - low + 1); h is low where k mod 16 is "
+              "8 * (n mod 2), and high 8 columns from there; rows with n mod 4 = 3 are 0 in even columns and -0 in odd ones",
+    "refused": "shapes that the storage cannot hold",
+    "NaN": "told as 7fc00000",
+    "results": "what quantize makes by default, and which tensors become others by an option",
+}
+Answers = dict[str, Any]
+
+
+def kept(stem: str) -> Answers:
+    """The file of a spec."""
+    file = FOLDER / f"{stem}.json"
+    assert file.is_file(), f"{stem}.yaml has no known answers: {MEND}"
+    found: Answers = json.loads(file.read_text())
+    return found
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def stream(seed: int, count: int) -> npt.NDArray[np.uint8]:
+    """The first `count` bytes of the generator."""
+    out = np.empty(count, np.uint8)
+    for i in range(count):
+        seed = (1103515245 * seed + 12345) % (1 << 31)
+        out[i] = seed >> 16 & 255
+    return out
+
+
+@cache
+def weights(shape: tuple[int, int], seed: int, low: int, high: int, step: float) -> Tensor:
+    """A float weight as ABOUT describes it: half steps from low to high, both ends in every 16 columns."""
+    n, k = np.indices(shape)
+    h = low + stream(seed, 2 * n.size).view("<u2").reshape(shape).astype(np.int64) % (high - low + 1)
+    h = np.where(k % 16 == n % 2 * 8, low, np.where(k % 16 == 8 - n % 2 * 8, high, h))
+    zero = np.where(k % 2 == 0, 0.0, -0.0)
+    return torch.from_numpy(np.where(n % 4 == 3, zero, step * h / 2).astype(np.float32))
+
+
+def told(tensor: Tensor, most: int = 1 << 62) -> str:
+    """A tensor as text, with all bytes if they are `most` or fewer."""
+    data = bytes(raw(tensor).numpy())
+    head = f"{str(tensor.dtype)[6:]}[{','.join(map(str, tensor.shape))}] "
+    return head + (data.hex() if len(data) <= most else f"{data[:8].hex()}... sha256 {hashlib.sha256(data).hexdigest()[:32]}")
+
+
+def told_all(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: told(tensor) for name, tensor in tensors.items()}
+
+
+def agrees(text: str, tensor: Tensor) -> bool:
+    return text == told(tensor, -1 if "..." in text else 1 << 62)
+
+
+def inputs(case: Answers) -> dict[str, Tensor]:
+    """The stored tensors of a case: the generator's bytes in the dtypes and shapes that the file tells."""
+    found: dict[str, Tensor] = {}
+    for i, (name, text) in enumerate(case["tensors"].items()):
+        kind, _, rest = text.partition("[")
+        shape = [int(extent) for extent in rest.split("]")[0].split(",") if extent]
+        dtype = getattr(torch, kind)
+        data = stream(case["seed"] + i, int(np.prod(shape)) * dtype.itemsize)
+        found[name] = torch.from_numpy(data).view(dtype).view(shape)
+        if name == case.get("index"):
+            found[name] = (found[name] & 0x7FFFFFFF) % case["groups"]
+    return found
+
+
+def canonical(weight: Tensor) -> Tensor:
+    """One NaN for all: which bits a NaN has depends on the machine."""
+    return torch.where(weight.isnan(), torch.nan, weight)
+
+
+# -- a file and a format ----------------------------------------------------------------------------------------------
+
+
+def differences(kept: Answers, format: Format) -> Iterator[str]:
+    """What a format does otherwise than a file of known answers says, one after the other."""
+    if kept["params"] != told_params(format) or kept["storages"] != list(format.storages):
+        yield "other parameters, storages or defaults"
+    for case in kept["cases"]:
+        yield from _stored(case, format)
+    for case in kept["quantized"]:
+        yield from _quantized(case, format)
+
+
+def _stored(case: Answers, format: Format) -> Iterator[str]:
+    name = label(case)
+    packed = wrapped(format, case)
+    if list(case["tensors"]) != list(packed.tensors):
+        yield f"{name}: other tensors, or in another order"
+    yield from _compared(f"{name}: wrap", case["tensors"], packed.tensors)
+    fields = format.unpack(packed)
+    yield from _compared(f"{name}: unpack", case["fields"], fields)
+    again = format.pack(fields, storage=packed.storage, **packed.params)
+    yield from _compared(f"{name}: pack", case["packed" if "packed" in case else "tensors"], again.tensors)
+    weight = canonical(format.dequantize(packed, torch.float32))
+    yield from _compared(f"{name}: dequantize", {"weight": case["weight"]}, {"weight": weight})
+    for n, k in case["refused"]:
+        if not refuses(format, case["storage"], case["params"], (n, k)):
+            yield f"{name}: [{n}, {k}] is not refused"
+
+
+def _quantized(case: Answers, format: Format) -> Iterator[str]:
+    n, k = case["shape"]
+    weight = weights((n, k), case["seed"], case["low"], case["high"], case["step"])
+    yield from _compared(f"{label(case)}: the weight to quantize", {"weight": case["weight"]}, {"weight": weight})
+    for key, changed in case["results"].items():
+        made = format.quantize(weight, storage=case["storage"], **case["params"], **options(key))
+        yield from _compared(f"{label(case)}: quantize({key})", {**case["results"][""], **changed}, made.tensors)
+
+
+def refuses(format: Format, storage: str, params: Mapping[str, int | str], shape: tuple[int, int]) -> bool:
+    """Whether fields of zeros are not packed."""
+    sizes = format.sizes(params, shape)
+    variant = format.variant(params)
+    fields = {name: torch.zeros([axis.extent(*shape, sizes) or 0 for axis in field.axes],
+                                dtype=torch_dtype(str(params.get(field.type, field.type))))
+              for name, field in variant.fields.items() if name not in variant.storages[storage].where}
+    try:
+        format.pack(fields, storage=storage, **params)
+    except FormatError:
+        return True
+    return False
+
+
+def _compared(what: str, wanted: Mapping[str, str], found: Mapping[str, Tensor]) -> Iterator[str]:
+    for name in {**wanted, **found}:
+        if name not in wanted or name not in found or not agrees(wanted[name], found[name]):
+            yield f"{what}: another '{name}'"
+
+
+def label(case: Answers) -> str:
+    """Storage, parameters and shape, as in 'gptq_v2 bits=4 group=32 [16, 40] without g_idx'."""
+    shown = "".join(f" {key}={value}" for key, value in case["params"].items())
+    return f"{case['storage']}{shown} {case['shape']}{' without ' + ', '.join(case['absent']) if case.get('absent') else ''}"
+
+
+def options(key: str) -> dict[str, str | bool]:
+    """'by=exact' as an argument of quantize."""
+    name, _, word = key.partition("=")
+    return {name: {"True": True, "False": False}.get(word, word)} if name else {}
+
+
+def told_params(format: Format) -> dict[str, list[int | str]]:
+    return {name: list(values) for name, values in format.params.items()}
+
+
+def wrapped(format: Format, case: Answers) -> PackedWeight:
+    n, k = case["shape"]
+    return format.wrap(inputs(case), shape=(n, k), storage=case["storage"], **case["params"])

@@ -1,0 +1,222 @@
+"""Making files of known answers.  What the code answers is kept only where a second reading of the spec comes to the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.format import Format
+from qdsl.runtime.shapes import Axis
+from tests.support import answers as known
+from tests.support import oracle
+from tests.support.answers import ABOUT, Answers, canonical, inputs, options, told, told_all, told_params, weights, wrapped
+from tests.support.formats import Case, cases, module, random_packed, raw
+from tests.support.second import Codes, Reading
+
+STEPS = (0.0625, 0.05625)                                        # scales of weights: a power of two, for ties, and another
+LONGEST = 20_000                                                 # characters of a file, for which longer arrays are told short
+_LONG = re.compile(r'(?<=")(\w+\[[\d,]*\]) ([0-9a-f]+)(?=")')
+_LIST = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
+
+
+class Disagreement(AssertionError):
+    """The code and the second reading of a spec do not agree: nothing is blessed."""
+
+
+def plan(path: Path) -> list[tuple[Case, dict[str, int | str], bool]]:
+    """Every storage, variant and scale type with block lengths as short as they come, and once more without its optional tensors.
+
+    (case, parameters, whether optional tensors are there)
+    """
+    found: list[tuple[Case, dict[str, int | str], bool]] = []
+    for case in (case for case in cases(types=True) if case.path == path):
+        format = case.module.FORMAT
+        layout = format.variant(case.choice).storages[case.storage]
+        # Different lengths for different parameters, so that they cannot be taken for one another.
+        positive = {name: sorted(v for v in format.params[name] if v > 0) for name in format.size_axes}
+        short = {name: values[min(i, len(values) - 1)] for i, (name, values) in enumerate(positive.items())}
+        optional = any(stored.optional for stored in layout.tensors.values())
+        found += [(case, {**case.choice, **short}, there) for there in ((True, False) if optional else (True,))]
+    return found
+
+
+def smallest(case: Case, params: Mapping[str, int | str]) -> tuple[int, int]:
+    """The least shape of 4 rows and 32 columns or more in which every block and every record has a second one beside it.
+
+    Blocks and records that may be short at the end are, if some shape allows it.
+    """
+    format = case.module.FORMAT
+    short = {**params, **{name: min(v for v in format.params[name] if v > 0) for name in format.size_axes if params[name] == -1}}
+    axes = _axes(case, params)
+
+    def fits(n: int, k: int, ragged: bool) -> bool:
+        sizes = format.sizes(short, (n, k))
+        steps = [({"N": n, "K": k, "N*K": n * k}[axis.dim], axis.by(sizes), axis) for axis in axes]
+        return all(axis.extent(n, k, sizes) is not None and whole > by and not (
+            ragged and by > 1 and not axis.exact and whole % by == 0) for whole, by, axis in steps)
+
+    grid = [(n, k) for k in range(32, 513) for n in range(4, 257)]
+    return next(shape for ragged in (True, False) for shape in grid if fits(*shape, ragged))
+
+
+def beside(case: Case, params: Mapping[str, int | str], shape: tuple[int, int]) -> list[tuple[int, int]]:
+    """Shapes that differ in one axis by one, or by a block or record of it."""
+    sizes = case.module.FORMAT.sizes(params, shape)
+    steps = sorted({1, *(by for axis in _axes(case, params) if (by := axis.by(sizes)) < 256)})
+    n, k = shape
+    return [(n + step, k) for step in steps] + [(n, k + step) for step in steps]
+
+
+def _axes(case: Case, params: Mapping[str, int | str]) -> list[Axis]:
+    """The axes of the fields and of the stored tensors."""
+    variant = case.module.FORMAT.variant(params)
+    return list({axis.text: axis for stored in (*variant.fields.values(), *variant.storages[case.storage].tensors.values())
+                 for axis in stored.axes if axis.dim != "1"}.values())
+
+
+# -- making -----------------------------------------------------------------------------------------------------------
+
+
+def make(path: Path) -> Answers:
+    """The answers of a spec.  Raises Disagreement where the code and the second reading of the spec differ."""
+    format = module(path).FORMAT
+    wanted = plan(path)
+    seeds = iter(range(0, 1 << 20, 16))
+    made = [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted]
+    quantized: list[Answers] = []
+    seen: list[dict[str, int | str]] = []
+    for case, params, _ in wanted:
+        if format.variant(params).encode is not None and params not in seen:
+            seen.append(params)
+            whole = {name: -1 for name in format.size_axes if -1 in format.params[name]}
+            quantized += [_quantized(case, params, STEPS[0], next(seeds)),
+                          _quantized(case, {**params, **whole}, STEPS[1], next(seeds))]
+    return {"format": format.name, **ABOUT, "params": told_params(format), "storages": list(format.storages), "cases": made,
+            "quantized": quantized}
+
+
+def text(made: Answers) -> str:
+    """A file of answers: with as many arrays told in full as its length allows."""
+    whole = _LIST.sub(lambda match: "[" + " ".join(match[1].split()) + "]", json.dumps(made, indent=1)) + "\n"
+    short = whole
+    for most in (2048, 512, 128, 32):
+        if len(short) > LONGEST:
+            short = _LONG.sub(partial(_short, most), whole)
+    return short
+
+
+def _short(most: int, match: re.Match[str]) -> str:
+    """An array as text with all its bytes if they are few, else without most of them."""
+    data = torch.frombuffer(bytearray.fromhex(match[2]), dtype=torch.uint8)
+    return match[1] + told(data, most).partition("]")[2]
+
+
+def reading(case: Case, params: Mapping[str, int | str], shape: tuple[int, int]) -> Reading:
+    return Reading(case.spec, case.storage, shape, params, case.module.FORMAT.sizes(params, shape))
+
+
+def _stored(case: Case, params: dict[str, int | str], optional: bool, seed: int) -> Answers:
+    """A weight of the generator's bytes."""
+    format = case.module.FORMAT
+    shape = smallest(case, params)
+    layout = format.variant(params).storages[case.storage]
+    like = random_packed(case, shape, params=params).tensors
+    absent = [name for name, stored in layout.tensors.items() if stored.optional and not optional]
+    made: Answers = {"storage": case.storage, "params": params, "shape": list(shape), "seed": seed}
+    made |= {"absent": absent} if absent else {}
+    made["tensors"] = told_all({name: tensor for name, tensor in like.items() if name not in absent})
+    groups = next((field.groups for field in format.variant(params).fields.values() if field.groups is not None), None)
+    index = next((name for name in made["tensors"] if layout.tensors[name].dtype == "index"), None)
+    if index is not None and groups is not None:
+        made |= {"index": index, "groups": groups.extent(*shape, format.sizes(params, shape))}
+    made["tensors"] = told_all(inputs(made))
+    read, packed = reading(case, params, shape), wrapped(format, made)
+    fields, again = prove_stored(read, packed)
+    made["fields"] = told_all(fields)
+    made |= {"packed": told_all(again)} if told_all(again) != made["tensors"] else {}
+    made["weight"] = told(prove_decoded(read, packed, fields))
+    made["refused"] = [list(other) for other in beside(case, params, shape) if prove_refused(replace(read, shape=other), format)]
+    return made
+
+
+def _quantized(case: Case, params: dict[str, int | str], step: float, seed: int) -> Answers:
+    """What quantize makes of a float weight, by default and by every value of every option."""
+    format = case.module.FORMAT
+    shape = smallest(case, params)
+    read = reading(case, params, shape)
+    low, high = read.span()
+    weight = weights(shape, seed, low, high, step)
+    results: dict[str, dict[str, str]] = {}
+    for key in ["", *(f"{name}={word}" for name, words in format.variant(params).options.items() for word in words)]:
+        packed = format.quantize(weight, storage=case.storage, **params, **options(key))
+        prove_quantized(read, packed, weight, options(key))
+        default = results.get("", {})
+        results[key] = {name: text for name, text in told_all(packed.tensors).items() if default.get(name) != text}
+    return {"storage": case.storage, "params": params, "shape": list(shape), "seed": seed, "low": low, "high": high,
+            "step": step, "weight": told(weight), "results": results}
+
+
+# -- proving ----------------------------------------------------------------------------------------------------------
+
+
+def codes(tensor: Tensor, bits: int) -> Codes:
+    """The elements of a tensor as their bits."""
+    size = tensor.element_size()
+    data = raw(tensor).numpy().view(f"<u{size}")
+    return data.astype(np.int64).reshape(tuple(tensor.shape)) & (1 << bits) - 1
+
+
+def field_codes(read: Reading, fields: Mapping[str, Tensor]) -> dict[str, Codes]:
+    return {name: codes(field, oracle.width_of(read.spec, name, read.params)) for name, field in fields.items()}
+
+
+def prove_stored(read: Reading, packed: PackedWeight) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(fields, tensors packed again) of the code, which are those of the second reading.
+
+    Fields are right if packing them bit by bit, as the spec says, gives the stored bits: two fields never have the same.
+    """
+    fields = packed.format.unpack(packed)
+    like = {name: tuple(tensor.shape) for name, tensor in packed.tensors.items()}
+    made, held = read.pack(field_codes(read, fields), like)
+    again = packed.format.pack(fields, storage=packed.storage, **packed.params).tensors
+    for name, tensor in packed.tensors.items():
+        size = oracle.element_bits(read.spec, read.tensors[name], read.params)
+        if not np.array_equal(codes(tensor, size) & held[name], made[name] & held[name]):
+            raise Disagreement(f"{read.spec.name}.{read.storage}: unpack reads '{name}' otherwise than the second reading")
+        if not np.array_equal(codes(again[name], size), made[name]):
+            raise Disagreement(f"{read.spec.name}.{read.storage}: pack writes '{name}' otherwise than the second reading")
+    return fields, again
+
+
+def prove_decoded(read: Reading, packed: PackedWeight, fields: Mapping[str, Tensor]) -> Tensor:
+    """The weights of the code, which are those of the second reading of decode."""
+    weight = canonical(packed.format.dequantize(packed, torch.float32))
+    if told(weight) != told(canonical(torch.from_numpy(read.decode(field_codes(read, fields))))):
+        raise Disagreement(f"{read.spec.name}.{read.storage}: dequantize differs from the second reading of decode")
+    return weight
+
+
+def prove_refused(read: Reading, format: Format) -> bool:
+    """Whether a shape is refused, by the code and by the second reading."""
+    if known.refuses(format, read.storage, read.params, read.shape) == read.holds():
+        raise Disagreement(f"{read.spec.name}.{read.storage}: {read.shape} is {'' if read.holds() else 'not '}refused")
+    return not read.holds()
+
+
+def prove_quantized(read: Reading, packed: PackedWeight, weight: Tensor, chosen: Mapping[str, str | bool]) -> None:
+    """The quantized fields are those of the second reading of the encode scheme, and are stored as it stores them."""
+    fields, again = prove_stored(read, packed)
+    for name, expected in read.encode(weight.numpy(), chosen).items():
+        if not np.array_equal(field_codes(read, fields)[name], expected):
+            raise Disagreement(f"{read.spec.name}: quantize({chosen or ''}) chooses another '{name}' than the second reading")
+    if told_all(again) != told_all(packed.tensors):
+        raise Disagreement(f"{read.spec.name}.{read.storage}: quantize does not write what pack writes")

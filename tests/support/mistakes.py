@@ -1,0 +1,326 @@
+"""Specs with one mistake each, made from a spec by small changes of everything that decides what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import SequenceMatcher
+from functools import cache
+from inspect import signature
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+from qdsl import encode, numbers
+from qdsl.passes.schemes import SCHEMES
+from qdsl.spec import grammar as g
+from qdsl.spec.model import Param, Spec, Storage, Stored, Tensor
+from qdsl.spec.schema import load
+from qdsl.spec.source import Source, Span, Text
+
+NOWHERE = Span(Source("mutant", ""), 1, 1)
+# Rotated operands are mistakes of precedence or of the order of roundings; operands of + and * are never exchanged, because
+# IEEE addition and multiplication commute.
+SIGNS = {"+": "-", "-": "+", "*": "+", "//": "%", "%": "//", "/": "*"}
+LETTERS = {"n": "k", "k": "n", "N": "K", "K": "N"}
+KINDS = {
+    "axis": "n for k, N for K, an axis or subscript too few, axes exchanged", "ceil": "ceil left out or added",
+    "field": "another field in decode or encode", "group-axis": "blocks along the other axis",
+    "item-order": "two items of a record exchanged", "line-order": "two lines of a record exchanged",
+    "loop-order": "two loops exchanged", "number": "one more, one less, twice",
+    "operands": "operands of - / // % exchanged", "option": "an encode option left out, added or changed",
+    "optional": "an optional tensor that is not", "order": "another precedence in decode", "part": "other bits of a field",
+    "role": "roles of encode exchanged", "scheme": "another encode scheme", "sign": "another operation, a sign too many or few",
+    "storage-order": "two storages exchanged", "stored": "a stored operation or its condition left out",
+    "subscript": "subscripts of a record item exchanged", "tensor-order": "two tensors exchanged",
+    "type": "a type as wide, or nearly", "values": "a parameter's values: others, fewer, in another order",
+    "variable": "two variables of a record exchanged", "where": "a condition of a storage left out",
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A spec with one mistake: `kind` is what was done, `name` which text became which."""
+
+    kind: str
+    name: str
+    spec: Spec
+
+
+# -- specs as text ----------------------------------------------------------------------------------------------------
+
+
+def listing(spec: Spec) -> list[str]:
+    """Everything of a spec that decides what it means, a line for each part; equal listings are the same spec."""
+    rows = [f"params.{p.name}: [{', '.join(map(str, p.values))}]" for p in spec.params]
+    rows += [f"dims.{dim.name}: {shown(dim.value)}" for dim in spec.dims]
+    rows += [f"fields.{field.name}: {shown(field.typed)}" for field in spec.fields]
+    rows += [f"decode: {shown(spec.decode)}"] + ([f"encode: {shown(spec.encode)}"] if spec.encode else [])
+    for storage in spec.storages:
+        rows += [f"{storage.name}.where.{key}: {shown(value)}" for key, value in storage.where]
+        for tensor in storage.tensors:
+            place = f"{storage.name}.{tensor.name}"
+            rows += [f"{place}: {shown(tensor.shape)}" if tensor.shape else f"{place}: run {tensor.run}"]
+            rows += [f"{place}.record: {shown(line)}" for line in tensor.record]
+            rows += [f"{place}.optional: {shown(tensor.optional)}"] if tensor.optional else []
+            rows += [f"{place}.stored: {''.join(f'{key} in {values}, ' for key, values in rule.when)}{rule.target} = "
+                     f"{shown(rule.value)}" for rule in tensor.stored]
+    return rows
+
+
+def shown(node: Any) -> str:
+    """A node of the grammar as text, every operation in parentheses but the last."""
+    text = _shown(node)
+    return text[1:-1] if isinstance(node, g.Binary) else text
+
+
+def _shown(node: Any) -> str:
+    def many(nodes: Sequence[Any]) -> str:
+        return ", ".join(shown(part) for part in nodes)
+
+    match node:
+        case g.Number():
+            return str(node.value)
+        case g.Name():
+            return node.name
+        case g.Negate():
+            return f"-{_shown(node.value)}"
+        case g.Binary():
+            return f"({_shown(node.left)} {node.op} {_shown(node.right)})"
+        case g.Subscript():
+            return f"{node.name}[{many(node.index)}]"
+        case g.Apply():
+            keywords = [f"{key.name}={shown(value)}" for key, value in node.keywords]
+            return f"{node.name}({', '.join([*map(shown, node.arguments), *keywords])})"
+        case g.Type():
+            argument = f"{{{node.parameter.name}}}" if node.parameter else f"({shown(node.extent)})" if node.extent else ""
+            return node.name + argument
+        case g.Loop():
+            return f"{node.name}<{shown(node.extent)}"
+        case g.Item():
+            index = f"[{many(node.index)}]" if node.index else ""
+            low = f"({shown(node.lo)})" if node.lo else ""
+            part = "" if node.part == "whole" else f".{node.part}{low}:{shown(node.width)}"
+            return f"{node.field.name}{index}{part}" if node.field else f"pad:{shown(node.width)}"
+        case g.Line():
+            loops = "".join(f"{shown(loop)} " for loop in node.loops)
+            return f"{loops[:-1]}{': ' if loops else ''}{' '.join(map(shown, node.items))}"
+        case g.Axis():
+            return " ".join("word" if digit is None else shown(digit) for digit in node.digits) or "1"
+        case g.Shape():
+            return f"{shown(node.type)}[{many(node.axes)}]"
+        case g.Typed():
+            return f"{shown(node.type)}[{many(node.index)}]"
+    raise TypeError(f"no text for {type(node).__name__}")
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+Change = tuple[str, Any]                                         # kind, what a node becomes
+
+
+def mistakes(node: Any, place: str, spec: Spec) -> Iterator[Change]:
+    """Every mistake that can be made in a node of a spec or below it."""
+    yield from _own(node, place, spec)
+    if isinstance(node, tuple):
+        for i, part in enumerate(node):
+            for kind, new in mistakes(part, place, spec):
+                yield kind, (*node[:i], new, *node[i + 1:])
+    elif is_dataclass(node) and not isinstance(node, Text | Span | Source | g.Type):
+        for field in fields(node):
+            below = field.name if isinstance(node, Spec) else place
+            for kind, new in mistakes(getattr(node, field.name), below, spec):
+                yield kind, replace(node, **{field.name: new})   # type: ignore[type-var]
+
+
+def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
+    """Mistakes in a node itself."""
+    match node:
+        case g.Number():
+            yield from _numbers(node, place)
+        case g.Name():
+            yield from _names(node, place, spec)
+        case g.Negate():
+            yield "sign", node.value
+        case g.Binary():
+            yield from _operations(node, place)
+        case g.Apply():
+            yield from _calls(node, place)
+        case g.Typed():
+            yield from _subscripts(node, spec)
+        case g.Shape():
+            yield from (("type", replace(node, type=kind)) for kind in _types(node.type, spec))
+            yield from (("axis", replace(node, axes=axes)) for axes in _exchanged(node.axes))
+            yield from (("axis", replace(node, axes=axes)) for axes in _dropped(node.axes))
+        case g.Axis():
+            yield from (("axis", replace(node, digits=digits)) for digits in _exchanged(node.digits))
+        case g.Line():
+            fixed = {named.name.value for named in (*spec.params, *spec.dims)}
+            read = sorted({name for item in node.items for part in item.index for name in g.names(part)} - fixed)
+            for a, b in combinations(read, 2):
+                yield "variable", replace(node, items=_renamed(node.items, {a: b, b: a}))
+            yield from (("loop-order", replace(node, loops=loops)) for loops in _exchanged(node.loops))
+            yield from (("item-order", replace(node, items=items)) for items in _exchanged(node.items))
+        case g.Item():
+            yield from _parts(node)
+        case Tensor():
+            yield from (("line-order", replace(node, record=record)) for record in _exchanged(node.record))
+            yield from [("optional", replace(node, optional=None))] if node.optional else []
+            yield from (("stored", replace(node, stored=rules)) for rules in _dropped(node.stored))
+        case Stored():
+            yield from (("stored", replace(node, when=when)) for when in _dropped(node.when))
+            for i, (key, values) in enumerate(node.when):
+                yield from (("stored", replace(node, when=(*node.when[:i], (key, fewer), *node.when[i + 1:])))
+                            for fewer in _dropped(values))
+        case Storage():
+            yield from (("where", replace(node, where=where)) for where in _dropped(node.where))
+            yield from (("tensor-order", replace(node, tensors=tensors)) for tensors in _exchanged(node.tensors))
+        case Param():
+            yield from (("values", replace(node, values=values)) for values in (*_exchanged(node.values), *_dropped(node.values)))
+            yield from (("values", replace(node, values=tuple(new if v == value else v for v in node.values)))
+                        for value in node.values if isinstance(value, int) for new in (value + 1, value - 1, 2 * value))
+        case Spec():
+            yield from (("storage-order", replace(node, storages=storages)) for storages in _exchanged(node.storages))
+
+
+def _exchanged(parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """With two neighbours in each other's place."""
+    for i in range(len(parts) - 1):
+        yield (*parts[:i], parts[i + 1], parts[i], *parts[i + 2:])
+
+
+def _dropped(parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    for i in range(len(parts)):
+        yield (*parts[:i], *parts[i + 1:])
+
+
+def _renamed(node: Any, names: Mapping[str, str]) -> Any:
+    """A node with variables under other names; names of fields stay."""
+    if isinstance(node, tuple):
+        return tuple(_renamed(part, names) for part in node)
+    if isinstance(node, g.Name):
+        return replace(node, name=names.get(node.name, node.name))
+    if isinstance(node, g.Item):
+        return replace(node, index=_renamed(node.index, names))
+    if isinstance(node, g.Binary):
+        return replace(node, left=_renamed(node.left, names), right=_renamed(node.right, names))
+    return node
+
+
+def _numbers(node: g.Number, place: str) -> Iterator[Change]:
+    """One more, one less, twice; where a sign may stand, negated."""
+    for value in (node.value + 1, node.value - 1, 2 * node.value):
+        yield "number", g.Negate(replace(node, value=-value), NOWHERE) if value < 0 else replace(node, value=value)
+    if place == "encode":
+        yield "sign", g.Negate(node, NOWHERE)
+
+
+def _names(node: g.Name, place: str, spec: Spec) -> Iterator[Change]:
+    """The other axis, or another field."""
+    if node.name in LETTERS:
+        yield "axis", replace(node, name=LETTERS[node.name])
+    if place in ("decode", "encode"):
+        known = [field.name.value for field in spec.fields]
+        yield from (("field", replace(node, name=name)) for name in known if name != node.name and node.name in known)
+
+
+def _operations(node: g.Binary, place: str) -> Iterator[Change]:
+    """Another operation, the operands exchanged, and in decode the other precedence."""
+    yield "sign", replace(node, op=SIGNS.get(node.op, "*"))
+    if node.op not in ("+", "*"):
+        yield "operands", replace(node, left=node.right, right=node.left)
+    if node.op == "/" and place != "decode":
+        yield "ceil", g.Apply("ceil", (node,), (), NOWHERE)
+    if place == "decode" and isinstance(node.left, g.Binary):
+        yield "order", replace(node.left, right=replace(node, left=node.left.right))
+    if place == "decode" and isinstance(node.right, g.Binary):
+        yield "order", replace(node.right, left=replace(node, right=node.right.left))
+
+
+def _calls(node: g.Apply, place: str) -> Iterator[Change]:
+    """ceil left out; another encode scheme, roles exchanged, options left out, added and changed."""
+    if place != "encode":
+        yield from (("ceil", argument) for argument in node.arguments)
+        return
+    scheme = SCHEMES[node.name]
+    yield from (("scheme", replace(node, name=name)) for name in SCHEMES if name != node.name)
+    yield from (("option", replace(node, keywords=keywords)) for keywords in _dropped(node.keywords))
+    given = {key.name: i for i, (key, _) in enumerate(node.keywords)}
+    for (a, left), (b, right) in pairwise(pair for pair in node.keywords if pair[0].name in scheme.roles):
+        swapped = {a.name: right, b.name: left}
+        yield "role", replace(node, keywords=tuple((key, swapped.get(key.name, value)) for key, value in node.keywords))
+    defaults = signature(getattr(encode, node.name)).parameters
+    for option, words in scheme.options.items():
+        for word in words or ():
+            if option not in given and word == str(defaults[option].default).lower():
+                continue                                         # says what is so anyway
+            at = given.get(option, len(node.keywords))
+            changed = (g.Name(option, NOWHERE), g.Name(word, NOWHERE))
+            yield "option", replace(node, keywords=(*node.keywords[:at], changed, *node.keywords[at + 1:]))
+
+
+def _subscripts(node: g.Typed, spec: Spec) -> Iterator[Change]:
+    """Another type; a subscript too few; blocks along the other axis."""
+    yield from (("type", replace(node, type=kind)) for kind in _types(node.type, spec))
+    yield from (("axis", replace(node, index=index)) for index in _dropped(node.index))
+    blocks = [part for part in node.index if isinstance(part, g.Binary) and isinstance(part.left, g.Name)]
+    if len(node.index) == 2 and len(blocks) == 1:
+        block = blocks[0]
+        other = LETTERS[block.left.name]                         # type: ignore[union-attr]
+        turned = replace(block, left=g.Name(other, NOWHERE)), g.Name(LETTERS[other], NOWHERE)
+        yield "group-axis", replace(node, index=turned if other == "n" else turned[::-1])
+
+
+def _types(kind: g.Type, spec: Spec) -> Iterator[g.Type]:
+    """Types that are as wide, or nearly."""
+    word = kind.name
+    if kind.parameter is not None:
+        yield replace(kind, name={"u": "i", "i": "u"}[word])
+    elif kind.extent is None and word in {p.name.value for p in spec.params}:
+        yield from (replace(kind, name=str(value)) for p in spec.params if p.name.value == word for value in p.values)
+    elif kind.extent is None:
+        number = numbers.number(word)
+        assert number is not None
+        as_wide = [name for name, other in numbers.FLOATS.items() if other.bits == number.bits]
+        widths = (number.bits, number.bits - 1, number.bits + 1, number.bits // 2)
+        near = [f"{letter}{bits}" for letter in "ui" for bits in widths]
+        yield from (replace(kind, name=name) for name in (*as_wide, *near) if name != word)
+
+
+def _parts(node: g.Item) -> Iterator[Change]:
+    """Other bits of the same field; subscripts exchanged."""
+    yield from (("subscript", replace(node, index=index)) for index in _exchanged(node.index))
+    if node.part in ("lo", "hi"):
+        yield "part", replace(node, part="hi" if node.part == "lo" else "lo")
+        yield "part", replace(node, part="at", lo=g.Number(1, NOWHERE))
+    if node.part == "at":
+        yield from (("part", replace(node, part=part, lo=None)) for part in ("lo", "hi"))
+    if node.width is not None and node.field is not None:
+        yield "part", replace(node, part="whole", lo=None, width=None)
+
+
+@cache
+def mutants(path: Path) -> tuple[Mutant, ...]:
+    """The mutants of a spec, no two of which are the same spec."""
+    spec = load(path, path.name)
+    rows = listing(spec)
+    seen = {tuple(rows)}
+    found: list[Mutant] = []
+    for kind, changed in mistakes(spec, "", spec):
+        now = listing(changed)
+        if tuple(now) not in seen:
+            seen.add(tuple(now))
+            found.append(Mutant(kind, _difference(rows, now), changed))
+    return tuple(found)
+
+
+def _difference(before: Sequence[str], now: Sequence[str]) -> str:
+    """The lines that are others, as 'place: old -> new'."""
+    parts = []
+    for tag, i, j, a, b in SequenceMatcher(None, before, now, autojunk=False).get_opcodes():
+        if tag != "equal":
+            place = before[i].split(": ")[0] if i < j else now[a].split(": ")[0]
+            old, new = (" / ".join(row.removeprefix(f"{place}: ") for row in rows) for rows in (before[i:j], now[a:b]))
+            parts.append(f"{place}: {old} -> {new}")
+    return " and ".join(parts)

@@ -1,0 +1,383 @@
+"""A second, slow reading of what a spec means: one element at a time, in plain Python and float32 scalars of numpy.
+
+It shares the parsed spec and tests/support/oracle.py with nothing of the compiler or the runtime.  Values of fields are codes:
+their bits as an unsigned integer.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, cached_property
+from math import floor, ldexp, prod
+
+import numpy as np
+import numpy.typing as npt
+
+from qdsl.spec import grammar as g
+from qdsl.spec.model import Spec, Tensor
+from tests.support import oracle
+
+Codes = npt.NDArray[np.int64]
+Scalar = int | np.float32
+_SMALL = re.compile(r"e(\d)m(\d)(fnuz)?\Z")
+
+
+class Unread(Exception):
+    """Something of the language that this reading does not know yet."""
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def value(kind: str, code: int) -> Scalar:
+    """What a code of a type means: an int for integers, else the float32."""
+    if kind[0] in "ui" and kind[1:].isdigit():
+        bits = int(kind[1:])
+        return code - (1 << bits) if kind[0] == "i" and code >> bits - 1 else code
+    if kind in ("f32", "bf16"):
+        return np.uint32(code << 16 if kind == "bf16" else code).view(np.float32)
+    if kind == "f16":
+        return np.float32(np.uint16(code).view(np.float16))
+    if kind == "e8m0":
+        return np.float32(np.nan if code == 255 else ldexp(1, code - 127))
+    if kind == "ue4m3":
+        return np.float32(0) if code & 127 == 127 else value("e4m3", code & 127)
+    match = _SMALL.match(kind)
+    if match is None:
+        raise Unread(f"no second reading of type '{kind}': add it to tests/support/second.py")
+    exponent, mantissa, fnuz = int(match[1]), int(match[2]), match[3] is not None
+    negative = code >> exponent + mantissa & 1
+    magnitude = code & (1 << exponent + mantissa) - 1
+    power, fraction = magnitude >> mantissa, magnitude & (1 << mantissa) - 1
+    if (fnuz and negative and not magnitude) or (kind == "e4m3" and magnitude == 127) or (kind == "e5m2" and magnitude > 124):
+        return np.float32(np.nan)
+    if kind == "e5m2" and magnitude == 124:
+        return np.float32(-np.inf if negative else np.inf)
+    bias = (1 << exponent - 1) - (0 if fnuz else 1)
+    whole = ldexp(fraction + ((1 << mantissa) if power else 0), max(power, 1) - bias - mantissa)
+    return np.float32(-whole if negative else whole)
+
+
+@cache
+def _magnitudes(kind: str) -> list[tuple[float, int]]:
+    """The finite values of a small float that are not negative, with their codes."""
+    positive = range(1 << width(kind) - 1)
+    return sorted((float(value(kind, code)), code) for code in positive if np.isfinite(value(kind, code)))
+
+
+def width(kind: str) -> int:
+    known = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "ue4m3": 8}
+    return known.get(kind) or (int(kind[1:]) if kind[0] in "ui" else 1 + int(kind[1]) + int(kind[3]))
+
+
+def nearest(kind: str, x: np.float32) -> int:
+    """The code of the float type nearest to x, ties to the even code; beyond the largest, the largest of small types."""
+    if kind == "f32":
+        return int(x.view(np.uint32))
+    if kind == "f16":
+        with np.errstate(over="ignore"):
+            return int(x.astype(np.float16).view(np.uint16))
+    if kind == "bf16":
+        bits = int(x.view(np.uint32))
+        return bits + 0x7FFF + (bits >> 16 & 1) >> 16
+    finite = _magnitudes(kind)
+    size = abs(float(x))
+    at = min(bisect(finite, (size, -1)), len(finite) - 1)
+    near = finite[max(0, at - 1):at + 1]
+    code = min(near, key=lambda pair: (abs(Fraction(pair[0]) - Fraction(size)), pair[1] & 1))[1]
+    return code | int(np.signbit(x)) << width(kind) - 1
+
+
+def whole(kind: str, x: np.float32, ties: str = "even", offset: int = 0) -> int:
+    """The integer nearest to x plus an offset, cut to the type's range, as a code."""
+    bits = int(kind[1:])
+    if ties == "up":                                             # the one rule that is defined by a sum in float32
+        found = floor(x + np.float32(offset + 0.5))
+    elif ties == "away":
+        found = (1 if x > 0 else -1) * floor(abs(float(x)) + 0.5) + offset
+    else:
+        found = round(float(x)) + offset
+    low = -(1 << bits - 1) if kind[0] == "i" else 0
+    return min(max(found, low), low + (1 << bits) - 1) & (1 << bits) - 1
+
+
+# -- one weight of a spec ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A spec at one storage, shape and choice of parameters; sizes are the block lengths with -1 written out."""
+
+    spec: Spec
+    storage: str
+    shape: tuple[int, int]
+    params: Mapping[str, int | str]
+    sizes: Mapping[str, int]
+
+    @cached_property
+    def env(self) -> dict[str, int]:
+        return oracle.environment(self.spec, *self.shape, self.params, self.sizes)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        storage = next(s for s in self.spec.storages if s.name.value == self.storage)
+        return {tensor.name.value: tensor for tensor in storage.tensors}
+
+    def kind(self, field: str) -> str:
+        """The field's type with parameters written in."""
+        kind = next(f for f in self.spec.fields if f.name.value == field).typed.type
+        return str(self.params.get(kind.name, kind.name)) + (str(self.params[kind.parameter.name]) if kind.parameter else "")
+
+    @cached_property
+    def defaults(self) -> dict[str, g.Expr]:
+        """The values of fields that this storage does not hold, or need not."""
+        storage = next(s for s in self.spec.storages if s.name.value == self.storage)
+        fields = {field.name.value for field in self.spec.fields}
+        found = {key.value: expr for key, expr in storage.where if key.value in fields}
+        for tensor in storage.tensors:
+            if tensor.optional is not None:
+                (item,) = (item for line in tensor.record for item in line.items if item.field is not None)
+                found[item.field.name] = tensor.optional         # type: ignore[union-attr]
+        return found
+
+    def places(self, held: Mapping[str, Codes]) -> Iterator[tuple[tuple[int, int], dict[str, int], dict[str, tuple[int, ...]]]]:
+        """Every weight: (n, k), the values of the fields that are not held, and the elements of those that are."""
+        indices = [f.name.value for f in self.spec.fields if f.typed.type.name == "index"]
+        for n, k in np.ndindex(*self.shape):
+            env = {**self.env, "n": n, "k": k}
+            free = {name: oracle.evaluate(expr, env) for name, expr in self.defaults.items() if name not in held}
+            env |= free | {name: int(held[name][k]) for name in indices if name in held}
+            yield (n, k), free, {f.name.value: tuple(oracle.evaluate(i, env) for i in f.typed.index)
+                                 for f in self.spec.fields if f.name.value in held}
+
+    # -- decode -------------------------------------------------------------------------------------------------------
+
+    def decode(self, fields: Mapping[str, Codes]) -> npt.NDArray[np.float32]:
+        """The weights, each operation of the decode expression rounded to float32."""
+        out = np.empty(self.shape, np.float32)
+        kinds = {field.name.value: self.kind(field.name.value) for field in self.spec.fields}
+        sizes: dict[str, Scalar] = {name: size for name, size in self.params.items() if isinstance(size, int)}
+        with np.errstate(all="ignore"):
+            for weight, free, places in self.places(fields):
+                values = {name: value(kinds[name], int(fields[name][place])) for name, place in places.items()
+                          if kinds[name] != "index"}
+                out[weight] = _step(self.spec.decode, {**sizes, **free, **values})
+        return out
+
+    # -- storage ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _bits(self) -> list[tuple[str, tuple[int, ...], int, oracle.Bit]]:
+        storage = next(s for s in self.spec.storages if s.name.value == self.storage)
+        return list(oracle.bits(self.spec, storage, self.env, self.params))
+
+    def pack(self, fields: Mapping[str, Codes], like: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Codes], dict[str, Codes]]:
+        """Tensors of these shapes that hold the fields, element by element, and the bits of them that are not padding."""
+        env = self.env
+        packed = {name: np.zeros(shape, np.int64) for name, shape in like.items()}
+        held = {name: np.zeros(shape, np.int64) for name, shape in like.items()}
+        rules = {name: rule for name, tensor in self.tensors.items() for rule in tensor.stored
+                 if all(self.params.get(key.value) in values for key, values in rule.when)}
+        for name, element, bit, (field, index, low) in self._bits:
+            if name not in like:
+                continue
+            code = int(fields[field][index])
+            rule = rules.get(name)
+            if rule is not None and rule.target.value == field:
+                code = oracle.evaluate(rule.value, {**env, field: code})
+            packed[name][element] |= (code >> low & 1) << bit
+            held[name][element] |= 1 << bit
+        for name, rule in rules.items():
+            if rule.target.value == "word" and name in like:
+                size = oracle.element_bits(self.spec, self.tensors[name], self.params)
+                for element in np.ndindex(*like[name]):
+                    word = oracle.evaluate(rule.value, {**env, "word": int(packed[name][element])})
+                    packed[name][element] = word % (1 << size)
+        return packed, held
+
+    def holds(self) -> bool:
+        """Whether the storage can hold the shape: divisions divide, and every element that a weight has is stored."""
+        try:
+            stored = {(field, index) for _, _, _, (field, index, _) in self._bits}
+        except AssertionError:
+            return False
+        fields = {field for field, _ in stored}
+        held = {name: np.zeros(self.shape[1], np.int64) for name in fields}
+        used = {element for _, _, places in self.places(held) for element in places.items()}
+        return used <= stored and all(self._whole(tensor) for tensor in self.tensors.values())
+
+    def _whole(self, tensor: Tensor) -> bool:
+        """Codes that run along a whole axis may end inside a word only where none of them straddles two."""
+        line = tensor.record[0]
+        axis = {"N", "K"} & set(g.names(line.loops[0].extent)) if line.loops else set()
+        if not axis:
+            return True
+        extents = [oracle.evaluate(loop.extent, self.env) for loop in line.loops]
+        widths = [oracle.evaluate(item.width, self.env) if item.width is not None else
+                  oracle.width_of(self.spec, item.field.name, self.params) for item in line.items if item.width or item.field]
+        bits = prod(extents[1:]) * sum(widths)
+        size = oracle.element_bits(self.spec, tensor, self.params)
+        return size % bits == 0 or extents[0] * bits % size == 0
+
+    # -- encode -------------------------------------------------------------------------------------------------------
+
+    @property
+    def arguments(self) -> dict[str, str | float]:
+        """Roles and options of the encode scheme, as the spec gives them."""
+        assert self.spec.encode is not None
+        found: dict[str, str | float] = {}
+        for key, given in self.spec.encode.keywords:
+            inner = given.value if isinstance(given, g.Negate) else given
+            assert isinstance(inner, g.Name | g.Number)
+            found[key.name] = inner.name if isinstance(inner, g.Name) else -inner.value if inner is not given else inner.value
+        return found
+
+    def span(self) -> tuple[int, int]:
+        """Half steps, from and to, in which weights fill the codes' range when the scale is one step."""
+        assert self.spec.encode is not None
+        if self.spec.encode.name == "minmax":
+            steps = (1 << int(self.kind(str(self.arguments["code"]))[1:])) - 1
+            return -2 * (steps // 2), 2 * (steps - steps // 2)
+        most = int(2 * abs(float(self.arguments.get("divisor", 2048))))
+        return -most, most
+
+    def encode(self, weight: npt.NDArray[np.float32], options: Mapping[str, str | bool]) -> dict[str, Codes]:
+        """The fields that the spec's encode scheme chooses for a float32 weight."""
+        assert self.spec.encode is not None
+        scheme = self.spec.encode.name
+        given = {**self.arguments, **options}
+        code = str(given["code"])
+        kind = self.kind(code)
+        fields: dict[str, Codes] = {code: np.zeros(self.shape, np.int64)}
+        if scheme == "nearest":
+            for place in np.ndindex(*self.shape):
+                fields[code][place] = nearest(kind, np.float32(weight[place]))
+            return fields
+        if scheme not in ("absmax", "signmax", "minmax"):
+            raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/second.py")
+        scale = str(given["scale"])
+        extents = [1 + max(place) for place in zip(*self._blocks, strict=True)]
+        roles = {name: np.zeros(extents, np.int64) for name in (scale, str(given.get("zero", scale)))}
+        for block, places in self._blocks.items():
+            x = [np.float32(weight[place]) for place in places]
+            with np.errstate(all="ignore"):
+                if scheme == "minmax":
+                    zero = str(given["zero"])
+                    codes, roles[zero][block], roles[scale][block] = _minmax(x, kind, self.kind(zero), self.kind(scale), given)
+                else:
+                    codes, roles[scale][block] = _absmax(x, kind, self.kind(scale), scheme, self._offset(code), given)
+            for place, chosen in zip(places, codes, strict=True):
+                fields[code][place] = chosen
+        return {**fields, **roles}
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+        """The weights that share an element of the scale, in the order of rows and columns."""
+        scale = str(self.arguments["scale"])
+        found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for weight, _, places in self.places({scale: np.zeros(0, np.int64)}):
+            found.setdefault(places[scale], []).append(weight)
+        return found
+
+    def _offset(self, code: str) -> int:
+        """What decode takes off a code before it is scaled."""
+        for part in _walk(self.spec.decode):
+            if isinstance(part, g.Binary) and part.op == "-" and isinstance(part.left, g.Name) and part.left.name == code:
+                if isinstance(part.right, g.Name):
+                    default = self.defaults.get(part.right.name)
+                    return 0 if default is None else oracle.evaluate(default, self.env)
+                return oracle.evaluate(part.right, self.env)
+        return 0
+
+
+def _walk(expr: g.Expr) -> Iterator[g.Expr]:
+    yield expr
+    for part in (expr.left, expr.right) if isinstance(expr, g.Binary) else (expr.value,) if isinstance(expr, g.Negate) else ():
+        yield from _walk(part)
+
+
+def _step(expr: g.Expr, env: Mapping[str, Scalar]) -> Scalar:
+    """An expression of decode: integers among themselves are exact, everything else is rounded to float32 at each step."""
+    if isinstance(expr, g.Number):
+        return expr.value if isinstance(expr.value, int) else np.float32(expr.value)
+    if isinstance(expr, g.Name):
+        return env[expr.name]
+    if isinstance(expr, g.Negate):
+        return -_step(expr.value, env)
+    if not isinstance(expr, g.Binary):
+        raise Unread(f"no second reading of '{type(expr).__name__}' in decode: add it to tests/support/second.py")
+    a, b = _step(expr.left, env), _step(expr.right, env)
+    if expr.op == "**":
+        return 2 ** int(b) if b >= 0 else np.float32(ldexp(1, int(b)))
+    if not (isinstance(a, int) and isinstance(b, int)) or expr.op == "/":
+        a, b = np.float32(a), np.float32(b)
+    return {"+": lambda: a + b, "-": lambda: a - b, "*": lambda: a * b, "/": lambda: a / b, "//": lambda: a // b,
+            "%": lambda: a % b}[expr.op]()
+
+
+# -- encode schemes, for the weights of one block -----------------------------------------------------------------------
+
+
+def _chosen(x: np.float32, kind: str, ties: str, offset: int) -> int:
+    return whole(kind, x, ties, offset) if kind[0] in "ui" and kind[1:].isdigit() else nearest(kind, x)
+
+
+def _stored(scale: np.float32, kind: str) -> tuple[int, np.float32]:
+    """The scale's code, and the float32 that it is read back as."""
+    code = nearest(kind, scale)
+    return code, np.float32(value(kind, code))
+
+
+def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int, given: Mapping[str, str | float | bool],
+            ) -> tuple[list[int], int]:
+    """Codes and the scale's code for scale = largest / divisor, where signmax keeps the sign of the largest."""
+    first = max(x, key=abs)                                      # of equals, the first
+    largest = first + np.float32(0) if scheme == "signmax" else abs(first)
+    divisor, by, ties = np.float32(given["divisor"]), given.get("by", "stored"), str(given.get("ties", "even"))
+    exact = largest / divisor
+    if by == "inverse":
+        # Rounded twice: torch divides a number by a tensor so, and transformers with it.
+        factor = np.float32(1) / (largest if largest else np.float32(1)) * divisor
+        code, _ = _stored(np.float32(1) / factor, scale)
+        scaled = [v * factor for v in x]
+    elif by == "exact":
+        code, _ = _stored(exact, scale)
+        factor = np.float32(1) / exact if exact else np.float32(0)
+        scaled = [v * factor for v in x]
+    else:
+        code, used = _stored(exact if exact else np.float32(2 ** -23), scale)
+        scaled = [v / used for v in x]
+    return [_chosen(v, kind, ties, offset) for v in scaled], code
+
+
+def _minmax(x: list[np.float32], kind: str, zero: str, scale: str, given: Mapping[str, str | float | bool],
+            ) -> tuple[list[int], int, int]:
+    """Codes, the zero point's code and the scale's code for a range from the least weight to the largest, zero included."""
+    symmetric = given.get("symmetric") in (True, "true")
+    low, high = min(np.float32(0), *x), max(np.float32(0), *x)
+    if symmetric:
+        high = max(high, -low)
+        low = -high if low < 0 else low
+    if low == high:
+        low, high = np.float32(-1), np.float32(1)
+    bits = int(kind[1:])
+    least = -(1 << bits - 1) if kind[0] == "i" else 0
+    exact = (high - low) / np.float32((1 << bits) - 1)
+    code, stored = _stored(exact, scale)
+    used = exact if given.get("by") == "exact" else stored
+    if symmetric:
+        middle = (1 << bits - 1) + least
+    else:
+        middle = min(max(round(float(np.float32(least) - low / used)), least), least + (1 << bits) - 1)
+    codes = [round(float(v / used)) + middle for v in x]
+    zeros = int(zero[1:])
+    return [_clip(c, bits, least) for c in codes], _clip(middle, zeros, -(1 << zeros - 1) if zero[0] == "i" else 0), code
+
+
+def _clip(number: int, bits: int, least: int) -> int:
+    return min(max(number, least), least + (1 << bits) - 1) & (1 << bits) - 1
