@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
 
 def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     """blocks of the fields; the inverse of unpack_gguf."""
-    r = torch.zeros(d.shape[0], d.shape[1], 210, dtype=torch.uint8, device=q.device)
+    r = empty((d.shape[0], d.shape[1], 210), torch.uint8, q.device)
     q_split = q.unflatten(-1, (-1, 2, 2, 64))
     r[..., 0:128] = ((q_split[:, :, :, 0] & 15) | (q_split[:, :, :, 1] & 15) << 4).flatten(2)
     q_split2 = q.unflatten(-1, (-1, 2, 4, 32))

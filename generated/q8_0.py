@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
 
 def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     """blocks of the fields; the inverse of unpack_gguf."""
-    r = torch.zeros(d.shape[0], d.shape[1], 34, dtype=torch.uint8, device=d.device)
+    r = empty((d.shape[0], d.shape[1], 34), torch.uint8, d.device)
     r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     r[..., 2:34] = q.unflatten(-1, (-1, 32)).view(torch.uint8)
     return {

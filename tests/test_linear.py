@@ -302,7 +302,7 @@ def test_an_order_of_columns_that_is_loaded_counts(assign: bool) -> None:
     """A module made from a weight with its columns in order, and loaded with one that has another order; and back."""
     plain, shuffled = int_group.quantize(sample(64, 128), "gptq_v2", group=32), act_order(seed=1)
     for first, second in ((plain, shuffled), (shuffled, plain)):
-        module = int_group.Linear(first)
+        module = int_group.Linear(first.apply(torch.clone))      # without assign, loading writes into the tensors it is made of
         module.load_state_dict(int_group.Linear(second).state_dict(), assign=assign)
         assert same_bits(module.dequantize(torch.float32), int_group.dequantize(second, torch.float32))
 
@@ -410,3 +410,19 @@ def test_a_module_says_what_it_holds() -> None:
     shown = repr(int_group.Linear(packed, sample(64)))
     assert re.fullmatch(r"Linear\(in_features=128, out_features=64, bias=True, .*int_group\.gptq_v1.*\)", shown)
     assert "bias=False" in repr(int_group.Linear(packed))
+
+
+def test_autocast_decides_the_dtype_as_for_a_dense_layer() -> None:
+    packed = q4_0.quantize(sample(8, 64))
+    x = sample(3, 64)
+    dense = nn.Linear(64, 8, bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = q4_0.linear(x, packed), dense(x)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    assert same_bits(found, q4_0.linear(x.bfloat16(), packed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.complex64], ids=str)
+def test_x_of_another_kind_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(FormatError, match=r"x \[3, 64\] \w+ does not fit a weight \[8, 64\]: expected floats"):
+        q4_0.linear(torch.zeros(3, 64).to(dtype), q4_0.quantize(sample(8, 64)))

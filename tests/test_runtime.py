@@ -174,6 +174,33 @@ def test_weights_that_are_no_numbers_are_refused(module: object, value: float) -
         module.quantize(weight)  # type: ignore[attr-defined]
 
 
+QUANTIZED = [case for case in CASES if case.module.FORMAT.variant(case.choice).encode is not None]
+
+
+@pytest.mark.parametrize("case", QUANTIZED, ids=str)
+def test_a_weight_is_quantized_the_same_in_tiles(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, k = smallest(case, tiles=3)
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(0))
+    whole = case.module.quantize(weight, case.storage, **case.choice)
+    monkeypatch.setattr(tiles, "TILE", 1)
+    tiled = case.module.quantize(weight, case.storage, **case.choice)
+    assert all(same_bits(tiled.tensors[name], tensor) for name, tensor in whole.tensors.items())
+
+
+@pytest.mark.parametrize("module", [bf16, fp8_block, int8_channel, int_group, q4_0], ids=lambda module: module.SPEC.name)
+def test_what_is_wrong_in_a_late_tile_is_said_with_its_row(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "TILE", 1)
+    weight = torch.zeros(384, 128)
+    weight[300, 5] = math.nan
+    with refused("the weight is nan at row 300, column 5"):
+        module.quantize(weight)  # type: ignore[attr-defined]
+    weight[300, 5] = 3e38                                        # finite, though the sum that is looked at first is not
+    weight[300, 6] = 3e38
+    if module is q4_0:
+        with refused(r"the scale .* of block \[300, 0\] does not fit f16"):
+            q4_0.quantize(weight)
+
+
 def test_quantize_refuses_what_it_cannot_do() -> None:
     with refused("q4_k has no quantizer yet"):
         q4_k.quantize(torch.zeros(1, 256))

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, device
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, device, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -50,10 +50,10 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     q_split = q.unflatten(-1, (-1, 4, 4))
     qweight_bytes = sum(q_split[..., i] << 2 * i for i in range(4))
     z_split = z.unflatten(0, (-1, 4, 4))
-    qzeros_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4)).permute(0, 2, 1)
+    qzeros_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4))
     tensors = {
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1).t().contiguous(),
+        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
         "scales": s.t().contiguous(),
     }
     if g is not None:
@@ -82,10 +82,10 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     q_split = q.unflatten(-1, (-1, 4, 4))
     qweight_bytes = sum(q_split[..., i] << 2 * i for i in range(4))
     z_split = z.unflatten(0, (-1, 4, 4))
-    qzeros_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4)).permute(0, 2, 1)
+    qzeros_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4))
     tensors = {
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1).t().contiguous() - 0x55555555,
+        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x55555555,
         "scales": s.t().contiguous(),
     }
     if g is not None:

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, device
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, device, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -51,10 +51,10 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     q_split = q.unflatten(-1, (-1, 4, 2))
     qweight_bytes = q_split[..., 0] | q_split[..., 1] << 4
     z_split = z.unflatten(0, (-1, 4, 2))
-    qzeros_bytes = (z_split[:, :, 0] | z_split[:, :, 1] << 4).permute(0, 2, 1)
+    qzeros_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
     tensors = {
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1).t().contiguous(),
+        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
         "scales": s.t().contiguous(),
     }
     if g is not None:
@@ -83,10 +83,10 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     q_split = q.unflatten(-1, (-1, 4, 2))
     qweight_bytes = q_split[..., 0] | q_split[..., 1] << 4
     z_split = z.unflatten(0, (-1, 4, 2))
-    qzeros_bytes = (z_split[:, :, 0] | z_split[:, :, 1] << 4).permute(0, 2, 1)
+    qzeros_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
     tensors = {
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1).t().contiguous() - 0x11111111,
+        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x11111111,
         "scales": s.t().contiguous(),
     }
     if g is not None:
@@ -110,12 +110,12 @@ def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> dict[str, Ten
 def pack_awq(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, qzeros, scales of the fields; the inverse of unpack_awq."""
     q_split = q.unflatten(0, (-1, 2, 2, 2))
-    qweight_bytes = (q_split[:, :, 0] | q_split[:, :, 1] << 4).permute(0, 3, 2, 1).flatten(2)
+    qweight_bytes = (q_split[:, :, 0] | q_split[:, :, 1] << 4).permute(0, 2, 1, 3).flatten(1, 2)
     z_split = z.unflatten(0, (-1, 2, 2, 2))
-    qzeros_bytes = (z_split[:, :, 0] | z_split[:, :, 1] << 4).permute(0, 3, 2, 1).flatten(2)
+    qzeros_bytes = (z_split[:, :, 0] | z_split[:, :, 1] << 4).permute(0, 2, 1, 3).flatten(1, 2)
     return {
-        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1).t().contiguous(),
+        "qweight": integer(qweight_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
+        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
         "scales": s.t().contiguous(),
     }
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, device
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, device, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -48,10 +48,10 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
 def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v2."""
     qweight_bytes = q.unflatten(-1, (-1, 4))
-    qzeros_bytes = z.unflatten(0, (-1, 4)).permute(0, 2, 1)
+    qzeros_bytes = z.unflatten(0, (-1, 4))
     tensors = {
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1).t().contiguous(),
+        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
         "scales": s.t().contiguous(),
     }
     if g is not None:
@@ -78,10 +78,10 @@ def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
 def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v1."""
     qweight_bytes = q.unflatten(-1, (-1, 4))
-    qzeros_bytes = z.unflatten(0, (-1, 4)).permute(0, 2, 1)
+    qzeros_bytes = z.unflatten(0, (-1, 4))
     tensors = {
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1).t().contiguous() - 0x1010101,
+        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x1010101,
         "scales": s.t().contiguous(),
     }
     if g is not None:

@@ -30,7 +30,7 @@ from qdsl.spec.model import Data
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Storage", "Stored", "Variant", "as_type", "cdiv", "device", "integer", "pad")
+RUNTIME = ("Field", "Format", "Kernels", "Storage", "Stored", "Variant", "as_type", "cdiv", "device", "empty", "integer", "pad")
 
 
 @dataclass(frozen=True, slots=True)

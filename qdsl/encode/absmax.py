@@ -28,9 +28,12 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
     A block of -0.0 has the extreme value +0.0, as one that nothing was larger than.
     """
     blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
-    flat = blocks.permute(0, 2, 1, 3).flatten(2)
-    at = flat.abs().argmax(2, keepdim=True)
-    largest = flat.gather(2, at).permute(0, 2, 1).unsqueeze(-1) + 0.0
+    low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
+    largest = torch.where(-low > high, low, high) + 0.0
+    tied = (-low == high) & (high != 0)
+    if bool(tied.any()):
+        flat = blocks.permute(0, 2, 1, 3).flatten(2)[tied[:, 0, :, 0]]
+        largest[tied] = flat.gather(1, flat.abs().argmax(1, keepdim=True))[:, 0]
     return _encode(weight, blocks, largest, code, scale, axes, divisor, offset, by, ties)
 
 
@@ -45,12 +48,16 @@ def _encode(weight: Tensor, blocks: Tensor, largest: Tensor, code: str, scale: s
         stored = stored_scale(exact, scale)
         factor = torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
         # A scale whose reciprocal overflows is stored as 0; ggml's codes are then 0, offset and all.
-        lost = torch.isinf(factor).expand_as(blocks)
-        chosen = codes(blocks * factor, code, ties, offset).masked_fill_(lost, 0)
+        lost = torch.isinf(factor)
+        chosen = codes(blocks * factor, code, ties, offset)
+        if bool(lost.any()):
+            chosen.masked_fill_(lost.expand_as(blocks), 0)
         return join_blocks(chosen, *weight.shape), shaped(stored, axes).contiguous()
     else:
         exact = largest / divisor
         stored = stored_scale(torch.where(exact == 0, torch.full_like(exact, torch.finfo(exact.dtype).eps), exact), scale)
         used = stored.to(blocks.dtype)
-        scaled = torch.where(used == 0, torch.zeros_like(blocks), blocks / used)
+        scaled = blocks / used
+        if bool((used == 0).any()):
+            scaled.masked_fill_((used == 0).expand_as(blocks), 0)
     return join_blocks(codes(scaled, code, ties, offset), *weight.shape), shaped(stored, axes).contiguous()

@@ -32,9 +32,9 @@ def arithmetic(weight: Tensor, scale: str) -> Tensor:
 def stored_scale(exact: Tensor, scale: str) -> Tensor:
     """A scale as it is stored.  Raises FormatError where it becomes infinite."""
     stored = exact.to(FLOATS[scale])
-    bad = torch.nonzero(~torch.isfinite(stored.float()) & torch.isfinite(exact.float()))
-    if bad.numel():
-        where = tuple(int(i) for i in bad[0])
+    bad = ~torch.isfinite(stored)
+    if bool(bad.any()):
+        where = tuple(int(i) for i in torch.nonzero(bad)[0])
         raise FormatError(f"the scale {float(exact[where]):g} of block {[where[0], where[2]]} does not fit {scale}")
     return stored
 
@@ -46,21 +46,30 @@ def shaped(values: Tensor, axes: int) -> Tensor:
 
 
 def codes(values: Tensor, code: str, ties: str, offset: int = 0) -> Tensor:
-    """The codes nearest to values + offset, cut to the type's range.
+    """The codes nearest to values + offset, cut to the type's range; the values are used up.
 
     ties: 'even', 'away' (from zero) or 'up', for integers; floats round to even.
     """
     kind = number(code)
     assert kind is not None
     if kind.is_float:
-        cut = values.clamp(-kind.largest, kind.largest)
+        cut = values.clamp_(-kind.largest, kind.largest)
         return cut.to(FLOATS[code]) if code in FLOATS else to_minifloat(cut.float(), code)
+    values.clamp_(kind.low - offset, kind.high - offset)
     if ties == "even":
-        whole = torch.round(values) + offset
+        whole = values.round_().add_(offset)
     elif ties == "away":
-        size = values.abs()
-        floor = size.floor()
-        whole = torch.copysign(floor + (size - floor >= 0.5), values) + offset
+        whole = _away(values).add_(offset)
     else:
-        whole = torch.floor(values + (offset + 0.5))
-    return whole.clamp(kind.low, kind.high).to(torch_dtype(code))
+        whole = values.add_(offset + 0.5).floor_()
+    return whole.to(torch_dtype(code))
+
+
+def _away(values: Tensor) -> Tensor:
+    """Integers nearest to the values, ties away from zero.
+
+    Adding the largest number below a half crosses an integer exactly from a half on; a value smaller than that is doubled
+    and stays below 1.  The cast to int32 then cuts the fraction off, far faster than torch's trunc.
+    """
+    below = 0.5 - torch.finfo(values.dtype).eps / 4
+    return values.add_(values.clamp(-below, below)).to(torch.int32)

@@ -33,6 +33,6 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     used = torch.where(used == 0, torch.ones_like(used), used)
     middle = torch.full_like(low, (kind.high - kind.low + 1) // 2 + kind.low)
     zeros = middle if symmetric else torch.round(kind.low - low / used).clamp(kind.low, kind.high)
-    chosen = codes(torch.round(blocks / used) + zeros, code, ties)
+    chosen = codes((blocks / used).round_().add_(zeros), code, ties)
     return join_blocks(chosen, *weight.shape), shaped(codes(zeros, zero, "even"), axes).contiguous(), \
         shaped(stored, axes).contiguous()

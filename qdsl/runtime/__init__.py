@@ -1,10 +1,10 @@
 """What generated modules stand on: packed weights, the functions of a format, launches.  Needs no compiler."""
 
-from qdsl.runtime.arrays import as_type, cdiv, integer, pad
+from qdsl.runtime.arrays import as_type, cdiv, empty, integer, pad
 from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.layout import Field, Kernels, Storage, Stored, Variant
 from qdsl.runtime.module import QuantizedLinear
 from qdsl.runtime.packed import FormatError, PackedWeight
 
 __all__ = ["Field", "Format", "FormatError", "Kernels", "PackedWeight", "QuantizedLinear", "Spec", "Storage", "Stored",
-           "Variant", "as_type", "cdiv", "integer", "pad"]
+           "Variant", "as_type", "cdiv", "empty", "integer", "pad"]

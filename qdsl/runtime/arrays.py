@@ -26,9 +26,9 @@ def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype)
 
 
-def integer(bytes_: Tensor) -> Tensor:
-    """Little-endian integers of the bytes along the last axis: int32 for up to 3 bytes, else int64."""
-    wide = torch.int32 if bytes_.shape[-1] <= 3 else torch.int64
+def integer(bytes_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Little-endian integers of the bytes along the last axis: without a dtype int32 for up to 3 bytes, else int64."""
+    wide = dtype or (torch.int32 if bytes_.shape[-1] <= 3 else torch.int64)
     value = bytes_[..., 0].to(wide)
     for i in range(1, bytes_.shape[-1]):
         value |= bytes_[..., i].to(wide) << 8 * i

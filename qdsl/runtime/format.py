@@ -127,6 +127,10 @@ class Format:
                     and index is not None and self._check_index(name, tensor, index, shape, params)}
         return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes)
 
+    def checked(self, packed: PackedWeight) -> PackedWeight:
+        """The same weight with its index tensors looked at anew.  Raises FormatError for groups that do not exist."""
+        return self._packed(packed.storage, packed.tensors, packed.shape, packed.params, packed.notes)
+
     def _check_index(self, name: str, index: Tensor, field: Field, shape: tuple[int, int],
                      params: Mapping[str, int | str]) -> bool:
         """Refuse groups that do not exist; say whether the columns lie in order, so that the index adds nothing."""
@@ -240,14 +244,10 @@ class Format:
             raise FormatError(f"{self.name} has no quantizer yet: its spec names no encode scheme")
         if weight.dim() != 2 or not weight.is_floating_point():
             raise FormatError(f"{self.name}: a weight is floats [N, K], not {str(weight.dtype)[6:]} {list(weight.shape)}")
-        finite = torch.isfinite(weight)
-        if not bool(finite.all()):
-            n, k = (int(i) for i in torch.nonzero(~finite)[0])
-            raise FormatError(f"{self.name}: the weight is {float(weight[n, k])} at row {n}, column {k}")
         shape = (weight.shape[0], weight.shape[1])
         sizes = self.sizes(params, shape)
         types = {key: value for key, value in params.items() if isinstance(value, str)}
-        fields = dict(variant.encode(weight, **sizes, **types, **rest))
+        fields = tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **rest})
         for key, field in variant.fields.items():
             if field.type == "index" and key not in layout.where and field.groups is not None:
                 columns = torch.arange(shape[1], dtype=torch.int32, device=weight.device)

@@ -15,23 +15,27 @@ from qdsl.runtime import launch
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tiles import decode_rows, row_tiles
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FUSED_ROWS = 16                                                  # predicted, not measured: past it a weight is decoded too often
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype.
+    """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
 
     Sums are float32.  On a GPU up to 16 rows of x meet exact float32 weights; in every other case weights are first rounded
     to x's dtype.  Raises FormatError where x does not fit.
     """
     n, k = packed.shape
-    if x.shape[-1:] != (k,) or not x.is_floating_point():
+    if x.shape[-1:] != (k,) or x.dtype not in FLOATS:
         raise FormatError(f"x {list(x.shape)} {str(x.dtype)[6:]} does not fit a weight [{n}, {k}]: expected floats [..., {k}]")
-    if bias is not None and bias.shape != (n,):
-        raise FormatError(f"bias {list(bias.shape)} does not fit a weight [{n}, {k}]: expected [{n}]")
+    if bias is not None and (bias.shape != (n,) or bias.dtype not in FLOATS):
+        raise FormatError(f"bias {list(bias.shape)} {str(bias.dtype)[6:]} does not fit a weight [{n}, {k}]: "
+                          f"expected floats [{n}]")
     for name, tensor in (("x", x), ("bias", bias)):
         if tensor is not None and tensor.device != packed.device:
             raise FormatError(f"{name} is on {tensor.device}, the weight on {packed.device}")
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     result: Tensor = _Linear.apply(x, bias, packed)  # type: ignore[no-untyped-call]
     return result
 

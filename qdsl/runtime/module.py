@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,14 @@ class QuantizedLinear(nn.Linear):
     def packed(self) -> PackedWeight:
         """The weight with the tensors that the module holds now."""
         return self._packed.derive({name: getattr(self, name).data for name in self._names})
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Look at the tensors before they are loaded: an index into groups may have another order, or none that exists."""
+        held = self.packed.tensors
+        new = {name: state_dict.get(prefix + name, tensor) for name, tensor in held.items()}
+        if all(new[name].shape == tensor.shape and new[name].dtype == tensor.dtype for name, tensor in held.items()):
+            self._packed = self.format.checked(self._packed.derive(new)).derive({})
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.format.linear(input, self.packed, self.bias)

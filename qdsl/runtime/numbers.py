@@ -26,7 +26,7 @@ def _scaled(code: Tensor, mantissa: int, bias: int, sign: int) -> Tensor:
 
 def _holds(codes: Tensor, code: int) -> bool:
     """Whether the largest of some codes is `code`: one fast pass, so that special codes cost where they are."""
-    return bool(codes.numel()) and int(codes.amax()) == code
+    return bool(codes.numel()) and not codes.is_meta and int(codes.amax()) == code
 
 
 def e4m3(code: Tensor) -> Tensor:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Variant
-from qdsl.runtime.packed import PackedWeight
+from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.shapes import axis
 
 TILE = 1 << 19                                                   # weights per tile: few enough for a cache, many enough per call
@@ -36,6 +40,57 @@ def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> Non
         for c0, c1 in columns:
             shown = {name: _rectangle(variant, packed.sizes, name, field, (r0, r1), (c0, c1)) for name, field in fields.items()}
             variant.decode(**shown, out=out[r0:r1, c0:c1])
+
+
+def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The fields that a variant's encode scheme chooses, a tile of whole blocks of rows at a time.
+
+    Raises FormatError for a weight that is not finite, and where encode does.
+    """
+    assert variant.encode is not None
+    n, k = weight.shape
+    if not weight.numel():
+        return _nothing(variant, variant.encode(weight.new_zeros(max(n, 1), max(k, 1)), **options), sizes, (n, k))
+    chosen = [field for field in variant.fields.values() if field.type != "index"]
+    blocks = [next((each.by(sizes) for each in field.axes if each.dim == "N"), n) for field in chosen]
+    least = max(1, math.lcm(*blocks))
+    rows = max(1, TILE // max(1, k) // least) * least
+    if rows >= n:
+        _check_finite(weight)
+        return dict(variant.encode(weight, **options))
+    parts: list[dict[str, Tensor]] = []
+    for start in range(0, n, rows):
+        part = weight[start:start + rows]
+        try:
+            _check_finite(part)
+            parts.append(variant.encode(part, **options))
+        except FormatError:
+            _check_finite(weight)                                # says the row of the whole weight, not of the tile
+            return dict(variant.encode(weight, **options))
+    return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+
+
+def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], shape: tuple[int, int],
+             ) -> dict[str, Tensor]:
+    """Fields of a single zero, cut to those of an empty weight."""
+    found = dict(fields)
+    for name, field in fields.items():
+        for place, each in enumerate(variant.fields[name].axes):
+            found[name] = found[name].narrow(place, 0, min(field.shape[place], each.extent(*shape, sizes) or 0))
+    return found
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    whole = empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype, parts[0].device)
+    return torch.cat(parts, out=whole)
+
+
+def _check_finite(weight: Tensor) -> None:
+    if math.isfinite(float(weight.sum(dtype=torch.float32))):    # one fast pass; a sum that overflows is looked at again
+        return
+    if not bool(torch.isfinite(weight).all()):
+        n, k = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
+        raise FormatError(f"the weight is {float(weight[n, k])} at row {n}, column {k}")
 
 
 def unpack(packed: PackedWeight) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
 RESERVED = frozenset({
     "n", "k", "m", "N", "K", "M", "word", "pad", "index", "ceil", "lcm",                    # the language
-    "x", "out", "bias", "fields", "tensors", "device", "integer", "as_type", "cdiv",        # generated code
+    "x", "out", "bias", "fields", "tensors", "device", "integer", "as_type", "cdiv", "empty",        # generated code
     "absmax", "signmax", "minmax", "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
     *FLOATS,
 })
