@@ -51,7 +51,7 @@ def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by, ties."""
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by."""
     q, s = absmax(weight, code="e4m3", scale=scale_type, rows=1, columns=weight.shape[1], axes=1, divisor=448,
             **options)
     return {"q": q, "s": s}
@@ -118,7 +118,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k"),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
+    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse")},
 )
 
 FORMAT = Format(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,10 +45,13 @@ def _fail(message: str, code: int = 1) -> NoReturn:
 @contextmanager
 def _reported() -> Iterator[None]:
     """Problems of specs and files as messages; a wrong spec never shows a traceback."""
+    from qdsl.places import UnknownSpec
     from qdsl.spec.source import SpecError
 
     try:
         yield
+    except UnknownSpec as error:
+        _fail(f"error: {error}", 2)
     except SpecError as error:
         count = len(error.problems)
         _fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}")
@@ -64,7 +68,7 @@ def check(specs: Names, as_json: Json = False) -> None:
     from qdsl.spec.source import SpecError
 
     found: list[dict[str, Any]] = []
-    problems = 0
+    problems = missing = 0
     for name in specs:
         try:
             with_path = places.find(name)
@@ -77,8 +81,12 @@ def check(specs: Names, as_json: Json = False) -> None:
             if not as_json:
                 typer.echo(str(error), err=True)
             continue
-        except OSError as error:
-            _fail(f"error: {error}", 2)
+        except (places.UnknownSpec, OSError) as error:
+            missing += 1
+            found.append({"spec": name, "ok": False, "error": str(error)})
+            if not as_json:
+                typer.echo(f"error: {error}", err=True)
+            continue
         storages = list(dict.fromkeys(program.storage for program in programs))
         found.append({"spec": name, "ok": True, "format": programs[0].spec.name.value, "storages": storages})
         if not as_json:
@@ -86,7 +94,9 @@ def check(specs: Names, as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps({"schema": 1, "specs": found}))
     if problems:
-        _fail("" if as_json else f"\n{problems} problem{'s' if problems > 1 else ''}")
+        _fail("" if as_json else f"\n{problems} problem{'s' if problems > 1 else ''}", 2 if missing else 1)
+    if missing:
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -118,7 +128,8 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
         for row in changed if verify else rows:
             typer.echo(f"{'stale' if verify else row['change']:<8} {row['path']}")
     if verify and changed:
-        _fail("generated modules are not what their specs say: run `qdsl build --all`")
+        again = ["--all"] if every else [*(specs or []), *(["--out", str(out)] if out else [])]
+        _fail(f"generated modules are not what their specs say: run `qdsl build {shlex.join(again)}`")
 
 
 def _short(path: Path) -> str:

@@ -19,6 +19,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     target = Path(path)
     part = target.parent / f".qdsl-{secrets.token_hex(8)}.part"
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target} cannot be written: {target.parent} is no folder")
     try:
         with open(part, "xb") as file:
             yield file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -25,10 +26,16 @@ def shipped() -> list[Path]:
     return sorted(specs().glob("*.yaml"))
 
 
+class UnknownSpec(ValueError):
+    """A name that is neither a file nor a format that ships with qdsl."""
+
+
 def find(name: str) -> Path:
-    """A spec by its path, or by the name of one that ships with qdsl.  Raises FileNotFoundError."""
+    """A spec by its path, or by the name of one that ships with qdsl.  Raises UnknownSpec."""
     for path in (Path(name), specs() / f"{name}.yaml"):
         if path.is_file():
             return path
-    known = ", ".join(path.stem for path in shipped())
-    raise FileNotFoundError(f"no spec '{name}': expected a file, or one of {known}")
+    known = [path.stem for path in shipped()]
+    near = get_close_matches(name.lower().removesuffix(".yaml"), known, n=1)
+    raise UnknownSpec(f"no spec '{name}': expected a file, or one of {', '.join(known)}"
+                      + (f"; did you mean '{near[0]}'?" if near else ""))

@@ -113,7 +113,7 @@ COMMANDS = [("check",), ("show",), ("build", "--out", "built")]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-@pytest.mark.parametrize(("name", "close"), [("q4_o", "q4_0"), ("int_groups", "int_group"), ("Q6_K", "q6_k"),
+@pytest.mark.parametrize(("name", "close"), [("q40", "q4_0"), ("int_groups", "int_group"), ("Q6_K", "q6_k"),
                                              ("q8_0.yaml", "q8_0")])
 def test_a_name_that_is_nearly_right_is_guessed(folder: Path, command: tuple[str, ...], name: str, close: str) -> None:
     found = run(*command, name)

@@ -104,7 +104,7 @@ def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None, out: Tensor
 
 def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:
     """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, ties, symmetric.
+    of 0.  options: by, symmetric.
     """
     q, z, s = minmax(weight, code="u8", zero="u8", scale="f16", rows=1, columns=group, axes=2, **options)
     return {"q": q, "z": z, "s": s}
@@ -270,7 +270,6 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/4", last="n"),
         ),
     },
-    decode=decode, encode=encode,
-    options={"by": ("stored", "exact"), "ties": ("even", "away", "up"), "symmetric": (True, False)},
-    defaults={"g": None}, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, options={"by": ("stored", "exact"), "symmetric": (True, False)}, defaults={"g": None},
+    cuts=("N", "ceil(K/group)"),
 )

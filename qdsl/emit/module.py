@@ -168,16 +168,16 @@ def _encode(program: Program, decoded: Decode) -> list[str]:
     if "scale" in encode.roles:
         scale = program.field(encode.roles["scale"])
         fixed += [f"rows={_block(program, scale, 'n')}", f"columns={_block(program, scale, 'k')}", f"axes={len(scale.index)}"]
-    fixed += [f"{key}={_literal(value)}" for key, value in encode.options.items() if key not in scheme.open]
+    fixed += [f"{key}={_literal(value)}" for key, value in encode.options.items() if key not in encode.open]
     fixed += [f"offset={encode.offset}"] if encode.offset else []
-    given = [f'"{key}": {_literal(value)}' for key, value in encode.options.items() if key in scheme.open]
+    given = [f'"{key}": {_literal(value)}' for key, value in encode.options.items() if key in encode.open]
     call = [*fixed, f"**{{{', '.join(given)}, **options}}" if given else "**options"]
     head = ["weight: Tensor", *(["*"] if sizes or types else []), *(f"{size}: int" for size in sizes),
             *(f"{key}: str" for key in types), "**options: Any"]
     order = [encode.roles[role] for role in scheme.roles]
     doc = f"Fields for a float weight [N, K]: {scheme.summary}."
-    if scheme.open:
-        doc += f"  options: {', '.join(scheme.open)}."
+    if encode.open:
+        doc += f"  options: {', '.join(encode.open)}."
     else:
         head.remove("**options: Any")
         call.remove("**options")
@@ -224,7 +224,7 @@ def _variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
     tail = ["decode=decode"] + (["encode=encode"] if first.encode is not None else [])
     if first.encode is not None:
         scheme = SCHEMES[first.encode.scheme]
-        words = {option: [_literal(word) for word in scheme.options[option] or ()] for option in scheme.open}
+        words = {option: [_literal(word) for word in scheme.options[option] or ()] for option in first.encode.open}
         options = ", ".join(f"{_quoted(option)}: ({', '.join(allowed)})" for option, allowed in words.items())
         tail += [f"options={{{options}}}"] if options else []
     defaults = _defaults(programs)

@@ -14,8 +14,8 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
 
     rows, columns: the block that shares a scale; axes: how many axes the scale field has.
     by 'stored': codes are w / the stored scale (compressed-tensors); 'exact': w * (1 / the exact scale) (ggml);
-    'inverse': the exact inverse divisor / largest comes first, codes are w times it, and its reciprocal is stored
-    (transformers).  A block of zeros has codes of zero; its scale is the dtype's epsilon ('stored'), 0 or 1 / divisor.
+    'inverse': divisor * (1 / largest) comes first, codes are w times it, and its reciprocal is stored (transformers).
+    A block of zeros has codes of zero; its scale is the dtype's epsilon ('stored'), 0 or 1 / divisor.
     """
     blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
     return _encode(weight, blocks, blocks.abs().amax((1, 3), keepdim=True), code, scale, axes, divisor, offset, by, ties)
@@ -49,10 +49,9 @@ def _encode(weight: Tensor, blocks: Tensor, largest: Tensor, code: str, scale: s
         factor = torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
         # A scale whose reciprocal overflows is stored as 0; ggml's codes are then 0, offset and all.
         lost = torch.isinf(factor)
-        chosen = codes(blocks * factor, code, ties, offset)
+        scaled = blocks * factor
         if bool(lost.any()):
-            chosen.masked_fill_(lost.expand_as(blocks), 0)
-        return join_blocks(chosen, *weight.shape), shaped(stored, axes).contiguous()
+            scaled.masked_fill_(lost.expand_as(blocks), -offset)
     else:
         exact = largest / divisor
         stored = stored_scale(torch.where(exact == 0, torch.full_like(exact, torch.finfo(exact.dtype).eps), exact), scale)

@@ -10,7 +10,7 @@ from qdsl.numbers import number
 
 
 def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, columns: int, axes: int, by: str = "stored",
-           ties: str = "even", symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+           symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zero points, scales) of w = (code - zero) * scale, round to nearest as GPTQ's quantizer starts.
 
     The range from the smallest to the largest weight, zero included, is cut into 2^bits - 1 steps; symmetric makes it
@@ -33,6 +33,6 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     used = torch.where(used == 0, torch.ones_like(used), used)
     middle = torch.full_like(low, (kind.high - kind.low + 1) // 2 + kind.low)
     zeros = middle if symmetric else torch.round(kind.low - low / used).clamp(kind.low, kind.high)
-    chosen = codes((blocks / used).round_().add_(zeros), code, ties)
+    chosen = codes((blocks / used).round_().add_(zeros), code, "even")
     return join_blocks(chosen, *weight.shape), shaped(codes(zeros, zero, "even"), axes).contiguous(), \
         shaped(stored, axes).contiguous()

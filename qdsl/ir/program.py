@@ -131,12 +131,16 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """The scheme that chooses codes: its roles (role -> field), options, and the constant that decode takes off a code."""
+    """The scheme that chooses codes: its roles (role -> field), options, and the constant that decode takes off a code.
+
+    `open` names the options that a caller of quantize may give too.
+    """
 
     scheme: str
     roles: Mapping[str, str]
     options: Mapping[str, str | int | float]
     offset: int
+    open: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,12 @@ def _check_words(tensor: Tensor, problems: Problems) -> None:
                            f"{tensor.element.bits}: add 'word' to the axis along which its {tensor.words} elements lie")
 
 
+    for axis in tensor.axes:
+        if tensor.words > 1 and "" in axis.digits[:-1]:
+            problems.add(tensor.span, f"the {tensor.words} elements of a record of '{tensor.name}' lie together: "
+                                      "'word' is the last digit of its axis")
+
+
 def _check_tile(program: Program, tensor: Tensor, placement: Placement, held: dict[str, set[int]], problems: Problems) -> None:
     """One record holds the same bits of every element of the field's tile, each once."""
     field = program.field(placement.field)

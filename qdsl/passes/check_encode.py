@@ -50,7 +50,13 @@ def check_encode(program: Program, problems: Problems) -> Program:
     for field in program.fields:
         if field.name not in chosen and field.name not in program.defaults:
             problems.add(call.span, f"'{call.name}' does not choose field '{field.name}'")
-    return replace(program, encode=Encode(call.name, roles, options, offset))
+    code = program.field(roles["code"]).number
+    assert code is not None
+    offered = scheme.open(code)
+    for key, _ in call.keywords:
+        if scheme.options.get(key.name) is not None and key.name not in offered:
+            problems.add(key.span, f"'{key.name}' is for integer codes; {code.name} rounds to even")
+    return replace(program, encode=Encode(call.name, roles, options, offset, offered))
 
 
 def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: dict[str, str], problems: Problems) -> None:

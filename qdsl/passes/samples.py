@@ -9,7 +9,7 @@ from math import lcm
 from qdsl.ir.index import Atom, Index, substitute
 from qdsl.ir.program import Program
 
-MAX_SAMPLES = 4000
+MAX_CHOICES = 128
 
 
 def samples(program: Program, extents: list[Index]) -> Iterator[dict[str, int]]:
@@ -17,11 +17,11 @@ def samples(program: Program, extents: list[Index]) -> Iterator[dict[str, int]]:
     listed = {p.name.value: [v for v in p.values if isinstance(v, int)] for p in program.spec.params}
     read = {word for extent in extents for word in extent.names()}
     choices = [listed[size] if size in read else listed[size][:1] for size in program.sizes]
-    for values in islice(product(*choices), MAX_SAMPLES // 36):
+    for values in islice(product(*choices), MAX_CHOICES):
         whole = {size: size_axis(program, size) for size, value in zip(program.sizes, values, strict=True) if value < 0}
         sizes = {size: value for size, value in zip(program.sizes, values, strict=True) if value > 0}
         known = [substitute(extent, {size: Index(value) for size, value in sizes.items()}) for extent in extents]
-        rows, columns = (_candidates(divisor_of(axis, known)) for axis in ("N", "K"))
+        rows, columns = (_candidates(divisor_of(axis, known), _large(known)) for axis in ("N", "K"))
         for n, k in product(rows, columns):
             sample = {"N": n, "K": k, **sizes, **{size: {"N": n, "K": k}[axis] for size, axis in whole.items()}}
             if _defined(extents, sample):
@@ -51,8 +51,14 @@ def _divisors(atom: Atom, axis: str) -> list[int]:
     return found
 
 
-def _candidates(step: int) -> list[int]:
-    return [step * i for i in ((1, 2, 3, 5) if step > 1 else (1, 2, 3, 8, 33, 64))]
+def _candidates(step: int, large: int) -> list[int]:
+    return [step * i for i in (*((1, 2, 3, 5) if step > 1 else (1, 2, 3, 8, 33, 64)), large)]
+
+
+def _large(extents: list[Index]) -> int:
+    """A size at which quotients by different constants differ: a multiple of them all, and of more than any record's tile."""
+    by = {atom.args[1].const for extent in extents for atom, _ in extent.terms if atom.args and atom.args[1].const > 1}
+    return lcm(*by) << 14
 
 
 def size_axis(program: Program, size: str) -> str:

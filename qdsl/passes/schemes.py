@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qdsl.numbers import Number
+
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
@@ -19,10 +21,10 @@ class Scheme:
     summary: str
     inverts: str = "scale * (code - constant)"
 
-    @property
-    def open(self) -> tuple[str, ...]:
-        """Options that a caller of quantize may give too: words.  Numbers belong to the format."""
-        return tuple(option for option, words in self.options.items() if words is not None)
+    def open(self, code: Number) -> tuple[str, ...]:
+        """Options that a caller of quantize may give too: words, and `ties` for integers.  Numbers belong to the format."""
+        return tuple(option for option, words in self.options.items()
+                     if words is not None and not (option == "ties" and code.is_float))
 
 
 _TIES = ("even", "away", "up")
@@ -35,7 +37,7 @@ SCHEMES = {
                       {"divisor": None, "by": ("stored", "exact", "inverse"), "ties": _TIES},
                       "scale = the value of largest magnitude, sign and all, / divisor"),
     "minmax": Scheme(("code", "zero", "scale"), ("code", "zero", "scale"),
-                     {"by": ("stored", "exact"), "ties": _TIES, "symmetric": ("true", "false")},
+                     {"by": ("stored", "exact"), "symmetric": ("true", "false")},
                      "scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0",
                      inverts="(code - zero) * scale"),
     "nearest": Scheme(("code",), ("code",), {}, "each weight is rounded to nearest, ties to even", inverts="code"),

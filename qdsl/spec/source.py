@@ -15,9 +15,10 @@ class Source:
     text: str
 
     def line(self, number: int) -> str:
-        """Line `number`, counted from 1; empty past the end."""
+        """Line `number`, counted from 1; empty past the end.  What does not print, and could steer a terminal, is a '?'."""
         lines = self.text.split("\n")
-        return lines[number - 1] if 0 < number <= len(lines) else ""
+        line = lines[number - 1] if 0 < number <= len(lines) else ""
+        return "".join(c if c.isprintable() or c == "\t" else "?" for c in line)
 
 
 @dataclass(frozen=True, slots=True)
