@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 from qdsl.emit.build import BuildError, build
+from qdsl.emit.module import RUNTIME
+from qdsl.numbers import FLOATS
+from qdsl.passes.schemes import SCHEMES
+from qdsl.spec.schema import RESERVED
 from qdsl.spec.source import SpecError
 from tests.support.formats import ROOT, SHIPPED, SPECS, module
 
@@ -89,6 +93,12 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="is a link"):
         list(build(ROOT / "specs" / "int_group.yaml", tmp_path / "out"))
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_names_of_generated_code_are_reserved() -> None:
+    """A field called as something that a module imports would hide it."""
+    imported = {name for name in (*RUNTIME, *SCHEMES, *FLOATS) if name.islower()}
+    assert imported <= RESERVED
 
 
 def test_a_spec_that_is_wrong_writes_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import unified_diff
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import qdsl.encode
 from qdsl.ir import index as ix
 from qdsl.ir.check import RULES, IllegalProgram, check
 from qdsl.ir.program import Program
 from qdsl.ir.text import text
 from qdsl.layout import Layout
 from qdsl.passes import PASSES, compile_spec
+from qdsl.passes.schemes import SCHEMES
 from qdsl.spec.schema import load
 from tests.support.formats import ROOT, SPECS
 
@@ -111,3 +114,13 @@ def test_layouts_in_a_program_are_those_of_the_design() -> None:
     assert parts["q"] == [(0, 4, str(Layout(((32, 8), (2, 4), (4, 256)), 128)))]
     assert [width for _, width, _ in parts["sc"]] == [4, 2]
     assert parts["d"] == [(0, 16, "(1):(0)@0")]
+
+
+def test_schemes_are_what_encode_implements() -> None:
+    """Roles and options are keyword arguments of the functions, and there are no other functions."""
+    assert set(SCHEMES) == set(qdsl.encode.__all__)
+    for name, scheme in SCHEMES.items():
+        arguments = inspect.signature(getattr(qdsl.encode, name)).parameters
+        offered = {*scheme.roles, *scheme.options}
+        given = {"weight", "rows", "columns", "axes", "offset"}  # what the compiler fills in
+        assert offered <= set(arguments) <= offered | given, name

@@ -25,7 +25,7 @@ def summary(programs: Sequence[Program]) -> dict[str, Any]:
     """A line of the list of formats."""
     spec = programs[0].spec
     bits = [float(bits_per_weight(program)) for program in distinct(programs)]
-    low, high = f"{min(bits):.4g}", f"{max(bits):.4g}"
+    low, high = f"{min(bits):.5g}", f"{max(bits):.5g}"
     return {"name": spec.name.value, "title": spec.title, "formula": spec.decode_text,
             "bits": low if low == high else f"{low} to {high}",
             "storages": list(dict.fromkeys(program.storage for program in programs))}

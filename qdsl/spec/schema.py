@@ -25,7 +25,7 @@ _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt"
 RESERVED = frozenset({
     "n", "k", "m", "N", "K", "M", "word", "pad", "index", "ceil", "lcm",                    # the language
     "x", "out", "bias", "fields", "tensors", "device", "integer", "as_type", "cdiv", "empty",        # generated code
-    "absmax", "signmax", "minmax", "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
+    "absmax", "signmax", "minmax", "nearest", "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
     *FLOATS,
 })
 MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick

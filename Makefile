@@ -1,0 +1,28 @@
+# Each target sets up .venv by itself: python3 with venv and pip, and the package registries, are all that is needed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test bench check clean
+
+demo: .venv/ready            ## every format on real weights, an FP8 checkpoint written and read back
+	$(BIN)/qdsl demo
+
+test: .venv/ready            ## all tests; without a GPU kernels run in Triton's interpreter
+	$(BIN)/python -m pytest
+
+bench: .venv/ready           ## figures, as ratios taken in one run
+	$(BIN)/python -m bench
+
+check: .venv/ready           ## lint, types, and generated modules that are what their specs say
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/qdsl build --all --check
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis

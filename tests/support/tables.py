@@ -1,0 +1,98 @@
+"""The tables of the documents, printed from the code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from qdsl import places
+from qdsl.emit.page import summary
+from qdsl.numbers import FLOATS
+from qdsl.passes import PASSES, choose_variants, compile_spec, read_records
+from qdsl.passes.schemes import SCHEMES
+from qdsl.spec import grammar, marked, schema
+from qdsl.spec.schema import load
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu-amd-epyc.json"
+
+
+def rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
+    """A Markdown table."""
+    shown = [list(heads), *map(list, lines)]
+    shown.insert(1, ["---"] * len(shown[0]))
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in shown]
+
+
+def keys() -> list[str]:
+    return rows(["key", "what it holds"], ([f"`{key}`", what] for key, what in schema.KEYS.items()))
+
+
+def tensor_keys() -> list[str]:
+    return rows(["key", "what it holds"], ([f"`{key}`", what] for key, what in schema.TENSOR_KEYS.items()))
+
+
+def floats() -> list[str]:
+    special = {"ieee": "infinities and NaN", "nan": "NaN where all bits are ones", "fnuz": "NaN in place of -0", "none": "none"}
+    return rows(["type", "bits", "sign, exponent, mantissa", "bias", "largest", "specials", "what it is"], (
+        [f"`{name}`", str(kind.bits), f"{int(kind.signed)}, {kind.exponent}, {kind.mantissa}", str(kind.bias),
+         f"{kind.largest:.6g}", special[kind.specials], kind.source] for name, kind in FLOATS.items()))
+
+
+def schemes() -> list[str]:
+    def options(scheme: str) -> str:
+        return "; ".join(f"`{name}`: {'a number' if words is None else ', '.join(words)}"
+                         for name, words in SCHEMES[scheme].options.items()) or "none"
+
+    return rows(["scheme", "chooses", "options", "how", "inverts"], (
+        [f"`{name}`", ", ".join(f"`{role}`" for role in scheme.roles), options(name), scheme.summary, f"`{scheme.inverts}`"]
+        for name, scheme in SCHEMES.items()))
+
+
+def limits() -> list[str]:
+    return rows(["limit", "at most"], [
+        ["size of a spec", f"{marked.MAX_BYTES // 1024} KiB, {marked.MAX_NODES} nodes, {marked.MAX_DEPTH} levels"],
+        ["entries of a mapping or a list", str(schema.MAX_ENTRIES)],
+        ["characters, names and numbers, levels of an expression",
+         f"{grammar.MAX_LENGTH}, {grammar.MAX_ATOMS}, {grammar.MAX_DEPTH}"],
+        ["lines of a record", str(grammar.MAX_LINES)],
+        ["items of a record, its loops written out", str(sys.modules[read_records.__module__].MAX_PIECES)],
+        ["storages times values of the parameters that shape bits", str(sys.modules[choose_variants.__module__].MAX_PROGRAMS)],
+    ])
+
+
+def reserved() -> list[str]:
+    return [", ".join(f"`{word}`" for word in sorted(schema.RESERVED, key=lambda word: (word.lower(), word)))]
+
+
+def passes() -> list[str]:
+    """The first sentence of each pass's file."""
+    files = [choose_variants, *PASSES]
+    said = {step.__name__: (sys.modules[step.__module__].__doc__ or "").split("\n\n")[0].replace("\n", " ") for step in files}
+    return rows(["pass", "what it does"], ([f"`{name}`", sentence] for name, sentence in said.items()))
+
+
+def formats() -> list[str]:
+    found = []
+    for path in places.shipped():
+        programs = compile_spec(load(path))
+        about = summary(programs)
+        encode = programs[0].encode
+        found.append([f"[{about['name']}](specs/{path.name})", about["title"], f"`{about['formula']}`", about["bits"],
+                      ", ".join(about["storages"]), encode.scheme if encode else "not yet"])
+    return rows(["format", "what it is", "weight", "bits per weight", "storages", "quantize"], found)
+
+
+def figures() -> list[str]:
+    """The figures that have a goal, or a rate beside another package's, of the committed result."""
+    found = json.loads(RESULTS.read_text())
+    lines = [[figure["what"], f"{figure['median']:.3g} {figure['unit']}",
+              "" if figure["goal"] is None else f"{'at least' if figure['better'] == 'more' else 'at most'} {figure['goal']:g}"]
+             for figure in found["figures"] if figure["goal"] is not None or figure["what"].startswith("quantize")]
+    return [*rows(["what", "measured", "goal"], lines), "",
+            f"Device: {found['device']['cpu']}, `{found['command']}`, {found['date']}."]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    function.__name__: function for function in (keys, tensor_keys, floats, schemes, limits, reserved, passes, formats, figures)}

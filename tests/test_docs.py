@@ -1,0 +1,80 @@
+"""The documents: their tables are what the code says, their examples run, their links lead somewhere.
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; `pytest tests/test_docs.py --bless` writes it anew.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import qdsl.demo
+from qdsl.cli import app
+from qdsl.passes import compile_spec
+from qdsl.spec.schema import parse
+from tests.support.formats import ROOT
+from tests.support.tables import TABLES
+
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md")]
+TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tables_are_what_the_code_says(path: Path, bless: bool) -> None:
+    text = path.read_text()
+    wanted = TABLE.sub(lambda found: f"{found[1]}" + "\n".join(TABLES[found[2]]()) + f"\n{found[3]}", text)
+    if bless:
+        path.write_text(wanted)
+        text = wanted
+    assert text == wanted, "run `pytest tests/test_docs.py --bless`"
+
+
+def test_every_table_is_shown() -> None:
+    shown = [found[1] for path in DOCUMENTS for found in TABLE.findall(path.read_text())]
+    assert sorted(shown) == sorted(TABLES)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)", path.read_text()) if "://" not in link]
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, in one namespace, in the folder that the demo leaves behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    qdsl.demo.run(None, tmp_path / "build" / "demo", say=lambda line: None)
+    yaml = blocks(ROOT / "README.md", "yaml")
+    (tmp_path / "w4.yaml").write_text(yaml[0])
+    names: dict[str, object] = {}
+    found = blocks(ROOT / "README.md", "python")
+    assert found
+    for block in found:
+        exec(compile(block, "README.md", "exec"), names)  # noqa: S102
+
+
+def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w4.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
+    lines = [line.split("#")[0] for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ") and "demo" not in line]
+    assert len(commands) >= 5
+    for command in commands:
+        result = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert result.exit_code == 0, (command, result.output)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_specs_in_documents_compile(path: Path) -> None:
+    for number, text in enumerate(blocks(path, "yaml")):
+        if text.startswith("format:"):
+            compile_spec(parse(text, f"{path.name}, example {number + 1}"))
