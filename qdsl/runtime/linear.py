@@ -34,7 +34,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tenso
     for name, tensor in (("x", x), ("bias", bias)):
         if tensor is not None and tensor.device != packed.device:
             raise FormatError(f"{name} is on {tensor.device}, the weight on {packed.device}")
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     result: Tensor = _Linear.apply(x, bias, packed)  # type: ignore[no-untyped-call]
     return result
