@@ -107,7 +107,7 @@ def _checkpoint(modules: Mapping[str, ModuleType], matrices: Mapping[str, Tensor
             if "weight_scale_inv" in names:
                 packed = fp8.wrap({leaf: folder.tensor(name) for leaf, name in names.items()}, **params)
                 errors[f"{layer}.weight"] = _linear_error(fp8, packed, matrices[f"{layer}.weight"])
-                say(f"linear    {layer}.weight {list(packed.shape)}: {errors[f'{layer}.weight']:.1%} from the original weight's")
+                say(f"linear    {layer}.weight {list(packed.shape)}: {errors[f'{layer}.weight']:.1%} rms from the original in float64")
     return {"folder": str(out), "params": params, "linear_error": errors}
 
 

@@ -30,7 +30,7 @@ from qdsl.generated import (
 )
 from qdsl.runtime import PackedWeight, launch
 from tests.support.formats import ROOT, raw, same_bits
-from tests.support.interpreter import guarded
+from tests.support.interpreter import INTERPRETED, guarded
 
 DATA = ROOT / "tests" / "data"
 CHECKPOINTS = sorted((DATA / "ckpt").glob("*.npz"))
@@ -78,10 +78,12 @@ def check(module: ModuleType, packed: PackedWeight, weight: Tensor) -> None:
 
 
 def kernel(packed: PackedWeight) -> Tensor:
-    out = torch.full(packed.shape, torch.nan)
+    device = "cpu" if INTERPRETED else "cuda"
+    packed = packed.to(device)
+    out = torch.full(packed.shape, torch.nan, device=device)
     with guarded(*packed.tensors.values(), out):
         launch.dequantize(packed, out)
-    return out
+    return out.cpu()
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.stem)

@@ -155,12 +155,15 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "planes.planes", "plane
 def test_a_word_of_codes_is_loaded_once(case: Case) -> None:
     """Elements of a tensor that hold nothing but values of single weights: loaded once, never once per weight."""
     packed = random_packed(case, smallest(case))
-    out = torch.empty(packed.shape)
-    with guarded(*packed.tensors.values(), out) as trace:
+    x, product, out = torch.ones(1, packed.shape[1]), torch.empty(1, packed.shape[0]), torch.empty(packed.shape)
+    with guarded(*packed.tensors.values(), out) as dequantize:
         launch.dequantize(packed, out)
-    found = {int(count) for name, elements in words_of_codes(case, packed).items()
-             for count in times(trace.loads, packed.tensors[name])[elements]}
-    assert (found == {1}) == (str(case) not in BY_WEIGHT), found
+    with guarded(*packed.tensors.values(), x, product) as linear:
+        launch.linear(x, packed, None, product)
+    for trace in (dequantize, linear):
+        found = {int(count) for name, elements in words_of_codes(case, packed).items()
+                 for count in times(trace.loads, packed.tensors[name])[elements]}
+        assert (found == {1}) == (str(case) not in BY_WEIGHT), found
 
 
 def words_of_codes(case: Case, packed: PackedWeight) -> dict[str, list[int]]:
