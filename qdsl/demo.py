@@ -106,8 +106,8 @@ def _checkpoint(modules: Mapping[str, ModuleType], matrices: Mapping[str, Tensor
         for layer, names in folder.layers().items():
             if "weight_scale_inv" in names:
                 packed = fp8.wrap({leaf: folder.tensor(name) for leaf, name in names.items()}, **params)
-                errors[f"{layer}.weight"] = _linear_error(fp8, packed, matrices[f"{layer}.weight"])
-                say(f"linear    {layer}.weight {list(packed.shape)}: {errors[f'{layer}.weight']:.1%} rms from the original in float64")
+                error = errors[f"{layer}.weight"] = _linear_error(fp8, packed, matrices[f"{layer}.weight"])
+                say(f"linear    {layer}.weight {list(packed.shape)}: {error:.1%} rms from the original weight in float64")
     return {"folder": str(out), "params": params, "linear_error": errors}
 
 

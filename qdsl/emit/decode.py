@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from qdsl.emit.formula import TORCH, formula, integer_fields, outermost
-from qdsl.emit.lines import wrapped
 from qdsl.ir import index as ix
 from qdsl.ir.index import Index
 from qdsl.ir.program import Field, Program
@@ -198,7 +197,3 @@ def _typed(program: Program, field: Field) -> str:
     if bits == 8 and held == 0 and number.bits < 8:
         return f"{field.name}.view(torch.int8)"
     return f"{field.name}.to(torch.int{bits})" if bits and bits > held else field.name
-
-
-def signature(items: Sequence[str], result: str, name: str) -> list[str]:
-    return wrapped(f"def {name}(", items, f") -> {result}:")

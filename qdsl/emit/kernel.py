@@ -33,7 +33,6 @@ class Tile:
     k: Index
     digits: tuple[tuple[str, str], ...]
     lanes: tuple[Lane, ...]
-    row_tile: int
     row_count: Index
     unit_count: Index
     unit_bound: str
@@ -99,7 +98,7 @@ def tile(program: Program) -> Tile:
     row_count, row_exact = _records(program, units, "n")
     records, exact = _records(program, units, "k")
     bound = f"{record} < {_show(records)}"
-    return Tile(units.last, rows, unit, n, k, tuple(digits), lanes, units.tiles["n"], row_count,
+    return Tile(units.last, rows, unit, n, k, tuple(digits), lanes, row_count,
                 _units_per(records, per_record), bound, not (exact and row_exact), facts)
 
 
