@@ -10,7 +10,6 @@ import ast
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import qdsl
 from qdsl.emit.axes import axis_text, field_axes, field_kinds, tensor_axes
@@ -326,16 +325,14 @@ def _header(programs: Sequence[Program], title: str = "") -> list[str]:
     lines.append("")
     for program in programs:
         bits = bits_per_weight(program)
-        only = "" if len({tuple(p.params.items()) for p in programs}) == 1 else \
-            " at " + ", ".join(f"{k} = {v}" for k, v in program.params.items())
-        lines.append(f"    {program.storage}{only}: {_bits(bits)} bits per weight")
+        differ = len({tuple(p.params.items()) for p in programs}) > 1
+        only = f" at {', '.join(f'{k} = {v}' for k, v in program.params.items())}" if differ else ""
+        sizes = [f"{p.name} = {p.values[0]}" for p in spec.params if p.name.value in program.sizes]
+        with_sizes = f" with {', '.join(sizes)}" if sizes else ""
+        lines.append(f"    {program.storage}{only}: {float(bits):.6g} bits per weight{with_sizes}")
     path = f"specs/{spec.name}.yaml"
     return [*lines, "", f"Built from {path} (sha256 {digest[:16]}) by qdsl {qdsl.__version__}.  Do not edit: change the spec",
             f"and run `qdsl build {path}`.", '"""', ""]
-
-
-def _bits(bits: Fraction) -> str:
-    return f"{float(bits):.6g}"
 
 
 def _imports(body: Sequence[str]) -> list[str]:
