@@ -48,7 +48,8 @@ def shaped(values: Tensor, axes: int) -> Tensor:
 def codes(values: Tensor, code: str, ties: str, offset: int = 0) -> Tensor:
     """The codes nearest to values + offset, cut to the type's range; the values are used up.
 
-    ties: 'even', 'away' (from zero) or 'up', for integers; floats round to even.
+    ties: 'even', 'away' (from zero) or 'up', for integers; floats round to even.  'up' is floor(value + (offset + 0.5)) with
+    the sum rounded, as ggml writes it, so a value just below a half may go up too.
     """
     kind = number(code)
     assert kind is not None
