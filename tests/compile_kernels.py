@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qdsl.runtime import launch
-from qdsl.runtime.match import torch_dtype
+from qdsl.runtime.match import stored_dtype
 from qdsl.runtime.shapes import axis
 from tests.support.formats import Case, cases
 
@@ -42,7 +42,7 @@ def signature(case: Case, kind: str, optional: bool, dtype: str) -> tuple[dict[s
     for name in getattr(storage.kernels, kind).arg_names:
         if name in storage.tensors:
             stored = storage.tensors[name]
-            held = torch_dtype(str(case.choice.get(stored.dtype, stored.dtype)))
+            held = stored_dtype(str(case.choice.get(stored.dtype, stored.dtype)))
             types[name] = POINTERS[torch.uint8 if held.is_floating_point and held.itemsize == 1 else held]
             if stored.optional and not optional:
                 constants[name] = None

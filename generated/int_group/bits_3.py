@@ -139,8 +139,8 @@ def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
     out += n.to(tl.int64) * K
     live = (n < N) & (t < K // 32)
     q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
-    q_1 = tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0)
-    q_2 = tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0)
+    q_1 = tl.load(qweight + 3 * t.to(tl.int64) * N + N, live, 0)
+    q_2 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
     q_words = (q_0, q_1, q_2)
     if g_idx is None:
         g = t // (group // 32)
@@ -173,8 +173,8 @@ def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
         t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
         live = (n < N) & (t < K // 32)
         q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
-        q_1 = tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0)
-        q_2 = tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0)
+        q_1 = tl.load(qweight + 3 * t.to(tl.int64) * N + N, live, 0)
+        q_2 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
         q_words = (q_0, q_1, q_2)
         if g_idx is None:
             g = t // (group // 32)
@@ -206,8 +206,8 @@ def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
     out += n.to(tl.int64) * K
     live = (n < N) & (t < K // 32)
     q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
-    q_1 = tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0)
-    q_2 = tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0)
+    q_1 = tl.load(qweight + 3 * t.to(tl.int64) * N + N, live, 0)
+    q_2 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
     q_words = (q_0, q_1, q_2)
     if g_idx is None:
         g = t // (group // 32)
@@ -240,8 +240,8 @@ def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
         t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
         live = (n < N) & (t < K // 32)
         q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
-        q_1 = tl.load(qweight + (3 * t + 1).to(tl.int64) * N, live, 0)
-        q_2 = tl.load(qweight + (3 * t + 2).to(tl.int64) * N, live, 0)
+        q_1 = tl.load(qweight + 3 * t.to(tl.int64) * N + N, live, 0)
+        q_2 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
         q_words = (q_0, q_1, q_2)
         if g_idx is None:
             g = t // (group // 32)

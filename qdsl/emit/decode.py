@@ -7,6 +7,7 @@ parameter, a short last block) by how many there are, so one text serves whole a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,7 +51,7 @@ def decode(programs: Sequence[Program]) -> Decode:
     lines = _gathers(fields)
     prepared = [line for field in fields if field.number is not None
                 for line in _prepare(programs, fields, field, rows, columns, optional)]
-    lines += sorted(prepared, key=lambda line: ".shape[" not in line)     # shapes are read before axes are added
+    lines += _ordered(prepared)
     deep = (len(rows.blocks), len(columns.blocks))
     if deep != (1, 1):
         digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
@@ -62,6 +63,23 @@ def decode(programs: Sequence[Program]) -> Decode:
     copies = last.name if last.op == "field" else None
     cuts = tuple(Index(1) if axis.fixed else axis.blocks[0] for axis in (rows, columns))
     return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), copies)
+
+
+def _ordered(lines: Sequence[str]) -> list[str]:
+    """Lines `field = ...` in an order in which a shape is read before its field gets more axes; else it is read ahead."""
+    rest = sorted(lines, key=lambda line: ".shape[" not in line)
+    ahead: list[str] = []
+    found: list[str] = []
+    while rest:
+        fields = [line.split(" = ")[0] for line in rest]
+        free = next((i for i, field in enumerate(fields) if not any(
+            re.search(rf"\b{field}\.shape\[", line) for line in (*rest[:i], *rest[i + 1:]))), None)
+        if free is None:
+            ahead.append(f"{fields[0]}_shape = {fields[0]}.shape")
+            rest = [re.sub(rf"\b{fields[0]}\.shape\[", f"{fields[0]}_shape[", line) for line in rest]
+        else:
+            found.append(rest.pop(free))
+    return [*ahead, *found]
 
 
 def _result(program: Program) -> str:
@@ -169,7 +187,7 @@ def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field,
 def _spread(programs: Sequence[Program], fields: Sequence[Field], text: str, block: Index, axis: int, letter: str) -> str:
     """Every value once per weight of its block, the last block cut short."""
     full = next(f for f in fields if f.index == (ix.name("n"), ix.name("k")))
-    cut = f"[{':, ' * axis}:{full.name}.shape[{'nk'.index(letter)}]]"
+    cut = f"[{':, ' * axis}:{full.name}.shape[{0 if letter == 'n' else -1}]]"
     return f"{text}.repeat_interleave({block}, {axis}){cut}"
 
 

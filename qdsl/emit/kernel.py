@@ -7,7 +7,7 @@ loop in which it does not change: a word is loaded once and cut once per lane.  
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from math import prod
@@ -15,7 +15,7 @@ from math import prod
 from qdsl.emit.formula import TRITON, formula, integer_fields
 from qdsl.emit.lines import indent
 from qdsl.ir import index as ix
-from qdsl.ir.index import Facts, Index, name
+from qdsl.ir.index import Atom, Facts, Index, name
 from qdsl.ir.program import Field, Lane, Placement, Program, Tensor, Units
 from qdsl.layout import Layout, Slice, split
 
@@ -167,10 +167,14 @@ class Decoder:
                     + [self.body.level(variable, guard) for variable in read if (variable, guard) in self.body.at], default=0)
         return len(self.lanes) + 1 if depth > 1 and self.tile.ragged else depth
 
-    def mask(self, level: int) -> str:
-        if level == 0:
-            return f"{self.tile.rows} < {_show(self.tile.row_count)}"
-        return "inside" if self.tile.ragged and level == len(self.lanes) + 1 and self.lanes else "live"
+    def mask(self, level: int, rows: bool = True) -> str:
+        """What must hold where a value of this level is loaded; `rows`: also that an unrolled row is one of the weight's."""
+        found = f"{self.tile.rows} < {_show(self.tile.row_count)}"
+        if level > 0:
+            found = "inside" if self.tile.ragged and level == len(self.lanes) + 1 and self.lanes else "live"
+        if rows and self.fixed and self.tile.ragged:
+            return f"{found if level > 0 else f'({found})'} & ({_show(self.coordinate('n'))} < N)"
+        return found
 
     # -- fields -------------------------------------------------------------------------------------------------------
 
@@ -241,17 +245,17 @@ class Decoder:
         if number.is_float:
             return f"device.{number.name}({text})"
         call = text if text.endswith(")") and text.startswith(("tl.load(", "device.")) else f"({text})"
-        if number.kind == "signed" and number.bits == 8:
-            text = f"{call}.to(tl.int8, bitcast=True)" if self.unsigned(field) else text
+        if number.kind == "signed" and self.elements(field) <= {f"i{number.bits}", f"u{number.bits}"}:
+            text = f"{call}.to(tl.int{number.bits}, bitcast=True)" if f"u{number.bits}" in self.elements(field) else text
             call = text
         elif number.kind == "signed" and number.bits < 32:
             half = 1 << number.bits - 1
             return f"({call}.to(tl.int32) ^ {half}) - {half}"
         return f"{call}.to(tl.int32)" if field.name in integer_fields(self.program) else text
 
-    def unsigned(self, field: Field) -> bool:
-        return any(t.element.kind == "unsigned" or t.element.bits != 8 for t in self.program.tensors
-                   for p in t.placements if p.field == field.name)
+    def elements(self, field: Field) -> set[str]:
+        """The types of the elements that the field lies in."""
+        return {t.element.name for t in self.program.tensors for p in t.placements if p.field == field.name}
 
     # -- slices -------------------------------------------------------------------------------------------------------
 
@@ -274,6 +278,8 @@ class Decoder:
         loaded = self.load(tensor, records, step, guard)
         level = self.level(*records.values(), step, guard=guard)
         if part.width == bits and tensor.stored is None:
+            if number is not None and number.kind == "unsigned" and tensor.element.kind == "signed" and bits < 32:
+                return level, f"{loaded}.to(tl.uint{bits}, bitcast=True)"
             return level, loaded
         if self.level(shift) > level or self.fixed or tensor.stored is not None:
             loaded = self.body.add(level, f"{field.name}_word", self.restored(tensor, loaded), guard)
@@ -315,7 +321,7 @@ class Decoder:
         self.ahead(tensor, f"{pointer} = {tensor.name}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
         level = self.level(*records.values(), step, guard=guard)
         offset = self.offset(tensor, records, step, size)
-        return level, f"tl.load({pointer} + {_offset_text(offset)}, {self.mask(level)}, 0)"
+        return level, f"tl.load({pointer} + {self.text(offset)}, {self.mask(level)}, 0)"
 
     def straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], local: list[Index],
                    guard: str) -> tuple[int, str]:
@@ -334,7 +340,7 @@ class Decoder:
         level = self.level(*records.values(), bit, guard=guard)
         start = self.offset(tensor, records, Index(0), 1)
         step = self.stride(tensor)
-        text = (f"device.stream({tensor.name} + {_offset_text(start)}, {_show(step)}, {_show(bit)}, {part.width}, "
+        text = (f"device.stream({tensor.name} + {self.text(start)}, {_show(step)}, {_show(bit)}, {part.width}, "
                 f"{tensor.element.bits}, {self.mask(level)})")
         return level, self.stored_field(tensor, field, text)
 
@@ -350,7 +356,7 @@ class Decoder:
         self.base(tensor, records)
         offset = self.offset(tensor, records, step, 1)
         level = self.level(*records.values(), step, guard=guard)
-        place = f"{tensor.name} + {_offset_text(offset)}" if offset != Index(0) else tensor.name
+        place = f"{tensor.name} + {self.text(offset)}" if offset != Index(0) else tensor.name
         if not tensor.vars:
             return f"tl.load({tensor.name})"
         return f"tl.load({place}, {self.mask(level)}, 0)"
@@ -363,16 +369,16 @@ class Decoder:
             length = Index(1)
             for digit in axis.digits:
                 extent = tensor.var(digit).extent if digit else Index(tensor.words)
-                place = place * extent + (records[digit] if digit else step)
+                place = _times(place, extent) + (records[digit] if digit else step)
                 length = length * extent
-            total = total * length + place
+            total = _times(total, length) + place
         return total
 
     def base(self, tensor: Tensor, records: Mapping[str, Index]) -> None:
         """Advance the tensor's pointer to its rows once, ahead of the loop."""
         rows = self.rows_part(self.address(tensor, records, Index(0)))
         if rows != Index(0):
-            self.ahead(tensor, f"{tensor.name} += {_offset_text(rows)}")
+            self.ahead(tensor, f"{tensor.name} += {self.text(rows)}")
 
     def ahead(self, tensor: Tensor, line: str) -> None:
         """A line ahead of the units, once, where the tensor is there at all."""
@@ -380,12 +386,16 @@ class Decoder:
         if entry not in self.body.levels[0]:
             self.body.levels[0].append(entry)
 
+    def text(self, offset: Index) -> str:
+        return _offset_text(offset, (*self.lanes, *self.program.sizes))
+
     def rows_part(self, address: Index) -> Index:
-        """The terms that move with the rows of the tile alone."""
+        """The terms that move with the rows of the tile alone; of kernels that unroll rows, those that all rows share."""
         rows = {self.tile.rows}
         fixed = {"N", "K", *self.program.sizes}
         return Index(0, tuple((atom, c) for atom, c in address.terms
-                              if rows <= (read := Index(0, ((atom, 1),)).names()) and read <= rows | fixed))
+                              if rows <= (read := Index(0, ((atom, 1),)).names()) and read <= rows | fixed
+                              and (not self.fixed or _is_product(atom))))
 
     def offset(self, tensor: Tensor, records: Mapping[str, Index], step: Index, size: int) -> Index:
         """The rest of the address, in elements of `size` elements of the tensor."""
@@ -399,11 +409,24 @@ class Decoder:
         return second - first
 
 
-def _offset_text(index: Index) -> str:
-    """An address: products of a variable with an extent are 64 bits wide."""
+def _times(index: Index, extent: Index) -> Index:
+    """The product, multiplied out."""
+    terms = [(Index(0, ((atom, 1),)) * extent, coefficient) for atom, coefficient in index.terms]
+    return ix.combine([*terms, (extent, index.const)])
+
+
+def _is_product(atom: Atom) -> bool:
+    """A name, or names times extents: linear in each."""
+    if atom.op != "mul":
+        return atom.op in ("name", "ceil", "exact")
+    return all(not side.const and len(side.terms) == 1 and _is_product(side.terms[0][0]) for side in atom.args)
+
+
+def _offset_text(index: Index, small: Collection[str] = ()) -> str:
+    """An address: products of a variable with an extent are 64 bits wide, but for the lanes in `small`, which are numbers."""
     parts: list[str] = []
     for atom, coefficient in index.terms:
-        if atom.op == "mul":
+        if atom.op == "mul" and not Index(0, ((atom, 1),)).names() <= {"N", "K", *small}:
             left, right = atom.args
             wide, by = (left, right) if not left.names() <= {"N", "K"} else (right, left)
             text = f"{_show(wide, 3)}.to(tl.int64) * {_show(by, 3)}"

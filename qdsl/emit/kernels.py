@@ -38,11 +38,13 @@ def _shared(program: Program, at: Tile) -> dict[str, str]:
 
 
 def _masks(at: Tile, lanes: list[str], body: Body) -> None:
-    """`live` for units, and `inside` for single weights where the last unit may hang over."""
+    """`live` for units, and `inside` for single weights where the last unit may hang over; unrolled rows have their own."""
     rows = f"{at.rows} < {_show(at.row_count)}"
     body.levels[1].append(("", f"live = ({rows}) & ({at.unit_bound})"))
     if at.ragged and lanes:
-        body.levels[-1].append(("", f"inside = live & ({_show(at.n)} < N) & ({_show(at.k)} < K)"))
+        unrolled_rows = any(lane.axis == "n" and lane.name not in lanes for lane in at.lanes)
+        row = "" if unrolled_rows else f" & ({_show(at.n)} < N)"
+        body.levels[-1].append(("", f"inside = live{row} & ({_show(at.k)} < K)"))
 
 
 def _start(program: Program, at: Tile, loops: int, lanes: list[str]) -> Body:
@@ -78,7 +80,10 @@ def _linear(program: Program, at: Tile) -> list[str]:
         text = decoder.weight(around=2)
         k = decoder.coordinate("k")
         place = "k" if at.unit == "k" else _show(k)
-        xk = body.add(decoder.level(k), "x_k", f"tl.load(x + {place}, {decoder.mask(decoder.level(k))}, 0).to(tl.float32)")
+        level = decoder.level(k)
+        xk = body.add(level, "x_k", f"tl.load(x + {place}, {decoder.mask(level, rows=False)}, 0).to(tl.float32)")
+        if any(value.op == "/" for value in program.values):     # what is not loaded is 0, and 0 / 0 would spoil the sum
+            text = f"tl.where({decoder.mask(len(loops) + 1)}, {text}, 0)"
         tail.append(f"{acc} += {text} * {xk}")
         rows.append({"name": acc, "row": _show(decoder.coordinate("n"))})
     return _render("linear", program, at, before=guarded(body.levels[0]), body=nest(body, loops, tail), sums=rows,

@@ -49,7 +49,8 @@ def _plain(program: Program, tensor: Tensor) -> Chain:
     field = program.field(tensor.placements[0].field)
     text = field_shifted(tensor, field, field.name, +1)
     if field_dtype(field) != tensor_dtype(tensor):
-        text += f".view(torch.{tensor_dtype(tensor)})"
+        cast = "to" if tensor_dtype(tensor) == "int16" else "view"
+        text += f".{cast}(torch.{tensor_dtype(tensor)})"
     return Chain(text, tuple(variables(tensor)))
 
 
@@ -182,7 +183,8 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
         for each in lanes:
             lane = split.select(dict(zip(cuts.bits, each.values, strict=True)))
             texts.append(_masked(field, cuts.part, lane.text) + wide + (f" << {each.shift}" if each.shift else ""))
-        text = f"({' | '.join(texts)})" if len(texts) > 1 else texts[0]
+        joined = " | ".join(texts)
+        text = f"({joined})" if len(texts) > 1 or lanes[0].shift else joined
     value = Chain(text, lane.labels).permute(order)
     if not wide:
         return value

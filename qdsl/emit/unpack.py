@@ -66,7 +66,9 @@ def unpack_body(program: Program) -> list[str]:
 
 def _plain(tensor: Tensor, field: Field) -> str:
     text = in_order(tensor).text
-    if tensor_dtype(tensor) != field_dtype(field):
+    if tensor_dtype(tensor) == "int16" and field_dtype(field) == "int32":
+        text = f"({text}.to(torch.int32) & 65535)"
+    elif tensor_dtype(tensor) != field_dtype(field):
         text += f".view(torch.{field_dtype(field)})"
     return field_shifted(tensor, field, text, -1)
 
@@ -78,6 +80,8 @@ def _records(tensor: Tensor) -> Chain:
     if tensor.record_bits == 8:
         return chain if tensor_dtype(tensor) == "uint8" else chain.call("view(torch.uint8)")
     text = chain.text
+    if not chain.labels:
+        return Chain(f"as_type({bare(text)}.unsqueeze(-1), torch.uint8)", (BYTES,))
     if tensor_dtype(tensor) != "uint8":
         text = f"as_type({bare(text)}, torch.uint8)"
     if BYTES not in chain.labels:

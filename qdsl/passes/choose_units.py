@@ -52,7 +52,8 @@ def _units(program: Program) -> Units | None:
     tensor, first = max(full, key=lambda pair: sum(part.width for part in pair[1].slices))
     cut = [split(part, owner.element.bits) for owner, placement in full for part in placement.slices]
     whole = None in cut
-    if whole and any(owner.words > MAX_WORDS or owner.element.bits != 32 for owner, _ in full):
+    if whole and any(owner.words > MAX_WORDS or owner.element.bits != 32 or placement.extents[0] > 1
+                     for owner, placement in full):
         return None
     digits = [] if whole else _digits(first, [pair for pair in cut if pair is not None])
     if whole:

@@ -8,13 +8,14 @@ for every field which variable carries it from record to record.  Does not: chec
 from __future__ import annotations
 
 from dataclasses import replace
-from math import lcm, prod
+from math import gcd, lcm, prod
 
 from qdsl.ir import index as ix
-from qdsl.ir.index import Index, name
+from qdsl.ir.index import Facts, Index, name
 from qdsl.ir.program import Add, Axis, Field, Placement, Program, Tensor, Var
 from qdsl.layout import Affine, Item, Line, walk
 from qdsl.numbers import Number, number
+from qdsl.passes.samples import divisor_of, size_axis
 from qdsl.passes.scope import Scope
 from qdsl.passes.type_fields import AXES, axis_of, group_size, number_of, parameters
 from qdsl.spec import grammar as g
@@ -41,7 +42,16 @@ def read_records(program: Program, problems: Problems) -> Program:
                 problems.add(item.name.span, f"optional tensor '{item.name}' must store one field, not {', '.join(stored)}")
             elif (value := _value(program, program.field(stored[0]), item.optional, problems)) is not None:
                 defaults[stored[0]] = value
-    return replace(program, tensors=tuple(tensors), where=where, defaults=defaults)
+    return replace(program, tensors=tuple(tensors), where=where, defaults=defaults, facts=_facts(program, tensors))
+
+
+def _facts(program: Program, tensors: list[Tensor]) -> Facts:
+    """A size that may be the whole axis (-1) is divided only by what the tensors make the axis a multiple of."""
+    extents = [var.extent for tensor in tensors for var in tensor.vars]
+    whole = {param.name.value for param in program.spec.params if -1 in param.values}
+    divisors = {size: gcd(known, divisor_of(size_axis(program, size), extents)) if size in whole else known
+                for size, known in program.facts.divisors.items()}
+    return Facts(program.facts.bounds, divisors)
 
 
 def _value(program: Program, field: Field, expr: g.Expr, problems: Problems) -> Index | None:
@@ -97,9 +107,9 @@ class _TensorReader:
         if found is None:
             return None
         element, variables, axes, lines = found
-        if element.bits not in (8, 16, 32):
-            self.problems.add(item.name.span, f"elements of a tensor have 8, 16 or 32 bits; {element.name} has {element.bits}",
-                              "let the record pack codes into u8 or i32")
+        if not ((element.is_float and element.bits >= 8) or element.name in ("u8", "i8", "i16", "i32")):
+            self.problems.add(item.name.span, f"elements of a tensor are u8, i8, i16, i32 or floats of 8 bits and more, not "
+                              f"{element.name}", "let the record pack codes into these")
             return None
         bits = sum(part.width for line in lines for part in line.items
                    for _ in range(prod(extent for _, extent in line.loops)))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qdsl.numbers import number
 from qdsl.runtime import launch, tiles
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Field, Storage, Variant
@@ -211,9 +212,9 @@ class Format:
         if value.dtype != torch_dtype(kind) or tuple(value.shape) != wanted:
             raise FormatError(f"{self.name}: field '{name}' is {str(value.dtype)[6:]} {list(value.shape)}; the format needs "
                               f"{str(torch_dtype(kind))[6:]} {list(wanted)}")
-        bits = int(kind[1:]) if kind[1:].isdigit() and kind[0] in "ui" else 0
-        if bits and bits < 8 * value.element_size() and value.numel():
-            low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "i" else (0, (1 << bits) - 1)
+        known = number(kind)
+        if known is not None and known.bits < 8 * value.element_size() and value.numel():
+            low, high = (0, (1 << known.bits) - 1) if known.is_float else (known.low, known.high)
             least, most = int(value.min()), int(value.max())
             if least < low or most > high:
                 raise FormatError(f"{self.name}: field '{name}' has values from {least} to {most}; {kind} holds {low} to {high}")

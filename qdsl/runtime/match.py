@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qdsl.numbers import number
 from qdsl.runtime.layout import FLOATS, INTEGERS, Storage, Stored, Variant
 from qdsl.runtime.packed import FormatError
 from qdsl.runtime.shapes import extents
@@ -55,12 +56,16 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
 
 
 def torch_dtype(kind: str) -> torch.dtype:
-    """The torch dtype in which a type is held: codes up to 8 bits and floats that torch lacks are bytes, wider codes int32."""
-    known = FLOATS.get(kind) or INTEGERS.get(kind)
-    if known is not None:
-        return known
-    small = not kind[1:].isdigit() or int(kind[1:]) <= 8
-    return torch.int32 if not small else torch.int8 if kind[0] == "i" else torch.uint8
+    """The torch dtype of a field: codes up to 8 bits and floats that torch lacks are bytes, wider codes and indices int32."""
+    known = number(kind)
+    if kind in FLOATS or known is None or known.bits > 8:
+        return FLOATS.get(kind, torch.int32)
+    return torch.int8 if known.kind == "signed" else torch.uint8
+
+
+def stored_dtype(kind: str) -> torch.dtype:
+    """The torch dtype of a stored tensor's elements."""
+    return INTEGERS.get(kind) or torch_dtype(kind)
 
 
 def _candidates(format: Format, storage: str | None, given: Mapping[str, int | str],
@@ -117,14 +122,14 @@ def _typed(format: Format, layout: Storage, label: str, named: Mapping[str, Tens
     for name, tensor in named.items():
         kind = layout.tensors[name].dtype
         kinds = [str(chosen[kind])] if kind in chosen else [str(v) for v in format.params.get(kind, (kind,))]
-        fit = [k for k in kinds if tensor.dtype == torch_dtype(k)] or \
-            [k for k in kinds if tensor.dtype == torch.uint8 and torch_dtype(k).itemsize == 1 and k in FLOATS]
+        fit = [k for k in kinds if tensor.dtype == stored_dtype(k)] or \
+            [k for k in kinds if tensor.dtype == torch.uint8 and stored_dtype(k).itemsize == 1 and k in FLOATS]
         if not fit:
-            wanted = " or ".join(str(torch_dtype(k))[6:] for k in kinds)
+            wanted = " or ".join(str(stored_dtype(k))[6:] for k in kinds)
             return Miss(1, f"{label}: tensor '{name}' has dtype {str(tensor.dtype)[6:]}; the format needs {wanted}")
         if kind in format.params:
             chosen[kind] = fit[0]
-        typed[name] = tensor.view(torch_dtype(fit[0])) if tensor.dtype != torch_dtype(fit[0]) else tensor
+        typed[name] = tensor.view(stored_dtype(fit[0])) if tensor.dtype != stored_dtype(fit[0]) else tensor
     return chosen, typed
 
 
