@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "passes": {"spec", "ir", "layout", "numbers"},
     "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
     # the running shore
-    "runtime": set(),
+    "runtime": {"numbers"},
     "encode": {"runtime", "numbers"},
     "checkpoint": {"runtime", "files"},
     "generated": set(),

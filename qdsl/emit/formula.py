@@ -12,7 +12,7 @@ _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "field": 4,
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`divide` and `negate` are calls or prefixes where the plain operator would not round or sign as defined."""
+    """`divide` and `negate` are calls or prefixes where the plain operator on floats would not round or sign as defined."""
 
     divide: str | None = None
     negate: str = "-"
@@ -39,15 +39,24 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
     if value.op == "const":
         return repr(value.const) if value.const >= 0 else f"({value.const!r})"
     if value.op == "neg":
-        level = 2 if "*" in dialect.negate else 3
-        body = dialect.negate + _text(program, value.args[0], dialect, names, 3)
+        sign = "-" if value.is_int else dialect.negate
+        level = 2 if "*" in sign else 3
+        body = sign + _text(program, value.args[0], dialect, names, 3)
         return f"({body})" if around > level else body
     left, right = value.args
     if value.op == "/" and dialect.divide:
-        return f"{dialect.divide}({_text(program, left, dialect, names, 0)}, {_text(program, right, dialect, names, 0)})"
+        operands = (_float_text(program, side, dialect, names) for side in (left, right))
+        return f"{dialect.divide}({', '.join(operands)})"
     level = _LEVEL[value.op]
     body = f"{_text(program, left, dialect, names, level)} {value.op} {_text(program, right, dialect, names, level + 1)}"
     return f"({body})" if around > level else body
+
+
+def _float_text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str]) -> str:
+    """An operand of a function that does not turn integers into floats by itself."""
+    if program.values[number].op != "float":
+        return _text(program, number, dialect, names, 0)
+    return f"{_text(program, number, dialect, names, 4)}.to(tl.float32)"
 
 
 def outermost(program: Program) -> tuple[str, list[str]] | None:

@@ -70,7 +70,7 @@ class Body:
 def tile(program: Program) -> Tile:
     """Names and coordinates of a program's kernels."""
     units = program.units or _weight_by_weight()
-    taken = {"n", "k", "m", "x", "out", "bias", "acc", "live", "inside", "w", "N", "K", *program.sizes,
+    taken = {"n", "k", "x", "out", "bias", "acc", "live", "inside", "w", "N", "K", *program.sizes,
              *(t.name for t in program.tensors), *(f.name for f in program.fields)}
     fresh = _fresh(taken)
     lanes = tuple(replace(lane, name=next(fresh)) for lane in units.lanes)
@@ -78,10 +78,10 @@ def tile(program: Program) -> Tile:
     column_lanes = [lane for lane in lanes if lane.axis == "k"]
     per_record = prod(extent for _, _, extent in units.digits if extent)
     natural = not column_lanes
-    rows = "n" if units.tiles["n"] == 1 else "r"
-    record = "k" if units.tiles["k"] == 1 else "t"
+    rows = "n" if units.tiles["n"] == 1 else _free("r", taken, fresh)
+    record = "k" if units.tiles["k"] == 1 else _free("t", taken, fresh)
     names = [record, *(next(fresh) for _ in units.digits[1:])]
-    unit = "k" if natural else record if per_record == 1 else "u"
+    unit = "k" if natural else record if per_record == 1 else _free("u", taken, fresh)
     digits: list[tuple[str, str]] = []
     if unit != record:
         digits.append((record, f"{unit} // {per_record}"))
@@ -108,6 +108,10 @@ def _weight_by_weight() -> Units:
 
 def _fresh(taken: set[str]) -> Iterator[str]:
     return (letter for letter in "hijcbaefopvyz" if letter not in taken)
+
+
+def _free(wanted: str, taken: set[str], fresh: Iterator[str]) -> str:
+    return next(fresh) if wanted in taken else wanted
 
 
 def _sum(parts: list[tuple[Index, int]]) -> Index:
@@ -228,7 +232,8 @@ class Decoder:
         if len(parts) == 1:
             text = parts[0][2]
         else:
-            shown = [(lo, self.body.add(own, f"{field.name}_{'high' if lo else 'low'}", text, guard))
+            cast = "({}).to(tl.int32)" if field.bits > 8 else "{}"      # so that the shift below keeps every bit
+            shown = [(lo, self.body.add(own, f"{field.name}_{'high' if lo else 'low'}", cast.format(text), guard))
                      for lo, own, text in sorted(parts)]
             text = " | ".join(f"{part} << {lo}" if lo else part for lo, part in shown)
         return self.body.add(level, field.name, self.typed(field, text, len(parts) > 1), guard)
@@ -245,7 +250,7 @@ class Decoder:
         if number.is_float:
             return f"device.{number.name}({text})"
         call = text if text.endswith(")") and text.startswith(("tl.load(", "device.")) else f"({text})"
-        if number.kind == "signed" and self.elements(field) <= {f"i{number.bits}", f"u{number.bits}"}:
+        if number.kind == "signed" and not joined and self.elements(field) <= {f"i{number.bits}", f"u{number.bits}"}:
             text = f"{call}.to(tl.int{number.bits}, bitcast=True)" if f"u{number.bits}" in self.elements(field) else text
             call = text
         elif number.kind == "signed" and number.bits < 32:

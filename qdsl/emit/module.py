@@ -249,7 +249,7 @@ def _defaults(programs: Sequence[Program]) -> dict[str, str]:
 def _storage(program: Program) -> list[str]:
     lines = [f'"{program.storage}": Storage(', "    tensors={"]
     for tensor in program.tensors:
-        kind = "index" if is_plain(tensor) and program.field(tensor.placements[0].field).number is None else tensor.kind
+        kind = "index" if is_plain(program, tensor) and program.field(tensor.placements[0].field).number is None else tensor.kind
         axes = "".join(f', "{axis}"' for axis in tensor_axes(tensor))
         aliases = "".join(f'"{alias}", ' for alias in tensor.aliases)
         more = (f", aliases=({aliases.rstrip(' ') if len(tensor.aliases) == 1 else aliases[:-2]})" if aliases else "") + \

@@ -34,7 +34,7 @@ def pack_body(program: Program) -> list[str]:
     entries: list[str] = []
     optional: list[str] = []
     for tensor in program.tensors:
-        chain = _plain(program, tensor) if is_plain(tensor) else _records(program, tensor, lines)
+        chain = _plain(program, tensor) if is_plain(program, tensor) else _records(program, tensor, lines)
         text = to_axes(tensor, chain)
         if tensor.optional:
             optional += [f"if {tensor.placements[0].field} is not None:", f'    tensors["{tensor.name}"] = {text}']
@@ -187,7 +187,7 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
         text = f"({joined})" if len(texts) > 1 or lanes[0].shift else joined
     value = Chain(text, lane.labels).permute(order)
     if not wide:
-        return value
+        return value.call("to(torch.uint8)") if field.bits > 8 else value
     words = named(lines, f"{field.name}_packed", bare(value.text), arguments(program))
     return Chain(f"{words}.unsqueeze(-1).view(torch.uint8)[..., :{cuts.container}]", (*order, BYTES))
 

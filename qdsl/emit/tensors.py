@@ -38,13 +38,13 @@ def is_signed(field: Field) -> bool:
     return field.number is not None and field.number.kind == "signed"
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_plain(program: Program, tensor: Tensor) -> bool:
     """Whether an element of the tensor is an element of its one field, so that no bytes need to be cut."""
     if len(tensor.placements) != 1 or tensor.words != 1:
         return False
     placement = tensor.placements[0]
     return not placement.flat and all(extent == 1 for extent in placement.extents) \
-        and [part.width for part in placement.slices] == [tensor.element.bits]
+        and [part.width for part in placement.slices] == [tensor.element.bits] == [program.field(placement.field).bits]
 
 
 def count(placement: Placement) -> int:
@@ -54,7 +54,8 @@ def count(placement: Placement) -> int:
 
 def records_name(program: Program, tensor: Tensor) -> str:
     """What the bytes of a tensor's records are called: r where there is one such tensor."""
-    return "r" if sum(not is_plain(t) for t in program.tensors) == 1 and "r" not in arguments(program) else f"{tensor.name}_bytes"
+    alone = sum(not is_plain(program, t) for t in program.tensors) == 1
+    return "r" if alone and "r" not in arguments(program) else f"{tensor.name}_bytes"
 
 
 def arguments(program: Program) -> set[str]:

@@ -38,7 +38,7 @@ def unpack_body(program: Program) -> list[str]:
     taken = arguments(program)
     parts: dict[str, list[tuple[int, str]]] = {}
     for tensor in program.tensors:
-        if is_plain(tensor):
+        if is_plain(program, tensor):
             field = program.field(tensor.placements[0].field)
             parts.setdefault(field.name, []).append((0, _plain(tensor, field)))
             continue

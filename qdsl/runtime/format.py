@@ -182,7 +182,7 @@ class Format:
                 bad = next(each for each in tensor.axes if each.extent(*shape, sizes) is None)
                 raise FormatError(f"{self.name}.{name}: {bad.dim} = {shape[bad.dim == 'K']} must be a multiple of "
                                   f"{bad.by(sizes)}")
-        tensors = layout.pack(**{key: held.get(key) for key in stored})
+        tensors = {key: tensor.contiguous() for key, tensor in layout.pack(**{key: held.get(key) for key in stored}).items()}
         return self._packed(name, tensors, shape, chosen)
 
     def _dtype_params(self, fields: Mapping[str, Tensor]) -> dict[str, int | str]:

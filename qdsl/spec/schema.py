@@ -23,8 +23,9 @@ _ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
 RESERVED = frozenset({
-    "n", "k", "m", "N", "K", "M", "word", "pad", "index", "ceil", "lcm",                    # the language
+    "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
     "x", "out", "bias", "fields", "tensors", "device", "integer", "as_type", "cdiv", "empty",        # generated code
+    "w", "live", "inside", "start", "acc", "x_k",
     "absmax", "signmax", "minmax", "nearest", "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
     *FLOATS,
 })
@@ -143,7 +144,7 @@ class _Reader:
             rule = "a letter, then letters, digits and '_'" if form is _ANY_CASE else \
                 "a small letter, then small letters, digits and '_'"
             self.problems.add(text.span, f"{what} name {word!r} is not allowed: {rule}, at most 64")
-        elif keyword.iskeyword(word) or keyword.issoftkeyword(word) or word in _DEVICES or \
+        elif keyword.iskeyword(word) or re.fullmatch(r"acc\d+", word) or keyword.issoftkeyword(word) or word in _DEVICES or \
                 (word in RESERVED and what != "format"):
             self.problems.add(text.span, f"{what} name '{word}' is reserved: choose another")
         else:
