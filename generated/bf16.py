@@ -7,8 +7,8 @@
 
     plain: 16 bits per weight
 
-Built from specs/bf16.yaml (sha256 7dc8a2bcc65c4b51) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/bf16.yaml`.
+Built from the spec bf16 (sha256 7dc8a2bcc65c4b51) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 import triton

@@ -7,8 +7,8 @@
 
     plain: 16 bits per weight
 
-Built from specs/f16.yaml (sha256 d8795a272a645acb) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/f16.yaml`.
+Built from the spec f16 (sha256 d8795a272a645acb) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 import triton

@@ -8,8 +8,8 @@
 
     safetensors: 8.00195 bits per weight with bn = 128, bk = 128
 
-Built from specs/fp8_block.yaml (sha256 a2a08c539f061384) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/fp8_block.yaml`.
+Built from the spec fp8_block (sha256 a2a08c539f061384) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 from typing import Any

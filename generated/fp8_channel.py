@@ -8,8 +8,8 @@
 
     safetensors: 8.00098 bits per weight
 
-Built from specs/fp8_channel.yaml (sha256 318224f39800d127) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/fp8_channel.yaml`.
+Built from the spec fp8_channel (sha256 318224f39800d127) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 from typing import Any

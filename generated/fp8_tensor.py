@@ -8,8 +8,8 @@
 
     safetensors: 8 bits per weight
 
-Built from specs/fp8_tensor.yaml (sha256 a4ddb144182fd547) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/fp8_tensor.yaml`.
+Built from the spec fp8_tensor (sha256 a4ddb144182fd547) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 from typing import Any

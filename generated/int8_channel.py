@@ -9,8 +9,8 @@
 
     safetensors: 8.00098 bits per weight
 
-Built from specs/int8_channel.yaml (sha256 ca1ab8c1ed580a57) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/int8_channel.yaml`.
+Built from the spec int8_channel (sha256 ca1ab8c1ed580a57) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 from typing import Any

@@ -9,8 +9,8 @@
 
     safetensors: 8 bits per weight
 
-Built from specs/int8_tensor.yaml (sha256 ad10f0bff4b46171) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/int8_tensor.yaml`.
+Built from the spec int8_tensor (sha256 ad10f0bff4b46171) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 from typing import Any

@@ -8,8 +8,8 @@
 
     gguf: 4.5 bits per weight
 
-Built from specs/q4_0.yaml (sha256 3977fa3ebec36f87) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/q4_0.yaml`.
+Built from the spec q4_0 (sha256 3977fa3ebec36f87) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 from typing import Any

@@ -11,8 +11,8 @@
 
     gguf: 4.5 bits per weight
 
-Built from specs/q4_k.yaml (sha256 b6b16ae16056c384) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/q4_k.yaml`.
+Built from the spec q4_k (sha256 b6b16ae16056c384) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch

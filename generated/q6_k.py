@@ -9,8 +9,8 @@
 
     gguf: 6.5625 bits per weight
 
-Built from specs/q6_k.yaml (sha256 04c6c0edaba443c8) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/q6_k.yaml`.
+Built from the spec q6_k (sha256 04c6c0edaba443c8) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch

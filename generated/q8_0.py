@@ -8,8 +8,8 @@
 
     gguf: 8.5 bits per weight
 
-Built from specs/q8_0.yaml (sha256 d55629b2f1a39312) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/q8_0.yaml`.
+Built from the spec q8_0 (sha256 d55629b2f1a39312) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 from typing import Any

@@ -9,10 +9,12 @@ __version__ = "0.1.0"
 
 
 def load(spec: Path | str) -> ModuleType:
-    """The generated module of a spec of one's own, built into a cache folder and imported.
+    """The generated module of a spec, a file or the name of one that ships, built into a cache folder and imported.
 
-    The same spec gives the same module object.  Raises qdsl.spec.source.SpecError with everything that is wrong, or OSError.
+    The same spec gives the same module object; what was pickled of it opens in a process that has loaded the spec.
+    Raises qdsl.spec.source.SpecError with everything that is wrong, qdsl.places.UnknownSpec, or OSError.
     """
     from qdsl.loading import load as load_spec
+    from qdsl.places import find
 
-    return load_spec(Path(spec))
+    return load_spec(find(str(spec)))

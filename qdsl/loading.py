@@ -10,12 +10,15 @@ import hashlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 from qdsl.emit.build import files_of
 from qdsl.files import write_text
+
+_lock = threading.Lock()                                         # so that no thread gets a module that is still being imported
 
 
 def cache_folder() -> Path:
@@ -31,15 +34,16 @@ def load(spec: Path) -> ModuleType:
     digest = hashlib.sha256("".join(f"{name}\n{text}" for name, text in sorted(files.items())).encode()).hexdigest()[:16]
     stem = next(iter(files)).split("/")[0].removesuffix(".py")
     module = f"qdsl_loaded_{digest}_{stem}"
-    if module in sys.modules:
-        return sys.modules[module]
-    folder = cache_folder() / digest
-    for name, text in files.items():
-        path = folder / name
-        if not path.is_file() or path.read_bytes() != text.encode():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, text)
-    return _imported(module, folder, stem, files)
+    with _lock:
+        if module in sys.modules:
+            return sys.modules[module]
+        folder = cache_folder() / digest
+        for name, text in files.items():
+            path = folder / name
+            if not path.is_file() or path.read_bytes() != text.encode():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, text)
+        return _imported(module, folder, stem, files)
 
 
 def _imported(module: str, folder: Path, stem: str, files: Mapping[str, str]) -> ModuleType:

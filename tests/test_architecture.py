@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "generated": set(),
     # what joins them for a user
     "loading": {"emit", "files"},
-    "": {"loading"},
+    "": {"loading", "places"},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places"},
     "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", ""},
     "__main__": {"cli"},

@@ -54,6 +54,13 @@ def test_what_is_of_no_format_is_of_none(config: dict[str, Any]) -> None:
     assert found(config) == {}
 
 
+def test_booleans_are_compared_as_such() -> None:
+    rules = {"config": {"symmetric": True, "bits": "bits"}}
+    config = {"quantization_config": {"symmetric": True, "bits": 4}}
+    assert params_of(rules, {"bits": (4, 8)}, config) == {"bits": 4}
+    assert params_of(rules, {"bits": (4, 8)}, {"quantization_config": {"symmetric": False, "bits": 4}}) is None
+
+
 def test_several_groups_are_not_one() -> None:
     """compressed-tensors may quantize layers differently; no one of its groups speaks for all."""
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import qdsl
 from qdsl.generated import bf16, f16, fp8_block, fp8_tensor, int8_channel, int_group, q4_0, q4_k, q8_0
+from qdsl.places import UnknownSpec
 from qdsl.runtime import FormatError, PackedWeight, tiles
 from qdsl.runtime.shapes import axis
 from tests.support.formats import ROOT, Case, cases, random_fields, random_packed, same_bits, shapes, smallest
@@ -369,3 +371,65 @@ def test_shapes_of_a_storage_are_those_that_pack_takes() -> None:
     fields = random_fields(case, (2, 64))
     with refused("K = 60 must be a multiple of 32"):
         q4_0.pack({**fields, "q": fields["q"][:, :60]})
+
+
+# -- as it is used --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [bf16, fp8_block, int8_channel, int_group, q4_0], ids=lambda module: module.SPEC.name)
+def test_a_trained_weight_is_quantized_without_its_graph(module: object) -> None:
+    weight = torch.nn.Linear(128, 64).weight
+    packed = module.quantize(weight)  # type: ignore[attr-defined]
+    assert not any(tensor.requires_grad for tensor in packed.tensors.values())
+    assert not module.dequantize(packed).requires_grad  # type: ignore[attr-defined]
+    kept = module.dequantize(packed)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        weight.zero_()
+    assert same_bits(module.dequantize(packed), kept)  # type: ignore[attr-defined]
+
+
+def test_a_guessed_block_size_is_noted() -> None:
+    tensors = int_group.quantize(torch.randn(64, 96), "gptq_v2", group=64).tensors
+    del tensors["g_idx"]
+    packed = int_group.wrap(tensors, storage="gptq_v2")
+    assert packed.params["group"] == 64
+    narrow = int_group.quantize(torch.randn(64, 32), "gptq_v2", group=64).tensors
+    assert "group = 128 by default; the tensors fit 64 and 32 and -1 too" in int_group.wrap(narrow, storage="gptq_v2").notes
+
+
+def test_values_are_kept_as_the_format_says_them() -> None:
+    packed = int_group.wrap(gptq(), shape=[64.0, 128], storage="gptq_v2", group=32.0)  # type: ignore[arg-type]
+    assert packed.shape == (64, 128) and isinstance(packed.params["group"], int)
+
+
+@pytest.mark.parametrize(("dim", "start", "stop"), [("N", -4, -1), ("N", 0, 99), ("N", 8, 4), ("n", 0, 4), ("K", 0, 999)])
+def test_a_cut_outside_is_refused(dim: str, start: int, stop: int) -> None:
+    packed = q4_0.quantize(torch.randn(16, 64))
+    with refused("are no part of the weight"):
+        packed.cut(dim, start, stop)
+
+
+def test_weights_are_floats() -> None:
+    with refused("weights are floats; int32 is none"):
+        q4_0.dequantize(q4_0.quantize(torch.zeros(1, 32)), torch.int32)
+    with refused(r"bias \[3\] float32 does not fit a weight \[1, 32\]"):
+        q4_0.Linear(q4_0.quantize(torch.zeros(1, 32)), torch.zeros(3))
+
+
+def test_codes_of_small_floats_have_a_range(tmp_path: Path) -> None:
+    (tmp_path / "fp4.yaml").write_text("format: fp4\nweight: [N, K]\nfields: {q: 'e2m1[n, k]'}\ndecode: q\nstorage:\n  p:\n"
+                                       "    codes:\n      tensor: u8[n<N, j<K/2]\n      record: q[n, 2*j] q[n, 2*j + 1]\n")
+    fp4 = qdsl.load(tmp_path / "fp4.yaml")
+    codes = torch.arange(16, dtype=torch.uint8).view(1, 16)
+    assert same_bits(fp4.unpack(fp4.pack({"q": codes}))["q"], codes)
+    with refused("field 'q' has values from 1 to 16; e2m1 holds 0 to 15"):
+        fp4.pack({"q": codes + 1})
+
+
+def test_load_takes_names_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(qdsl.load, ["q6_k"] * 8))
+    assert all(module is found[0] and hasattr(module, "wrap") for module in found)
+    with pytest.raises(UnknownSpec, match="did you mean 'q6_k'"):
+        qdsl.load("q6k")

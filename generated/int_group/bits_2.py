@@ -11,8 +11,8 @@
     gptq_v2: 2.14062 bits per weight with group = 128
     gptq_v1: 2.14062 bits per weight with group = 128
 
-Built from specs/int_group.yaml (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.  Do not edit: change the spec
-and run `qdsl build specs/int_group.yaml`.
+Built from the spec int_group (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
 """
 
 from typing import Any

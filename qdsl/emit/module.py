@@ -330,9 +330,8 @@ def _header(programs: Sequence[Program], title: str = "") -> list[str]:
         sizes = [f"{p.name} = {p.values[0]}" for p in spec.params if p.name.value in program.sizes]
         with_sizes = f" with {', '.join(sizes)}" if sizes else ""
         lines.append(f"    {program.storage}{only}: {float(bits):.6g} bits per weight{with_sizes}")
-    path = f"specs/{spec.name}.yaml"
-    return [*lines, "", f"Built from {path} (sha256 {digest[:16]}) by qdsl {qdsl.__version__}.  Do not edit: change the spec",
-            f"and run `qdsl build {path}`.", '"""', ""]
+    return [*lines, "", f"Built from the spec {spec.name} (sha256 {digest[:16]}) by qdsl {qdsl.__version__}.",
+            "Do not edit: change the spec and run `qdsl build`.", '"""', ""]
 
 
 def _imports(body: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ def nearest(weight: Tensor, *, code: str) -> Tensor:
 
     Raises FormatError for the first weight that is too large for it.
     """
-    stored = weight.to(FLOATS[code])
+    stored = weight.to(FLOATS[code], copy=True)
     bad = torch.nonzero(~torch.isfinite(stored))
     if bad.numel():
         n, k = (int(i) for i in bad[0])

@@ -71,7 +71,7 @@ class Format:
                 raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}")
             if value not in self.params[name]:
                 raise FormatError(f"{self.name}: {name} is one of {', '.join(map(str, self.params[name]))}, not {value}")
-        return {name: params.get(name, values[0]) for name, values in self.params.items()}
+        return {name: values[values.index(params.get(name, values[0]))] for name, values in self.params.items()}
 
     def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
         """Size parameters as numbers: -1 is the axis that the parameter divides."""
@@ -84,8 +84,8 @@ class Format:
         variant = self.variant(params)
         chosen = name or next(iter(variant.storages))
         if chosen not in variant.storages:
-            known = f"for {', '.join(f'{key}={params[key]}' for key in self.by)}" if chosen in self.storages else ""
-            raise FormatError(f"{self.name} has no storage '{chosen}' {known}; it has {', '.join(variant.storages)}")
+            known = f" for {', '.join(f'{key}={params[key]}' for key in self.by)}" if chosen in self.storages else ""
+            raise FormatError(f"{self.name} has no storage '{chosen}'{known}; it has {', '.join(variant.storages)}")
         return chosen, variant.storages[chosen]
 
     # -- from and to checkpoints --------------------------------------------------------------------------------------
@@ -100,10 +100,15 @@ class Format:
         self.complete(params)
         if storage is not None and storage not in self.storages:
             raise FormatError(f"{self.name} has no storage '{storage}'; it has {', '.join(self.storages)}")
-        match = self._choose(matches(self, tensors, shape, storage, params))
+        wanted = None if shape is None else (int(shape[0]), int(shape[1]))
+        found = matches(self, tensors, wanted, storage, params)
+        match = self._choose(found)
         layout = self.variant(match.params).storages[match.storage]
         used = {alias for name in match.tensors for alias in (name, *layout.tensors[name].aliases)}
         notes = [f"tensor '{name}' is not part of {self.name}.{match.storage}" for name in tensors if name not in used]
+        for key, value in match.params.items():
+            others = list(dict.fromkeys(str(other.params[key]) for other in found if other.params[key] != value))
+            notes += [f"{key} = {value} by default; the tensors fit {' and '.join(others)} too"] if others else []
         return self._packed(match.storage, match.tensors, match.shape, match.params, notes)
 
     def _choose(self, found: Sequence[Match]) -> Match:
@@ -245,6 +250,7 @@ class Format:
             raise FormatError(f"{self.name} has no quantizer yet: its spec names no encode scheme")
         if weight.dim() != 2 or not weight.is_floating_point():
             raise FormatError(f"{self.name}: a weight is floats [N, K], not {str(weight.dtype)[6:]} {list(weight.shape)}")
+        weight = weight.detach()
         shape = (weight.shape[0], weight.shape[1])
         sizes = self.sizes(params, shape)
         types = {key: value for key, value in params.items() if isinstance(value, str)}
@@ -256,8 +262,13 @@ class Format:
         return self.pack(fields, storage=name, **params)
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
-        """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes."""
+        """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes.
+
+        out, if given, decides the dtype.  Raises FormatError where it does not fit.
+        """
         self._own(packed)
+        if not (dtype if out is None else out.dtype).is_floating_point:
+            raise FormatError(f"weights are floats; {str(dtype if out is None else out.dtype)[6:]} is none")
         if out is None:
             out = empty(packed.shape, dtype, packed.device)
         if out.shape != packed.shape:

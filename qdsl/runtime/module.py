@@ -27,6 +27,9 @@ class QuantizedLinear(nn.Linear):
         if packed.format is not self.format:
             raise FormatError(f"a {type(self).__name__} of {self.format.name} cannot hold a weight of {packed.format.name}")
         self.out_features, self.in_features = packed.shape
+        if bias is not None and (bias.shape != (packed.shape[0],) or not bias.is_floating_point()):
+            raise FormatError(f"bias {list(bias.shape)} {str(bias.dtype)[6:]} does not fit a weight {list(packed.shape)}: "
+                              f"expected floats [{packed.shape[0]}]")
         self._packed = packed.derive({})
         self._names = tuple(packed.tensors)
         for name, tensor in packed.tensors.items():

@@ -78,6 +78,8 @@ class PackedWeight:
         rows = dim == "N"
         whole = self.shape[0 if rows else 1]
         step = self._steps.get(dim) or self._steps.setdefault(dim, self.step(dim))
+        if not 0 <= start <= stop <= whole or dim not in ("N", "K"):
+            raise FormatError(f"rows ('N') or columns ('K') from {start} to {stop} of {dim} = {whole} are no part of the weight")
         for border in (start, stop):
             if border % step and border != whole:
                 raise FormatError(f"{self.format.name}.{self.storage} can be cut along {dim} at multiples of {step}, "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from qdsl.spec.grammar import Apply, Expr, Line, Shape, Typed
 from qdsl.spec.source import Source, Span, Text
 
-Data = int | str | list["Data"] | dict[str, "Data"]
+Data = bool | int | str | list["Data"] | dict[str, "Data"]
 
 
 @dataclass(frozen=True, slots=True)

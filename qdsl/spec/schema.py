@@ -25,10 +25,12 @@ _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt"
 RESERVED = frozenset({
     "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
     "x", "out", "bias", "fields", "tensors", "device", "integer", "as_type", "cdiv", "empty",        # generated code
+    "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
     "absmax", "signmax", "minmax", "nearest", "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
     *FLOATS,
 })
+_ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
 MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick
 
 KEYS = {
@@ -44,6 +46,11 @@ KEYS = {
     "storage": "storages by name: tensors, and where every bit of a field lies in them",
     "detect": "how a checkpoint of this format is recognised",
     "claims": "facts that the compiler checks: bytes of a record, bits-per-weight",
+}
+DETECT_KEYS = {
+    "gguf": "the name of the GGML type",
+    "safetensors": "the dtype of a safetensors file",
+    "config": "settings that a checkpoint's quantization_config must have",
 }
 TENSOR_KEYS = {
     "tensor": "type and axes, such as 'i32[t<K/8 word, n<N]'",
@@ -190,7 +197,7 @@ class _Reader:
             self.problems.add(parts["storage"].span, "a format needs at least one storage")
         encode = self.parsed(grammar.call, self.text(parts.get("encode"), "encode"))
         claims = tuple(self.claims(parts.get("claims")))
-        detect = self.rules(self.mapping(parts.get("detect"), "detect"))
+        detect = self.rules(self.keys(parts["detect"], DETECT_KEYS, "detect")) if "detect" in parts else {}
         self.unique([*(p.name for p in params), *(d.name for d in dims), *(f.name for f in fields)])
         self.arguments(params, storages)
         if name is None or decode is None or decode_text is None:
@@ -266,7 +273,7 @@ class _Reader:
                     parsed = self.parsed(grammar.expression, self.text(expr, "a value"))
                     if parsed is not None:
                         where.append((field, parsed))
-            elif self.name(key, "tensor"):
+            elif self.name(key, "tensor", _ANY_CASE):
                 tensors.append(self.tensor(key, value))
         if not tensors:
             self.problems.add(name.span, f"storage '{name}' has no tensors")
@@ -283,7 +290,8 @@ class _Reader:
         record = self.parsed(grammar.record, record_text) if "record" in parts else ()
         aliases = self.texts(parts.get("aliases"), "aliases")
         for alias in aliases:
-            self.name(alias, "tensor", re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z"))
+            if not _ALIAS.match(alias.value):
+                self.problems.add(alias.span, f"alias {alias.value!r} is not a name of letters, digits, '_' and '.'")
         stored = parts.get("stored")
         rules = stored.items if isinstance(stored, Sequence) else () if stored is None else (stored,)
         return Tensor(name, self.parsed(grammar.shape, self.text(parts.get("tensor"), "tensor")),
@@ -301,17 +309,19 @@ class _Reader:
         when = tuple((key, self.values(values, "a condition")) for key, values in conditions)
         return None if value is None else Stored(when, target, value)
 
-    def rules(self, items: Iterable[tuple[Text, Node]]) -> dict[str, Data]:
-        return {str(self.plain(key)): self.plain(value) for key, value in items}
+    def rules(self, items: dict[str, Node]) -> dict[str, Data]:
+        return {key: self.plain(value) for key, value in items.items()}
 
     def plain(self, node: Node) -> Data:
-        """Words, integers, lists and mappings of them, for detect."""
+        """Words, integers, booleans, lists and mappings of them, for detect."""
         if isinstance(node, Sequence):
             return [self.plain(item) for item in node.items]
         if isinstance(node, Mapping):
-            return self.rules(node.items)
+            return self.rules({str(self.plain(key)): value for key, value in node.items})
         if _INTEGER.match(node.value):
             return int(node.value)
+        if node.value in ("true", "false"):
+            return node.value == "true"
         if not _WORD.match(node.value):
             self.problems.add(node.span, f"{node.value!r} is neither an integer nor a word of letters, digits and _ . : / + -")
         return node.value

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from qdsl.numbers import number
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.match import torch_dtype
 from qdsl.spec.model import Spec
@@ -135,9 +136,10 @@ def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Map
         elif dtype.is_floating_point:
             found[name] = torch.randint(100, 126, size, generator=generator, dtype=torch.uint8).view(dtype)
         else:
-            count = int(kind[1:]) if kind[1:].isdigit() else 1 + int(kind[1]) + int(kind[3])
-            low = -(1 << count - 1) if kind[0] == "i" else 0
-            found[name] = torch.randint(low, low + (1 << count), size, generator=generator).to(dtype)
+            known = number(kind)
+            assert known is not None
+            low = 0 if known.is_float else int(known.low)
+            found[name] = torch.randint(low, low + (1 << known.bits), size, generator=generator).to(dtype)
     return found
 
 
