@@ -107,6 +107,8 @@ class Folder:
 
     def _found(self) -> list[Path]:
         """The safetensors files of a folder without an index."""
+        if not self.path.exists():
+            raise FileNotFoundError(f"{self.path} does not exist")
         if not self.path.is_dir():
             if self.path.suffix != ".safetensors":
                 raise CheckpointError(f"{self.path}: neither a folder nor a .safetensors file")

@@ -72,7 +72,8 @@ def _check_values(param: Param, structural: bool, problems: Problems) -> None:
                 problems.add(name.span, f"parameter '{name}' lists types, but no field or tensor is of type '{name}'")
         elif value < 1 and (structural or value != -1):
             problems.add(name.span, f"parameter '{name}': {value} is not positive",
-                         *(() if structural else ("-1 stands for the whole axis",)))
+                         *(["-1 stands for the whole axis, of sizes that only subscripts and extents read"] if value == -1 else
+                           [] if structural else ["-1 stands for the whole axis"]))
 
 
 def _fixed(spec: Spec, storage: Storage, problems: Problems) -> dict[str, int | str]:

@@ -22,7 +22,7 @@ def samples(program: Program, extents: list[Index]) -> Iterator[dict[str, int]]:
         sizes = {size: value for size, value in zip(program.sizes, values, strict=True) if value > 0}
         known = [substitute(extent, {size: Index(value) for size, value in sizes.items()}) for extent in extents]
         rows, columns = (_candidates(divisor_of(axis, known), _large(known)) for axis in ("N", "K"))
-        for n, k in product(rows, columns):
+        for n, k in sorted(product(rows, columns), key=lambda shape: shape[0] * shape[1]):
             sample = {"N": n, "K": k, **sizes, **{size: {"N": n, "K": k}[axis] for size, axis in whole.items()}}
             if _defined(extents, sample):
                 yield sample

@@ -138,8 +138,9 @@ def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Proble
         if not divisor.is_const and divisor != name(str(divisor)):
             inner = index
     if inner not in (name("n"), name("k"), *(name(field) for field in _index_fields(program) if inner is index)):
-        problems.add(expr.span, f"a subscript of field '{item.name}' is n, k, n // size, k // size or an index field, "
-                                f"not {index}")
+        exact = index.terms[0][0].op == "exact" if index.terms else False
+        problems.add(expr.span, f"a subscript of field '{item.name}' is n, k, n // size, k // size or an index field"
+                                f"{'' if exact else f', not {index}'}", *(["write // for blocks"] if exact else []))
         return None
     return index
 

@@ -42,6 +42,9 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
     """Every way to read the tensors.  Raises FormatError with the reason of the nearest miss where there is none."""
     found: list[Match] = []
     misses: list[Miss] = []
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise FormatError(f"'{name}' is a {type(tensor).__name__}, not a torch tensor")
     for variant, name, choice in _candidates(format, storage, given):
         label = f"{format.name}.{name}" + "".join(f" {key}={value}" for key, value in choice.items())
         result = _match(format, variant, name, label, tensors, shape, {**given, **choice})
