@@ -18,7 +18,7 @@ from types import ModuleType
 from qdsl.emit.build import files_of
 from qdsl.files import write_text
 
-_lock = threading.Lock()                                         # so that no thread gets a module that is still being imported
+_lock = threading.Lock()       # no thread gets a module that is still being imported, nor parses while another does (CPython 3.11)
 
 
 def cache_folder() -> Path:
@@ -30,11 +30,11 @@ def cache_folder() -> Path:
 
 def load(spec: Path) -> ModuleType:
     """Build, if need be, and import.  Raises SpecError, OSError."""
-    files = files_of(spec)
-    digest = hashlib.sha256("".join(f"{name}\n{text}" for name, text in sorted(files.items())).encode()).hexdigest()[:16]
-    stem = next(iter(files)).split("/")[0].removesuffix(".py")
-    module = f"qdsl_loaded_{digest}_{stem}"
     with _lock:
+        files = files_of(spec)
+        digest = hashlib.sha256("".join(f"{name}\n{text}" for name, text in sorted(files.items())).encode()).hexdigest()[:16]
+        stem = next(iter(files)).split("/")[0].removesuffix(".py")
+        module = f"qdsl_loaded_{digest}_{stem}"
         if module in sys.modules:
             return sys.modules[module]
         folder = cache_folder() / digest
