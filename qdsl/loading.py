@@ -18,7 +18,8 @@ from types import ModuleType
 from qdsl.emit.build import files_of
 from qdsl.files import write_text
 
-_lock = threading.Lock()       # no thread gets a module that is still being imported, nor parses while another does (CPython 3.11)
+# No thread gets a module that is still being imported, and none parses while another does, which CPython 3.11 cannot bear.
+_lock = threading.Lock()
 
 
 def cache_folder() -> Path:
