@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qdsl.generated import fp8_tensor, int_group, q4_0, q8_0
+from qdsl.generated import fp8_block, fp8_tensor, int_group, q4_0, q8_0
 from qdsl.runtime import FormatError, PackedWeight
 from tests.support.formats import Case, cases, random_packed, same_bits, shapes, smallest
 
@@ -427,3 +427,17 @@ def test_autocast_decides_the_dtype_as_for_a_dense_layer() -> None:
 def test_x_of_another_kind_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(FormatError, match=r"x \[3, 64\] \w+ does not fit a weight \[8, 64\]: expected floats"):
         q4_0.linear(torch.zeros(3, 64).to(dtype), q4_0.quantize(sample(8, 64)))
+
+
+def test_a_module_calls_its_tensors_as_the_checkpoint_does() -> None:
+    packed = fp8_block.quantize(sample(130, 140), bn=128, bk=128)
+    scale = packed.tensors["weight_scale_inv"]
+    wrapped = fp8_block.wrap({"weight": packed.tensors["weight"], "weight_scale": scale}, bn=128, bk=128)
+    module = fp8_block.Linear(wrapped)
+    assert list(module.state_dict()) == ["weight", "weight_scale"]
+    x = sample(2, 140)
+    module.load_state_dict({"weight": packed.tensors["weight"], "weight_scale": scale * 2})
+    assert same_bits(module(x), fp8_block.linear(x, fp8_block.wrap({"weight": packed.tensors["weight"], "scale": scale})) * 2)
+    assert list(copy.deepcopy(fp8_block.Linear(wrapped.to("cpu"))).state_dict()) == ["weight", "weight_scale"]
+    both = fp8_block.wrap({**packed.tensors, "scale": scale})
+    assert any("'scale' is not part of" in note for note in both.notes)

@@ -104,12 +104,14 @@ class Format:
         found = matches(self, tensors, wanted, storage, params)
         match = self._choose(found)
         layout = self.variant(match.params).storages[match.storage]
-        used = {alias for name in match.tensors for alias in (name, *layout.tensors[name].aliases)}
+        given = {name: [key for key in (name, *layout.tensors[name].aliases) if key in tensors] for name in match.tensors}
+        used = {keys[0] for keys in given.values()}
         notes = [f"tensor '{name}' is not part of {self.name}.{match.storage}" for name in tensors if name not in used]
         for key, value in match.params.items():
             others = list(dict.fromkeys(str(other.params[key]) for other in found if other.params[key] != value))
             notes += [f"{key} = {value} by default; the tensors fit {' and '.join(others)} too"] if others else []
-        return self._packed(match.storage, match.tensors, match.shape, match.params, notes)
+        names = {name: keys[0] for name, keys in given.items() if keys[0] != name}
+        return self._packed(match.storage, match.tensors, match.shape, match.params, notes, names)
 
     def _choose(self, found: Sequence[Match]) -> Match:
         """The only match; among several of one storage, the one with default parameters where they are open."""
@@ -125,17 +127,17 @@ class Format:
         raise FormatError(f"{self.name}: the tensors fit {shown}; say which")
 
     def _packed(self, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], params: Mapping[str, int | str],
-                notes: Sequence[str] = ()) -> PackedWeight:
+                notes: Sequence[str] = (), names: Mapping[str, str] | None = None) -> PackedWeight:
         """A weight of tensors in the storage's own shapes and dtypes, with its index tensors range-checked."""
         variant = self.variant(params)
         index = next((field for field in variant.fields.values() if field.type == "index"), None)
         in_order = {name for name, tensor in tensors.items() if variant.storages[storage].tensors[name].dtype == "index"
                     and index is not None and self._check_index(name, tensor, index, shape, params)}
-        return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes)
+        return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names)
 
     def checked(self, packed: PackedWeight) -> PackedWeight:
         """The same weight with its index tensors looked at anew.  Raises FormatError for groups that do not exist."""
-        return self._packed(packed.storage, packed.tensors, packed.shape, packed.params, packed.notes)
+        return self._packed(packed.storage, packed.tensors, packed.shape, packed.params, packed.notes, packed.names)
 
     def _check_index(self, name: str, index: Tensor, field: Field, shape: tuple[int, int],
                      params: Mapping[str, int | str]) -> bool:

@@ -31,20 +31,20 @@ class QuantizedLinear(nn.Linear):
             raise FormatError(f"bias {list(bias.shape)} {str(bias.dtype)[6:]} does not fit a weight {list(packed.shape)}: "
                               f"expected floats [{packed.shape[0]}]")
         self._packed = packed.derive({})
-        self._names = tuple(packed.tensors)
+        self._names = {name: packed.names.get(name, name).replace(".", "_") for name in packed.tensors}
         for name, tensor in packed.tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            self.register_parameter(self._names[name], nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
     @property
     def packed(self) -> PackedWeight:
         """The weight with the tensors that the module holds now."""
-        return self._packed.derive({name: getattr(self, name).data for name in self._names})
+        return self._packed.derive({name: getattr(self, own).data for name, own in self._names.items()})
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Look at the tensors before they are loaded: an index into groups may have another order, or none that exists."""
         held = self.packed.tensors
-        new = {name: state_dict.get(prefix + name, tensor) for name, tensor in held.items()}
+        new = {name: state_dict.get(prefix + self._names[name], tensor) for name, tensor in held.items()}
         if all(new[name].shape == tensor.shape and new[name].dtype == tensor.dtype for name, tensor in held.items()):
             self._packed = self.format.checked(self._packed.derive(new)).derive({})
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -62,7 +62,7 @@ class QuantizedLinear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move stored tensors, and give them no other dtype: a scale or a code that is cast is another weight."""
-        stored = {name: getattr(self, name) for name in self._names}
+        stored = {name: getattr(self, name) for name in self._names.values()}
 
         def guarded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
