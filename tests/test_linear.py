@@ -433,7 +433,7 @@ def test_a_module_calls_its_tensors_as_the_checkpoint_does() -> None:
     packed = fp8_block.quantize(sample(130, 140), bn=128, bk=128)
     scale = packed.tensors["weight_scale_inv"]
     wrapped = fp8_block.wrap({"weight": packed.tensors["weight"], "weight_scale": scale}, bn=128, bk=128)
-    module = fp8_block.Linear(wrapped)
+    module = fp8_block.Linear(wrapped.apply(torch.clone))
     assert list(module.state_dict()) == ["weight", "weight_scale"]
     x = sample(2, 140)
     module.load_state_dict({"weight": packed.tensors["weight"], "weight_scale": scale * 2})
