@@ -8,12 +8,12 @@ loop in which it does not change: a word is loaded once and cut once per lane.  
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby, product
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
+from qdsl.emit.body import Body
 from qdsl.emit.formula import TRITON, formula, integer_fields
-from qdsl.emit.lines import indent
 from qdsl.ir import index as ix
 from qdsl.ir.index import Atom, Facts, Index, name
 from qdsl.ir.program import Field, Lane, Placement, Program, Tensor, Units
@@ -38,33 +38,6 @@ class Tile:
     unit_bound: str
     ragged: bool
     facts: Facts
-
-
-@dataclass(slots=True)
-class Body:
-    """Lines by loop, each under a condition or '': level 0 stands ahead of the units, level 1 in a unit, then the lanes."""
-
-    levels: list[list[tuple[str, str]]] = field(default_factory=list)
-    arguments: frozenset[str] = frozenset()
-    at: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def add(self, level: int, target: str, text: str, guard: str = "") -> str:
-        """`target = text` under a condition; the same text at the same place is computed once."""
-        for other, line in self.levels[level]:
-            if other == guard and line.split(" = ", 1)[1:] == [text]:
-                return line.split(" = ", 1)[0]
-        taken = {line.split(" = ", 1)[0] for rows in self.levels for other, line in rows if other == guard or not other}
-        names = (target, *(f"{target}{i}" for i in range(1, 99)))
-        free = next(word for word in names if word not in taken and word not in self.arguments)
-        self.levels[level].append((guard, f"{free} = {text}"))
-        self.at[free, guard] = level
-        return free
-
-    def level(self, variable: str, guard: str | None = None) -> int:
-        """The innermost loop in which a variable is set: under a condition, or (None) under any."""
-        if guard is not None and (variable, guard) in self.at:
-            return self.at[variable, guard]
-        return max((at for (other, _), at in self.at.items() if other == variable), default=0)
 
 
 def tile(program: Program) -> Tile:
@@ -97,7 +70,7 @@ def tile(program: Program) -> Tile:
     n = _sum([(name(rows), units.tiles["n"])] + [(name(lane.name), lane.weight) for lane in rows_lanes])
     row_count, row_exact = _records(program, units, "n")
     records, exact = _records(program, units, "k")
-    bound = f"{record} < {_show(records)}"
+    bound = f"{record} < {shown(records)}"
     return Tile(units.last, rows, unit, n, k, tuple(digits), lanes, row_count,
                 _units_per(records, per_record), bound, not (exact and row_exact), facts)
 
@@ -138,7 +111,7 @@ def _units_per(records: Index, count: int) -> Index:
     return records * count
 
 
-def _show(index: Index, tight: int = 0) -> str:
+def shown(index: Index, tight: int = 0) -> str:
     return ix.text(index, tight, "tl.cdiv")
 
 
@@ -173,11 +146,11 @@ class Decoder:
 
     def mask(self, level: int, rows: bool = True) -> str:
         """What must hold where a value of this level is loaded; `rows`: also that an unrolled row is one of the weight's."""
-        found = f"{self.tile.rows} < {_show(self.tile.row_count)}"
+        found = f"{self.tile.rows} < {shown(self.tile.row_count)}"
         if level > 0:
             found = "inside" if self.tile.ragged and level == len(self.lanes) + 1 and self.lanes else "live"
         if rows and self.fixed and self.tile.ragged:
-            return f"{found if level > 0 else f'({found})'} & ({_show(self.coordinate('n'))} < N)"
+            return f"{found if level > 0 else f'({found})'} & ({shown(self.coordinate('n'))} < N)"
         return found
 
     # -- fields -------------------------------------------------------------------------------------------------------
@@ -189,12 +162,12 @@ class Decoder:
         gathers = [str(index) for index in field.index if str(index) not in ("n", "k") and index.terms[0][0].op == "name"]
         if field.name in program.where:
             default = ix.substitute(program.where[field.name], coordinates, self.tile.facts)
-            return self.body.add(self.level(default), field.name, _show(default))
+            return self.body.add(self.level(default), field.name, shown(default))
         stored = {p.field: t for t in program.tensors for p in t.placements}
         if field.name in program.defaults:
             tensor = stored[field.name].name
             default = ix.substitute(program.defaults[field.name], coordinates, self.tile.facts)
-            self.body.add(self.level(default), field.name, _show(default), f"{tensor} is None")
+            self.body.add(self.level(default), field.name, shown(default), f"{tensor} is None")
             return self.load_field(field, coordinates, f"{tensor} is not None")
         if not gathers:
             return self.load_field(field, coordinates, "")
@@ -213,7 +186,7 @@ class Decoder:
     def group(self, index: str, value: Index, coordinates: Mapping[str, Index], guard: str) -> Index:
         """The group of a column, where it is not stored but computed."""
         text = ix.substitute(value, coordinates, self.tile.facts)
-        return name(self.body.add(self.level(text), index, _show(text), guard))
+        return name(self.body.add(self.level(text), index, shown(text), guard))
 
     def load_field(self, field: Field, coordinates: Mapping[str, Index], guard: str) -> str:
         """Load and cut all slices of a field."""
@@ -233,9 +206,9 @@ class Decoder:
             text = parts[0][2]
         else:
             cast = "({}).to(tl.int32)" if field.bits > 8 else "{}"      # so that the shift below keeps every bit
-            shown = [(lo, self.body.add(own, f"{field.name}_{'high' if lo else 'low'}", cast.format(text), guard))
-                     for lo, own, text in sorted(parts)]
-            text = " | ".join(f"{part} << {lo}" if lo else part for lo, part in shown)
+            halves = [(lo, self.body.add(own, f"{field.name}_{'high' if lo else 'low'}", cast.format(text), guard))
+                      for lo, own, text in sorted(parts)]
+            text = " | ".join(f"{part} << {lo}" if lo else part for lo, part in halves)
         return self.body.add(level, field.name, self.typed(field, text, len(parts) > 1), guard)
 
     def typed(self, field: Field, text: str, joined: bool) -> str:
@@ -288,7 +261,7 @@ class Decoder:
             return level, loaded
         if self.level(shift) > level or self.fixed or tensor.stored is not None:
             loaded = self.body.add(level, f"{field.name}_word", self.restored(tensor, loaded), guard)
-        text = f"{loaded} >> {_show(shift, 1)}" if shift != Index(0) else loaded
+        text = f"{loaded} >> {shown(shift, 1)}" if shift != Index(0) else loaded
         text = f"{text} & {(1 << part.width) - 1}" if part.width < bits else text
         if tensor.stored is not None and tensor.stored.field == field.name:
             text = f"({text}) {'-' if tensor.stored.amount > 0 else '+'} {abs(tensor.stored.amount)} & {(1 << field.bits) - 1}"
@@ -340,12 +313,12 @@ class Decoder:
             words = [self.body.add(level, f"{field.name}_{i}", self.load(tensor, records, Index(i), guard), guard)
                      for i in range(tensor.words)]
             held = self.body.add(level, f"{field.name}_words", f"({', '.join(words)})", guard)
-            return self.level(bit), self.stored_field(tensor, field, f"device.bits({held}, {_show(bit)}, {part.width})")
+            return self.level(bit), self.stored_field(tensor, field, f"device.bits({held}, {shown(bit)}, {part.width})")
         self.base(tensor, records)
         level = self.level(*records.values(), bit, guard=guard)
         start = self.offset(tensor, records, Index(0), 1)
         step = self.stride(tensor)
-        text = (f"device.stream({tensor.name} + {self.text(start)}, {_show(step)}, {_show(bit)}, {part.width}, "
+        text = (f"device.stream({tensor.name} + {self.text(start)}, {shown(step)}, {shown(bit)}, {part.width}, "
                 f"{tensor.element.bits}, {self.mask(level)})")
         return level, self.stored_field(tensor, field, text)
 
@@ -392,7 +365,7 @@ class Decoder:
             self.body.levels[0].append(entry)
 
     def text(self, offset: Index) -> str:
-        return _offset_text(offset, (*self.lanes, *self.program.sizes))
+        return offset_text(offset, (*self.lanes, *self.program.sizes))
 
     def rows_part(self, address: Index) -> Index:
         """The terms that move with the rows of the tile alone; of kernels that unroll rows, those that all rows share."""
@@ -427,44 +400,20 @@ def _is_product(atom: Atom) -> bool:
     return all(not side.const and len(side.terms) == 1 and _is_product(side.terms[0][0]) for side in atom.args)
 
 
-def _offset_text(index: Index, small: Collection[str] = ()) -> str:
+def offset_text(index: Index, small: Collection[str] = ()) -> str:
     """An address: products of a variable with an extent are 64 bits wide, but for the lanes in `small`, which are numbers."""
     parts: list[str] = []
     for atom, coefficient in index.terms:
         if atom.op == "mul" and not Index(0, ((atom, 1),)).names() <= {"N", "K", *small}:
             left, right = atom.args
             wide, by = (left, right) if not left.names() <= {"N", "K"} else (right, left)
-            text = f"{_show(wide, 3)}.to(tl.int64) * {_show(by, 3)}"
+            text = f"{shown(wide, 3)}.to(tl.int64) * {shown(by, 3)}"
             parts.append(f"{coefficient} * {text}" if coefficient != 1 else text)
         else:
-            parts.append(_show(Index(0, ((atom, coefficient),)), 1))
+            parts.append(shown(Index(0, ((atom, coefficient),)), 1))
     if index.const or not parts:
         parts.append(str(index.const))
     return " + ".join(parts)
-
-
-def nest(body: Body, lanes: list[Lane], tail: list[str]) -> list[str]:
-    """The levels of a unit as nested loops around `tail`."""
-    lines = tail
-    for level in reversed(range(1, len(body.levels))):
-        lines = [*guarded(body.levels[level]), *lines]
-        if level > 1:
-            lane = lanes[level - 2]
-            lines = [f"for {lane.name} in tl.static_range({lane.extent}):", *indent(lines)]
-    return lines
-
-
-def guarded(rows: list[tuple[str, str]]) -> list[str]:
-    """Lines with the conditions under which they hold; opposite conditions that follow one another become if and else."""
-    lines: list[str] = []
-    for tensor, group in groupby(rows, key=lambda row: row[0].split(" ")[0]):
-        held = list(group)
-        first = held[0][0]
-        same = [line for guard, line in held if guard == first]
-        other = [line for guard, line in held if guard != first]
-        lines += [f"if {first}:", *indent(same)] if tensor else same
-        lines += ["else:", *indent(other)] if other else []
-    return lines
 
 
 def unrolled(lanes: tuple[Lane, ...]) -> Iterator[dict[str, int]]:

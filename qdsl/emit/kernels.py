@@ -7,7 +7,8 @@ from math import prod
 
 import jinja2
 
-from qdsl.emit.kernel import Body, Decoder, Tile, _offset_text, _show, guarded, nest, tile, unrolled
+from qdsl.emit.body import Body, guarded, nest
+from qdsl.emit.kernel import Decoder, Tile, offset_text, shown, tile, unrolled
 from qdsl.ir.index import name
 from qdsl.ir.program import Program
 
@@ -39,12 +40,12 @@ def _shared(program: Program, at: Tile) -> dict[str, str]:
 
 def _masks(at: Tile, lanes: list[str], body: Body) -> None:
     """`live` for units, and `inside` for single weights where the last unit may hang over; unrolled rows have their own."""
-    rows = f"{at.rows} < {_show(at.row_count)}"
+    rows = f"{at.rows} < {shown(at.row_count)}"
     body.levels[1].append(("", f"live = ({rows}) & ({at.unit_bound})"))
     if at.ragged and lanes:
         unrolled_rows = any(lane.axis == "n" and lane.name not in lanes for lane in at.lanes)
-        row = "" if unrolled_rows else f" & ({_show(at.n)} < N)"
-        body.levels[-1].append(("", f"inside = live{row} & ({_show(at.k)} < K)"))
+        row = "" if unrolled_rows else f" & ({shown(at.n)} < N)"
+        body.levels[-1].append(("", f"inside = live{row} & ({shown(at.k)} < K)"))
 
 
 def _start(program: Program, at: Tile, loops: int, lanes: list[str]) -> Body:
@@ -59,11 +60,11 @@ def _dequantize(program: Program, at: Tile) -> list[str]:
     body = _start(program, at, len(at.lanes), [lane.name for lane in at.lanes])
     decoder = Decoder(program, at, body, {})
     text = decoder.weight()
-    place = "k" if at.unit == "k" else _show(at.k)
+    place = "k" if at.unit == "k" else shown(at.k)
     if any(lane.axis == "n" for lane in at.lanes):
-        place = f"({_show(at.n)}).to(tl.int64) * K + {place}"
+        place = f"({shown(at.n)}).to(tl.int64) * K + {place}"
     else:
-        body.levels[0].append(("", f"out += {_offset_text(at.n * name('K'))}"))
+        body.levels[0].append(("", f"out += {offset_text(at.n * name('K'))}"))
     tail = [f"w = {text}", f"tl.store(out + {place}, w, {decoder.mask(len(at.lanes) + 1)})"]
     return _render("dequantize", program, at, before=guarded(body.levels[0]), body=nest(body, list(at.lanes), tail))
 
@@ -79,15 +80,15 @@ def _linear(program: Program, at: Tile) -> list[str]:
         decoder = Decoder(program, at, body, fixed)
         text = decoder.weight(around=2)
         k = decoder.coordinate("k")
-        place = "k" if at.unit == "k" else _show(k)
+        place = "k" if at.unit == "k" else shown(k)
         level = decoder.level(k)
         xk = body.add(level, "x_k", f"tl.load(x + {place}, {decoder.mask(level, rows=False)}, 0).to(tl.float32)")
         if any(value.op == "/" for value in program.values):     # what is not loaded is 0, and 0 / 0 would spoil the sum
             text = f"tl.where({decoder.mask(len(loops) + 1)}, {text}, 0)"
         tail.append(f"{acc} += {text} * {xk}")
-        rows.append({"name": acc, "row": _show(decoder.coordinate("n"))})
+        rows.append({"name": acc, "row": shown(decoder.coordinate("n"))})
     return _render("linear", program, at, before=guarded(body.levels[0]), body=nest(body, loops, tail), sums=rows,
-                   count=_show(at.unit_count), axis="1" if at.last == "k" else "0")
+                   count=shown(at.unit_count), axis="1" if at.last == "k" else "0")
 
 
 def _render(skeleton: str, program: Program, at: Tile, **holes: object) -> list[str]:
