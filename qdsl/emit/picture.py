@@ -37,11 +37,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Bytes [first, last] of the record, which differ in their elements' numbers alone."""
+    """Bytes [first, last] of the record that differ in their elements' numbers alone, each by `steps` from the one before."""
 
     first: int
     last: int
     cells: tuple[Cell, ...]
+    steps: tuple[tuple[int, ...], ...] | None = None
 
 
 def rows(tensor: Tensor) -> list[Row]:
@@ -51,12 +52,25 @@ def rows(tensor: Tensor) -> list[Row]:
     found: list[Row] = []
     for byte in range(tensor.record_bits // 8):
         cells = tuple(replace(cell, many=many.get(cell.field, ())) for cell in _cells(bits[8 * byte:8 * byte + 8]))
-        if found and _shape(found[-1].cells) == _shape(cells):
-            merged = tuple(replace(a, last=b.last) for a, b in zip(found[-1].cells, cells, strict=True))
-            found[-1] = Row(found[-1].first, byte, merged)
-        else:
+        if not found or (joined := _joined(found[-1], cells)) is None:
             found.append(Row(byte, byte, cells))
+        else:
+            found[-1] = joined
     return found
+
+
+def _joined(row: Row, cells: tuple[Cell, ...]) -> Row | None:
+    """The row with one more byte, where that continues it."""
+    if _shape(row.cells) != _shape(cells) or row.steps not in (None, steps := _steps(row.cells, cells)):
+        return None
+    merged = tuple(replace(a, last=b.last) for a, b in zip(row.cells, cells, strict=True))
+    return Row(row.first, row.last + 1, merged, steps)
+
+
+def _steps(before: Sequence[Cell], after: Sequence[Cell]) -> tuple[tuple[int, ...], ...]:
+    """How far the elements of a byte are from those of the one before; those of several bytes do not count."""
+    return tuple(() if a.width == 8 else tuple(j - i for i, j in zip(a.last, b.first, strict=True))
+                 for a, b in zip(before, after, strict=True))
 
 
 def _shape(cells: Sequence[Cell]) -> list[tuple[str, int, int]]:
