@@ -20,6 +20,7 @@ from qdsl.checkpoint.detect import params_of
 from qdsl.checkpoint.folder import Folder
 from qdsl.emit.build import build
 from qdsl.files import write_text
+from qdsl.numbers import number
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.match import torch_dtype
 
@@ -41,8 +42,8 @@ def run(weights: Path | None, out: Path, say: Say) -> dict[str, Any]:
     modules = dict(_built(say))
     matrices, others = _read(weights, say)
     checkpoint = _checkpoint(modules, matrices, others, out, say)
+    formats = [row for name, module in modules.items() for row in _rows(name, module, matrices, say)]
     say("")
-    formats = [row for name, module in modules.items() for row in _rows(name, module, matrices)]
     return {"weights": {name: list(matrix.shape) for name, matrix in matrices.items()}, "checkpoint": checkpoint,
             "formats": formats}
 
@@ -121,18 +122,18 @@ def _linear_error(module: ModuleType, packed: PackedWeight, weight: Tensor) -> f
 # -- every format ---------------------------------------------------------------------------------------------------------
 
 
-def _rows(name: str, module: ModuleType, matrices: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+def _rows(name: str, module: ModuleType, matrices: Mapping[str, Tensor], say: Say) -> Iterator[dict[str, Any]]:
     """A row for each storage of each variant."""
     format = module.FORMAT
     for key, variant in format.variants.items():
         chosen = dict(zip(format.by, key, strict=True))
         for storage in variant.storages:
-            yield {"format": name, "storage": storage, "params": chosen, **_measured(module, storage, chosen, matrices)}
+            yield {"format": name, "storage": storage, "params": chosen, **_measured(module, storage, chosen, matrices, say)}
 
 
 def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str], matrices: Mapping[str, Tensor],
-              ) -> dict[str, Any]:
-    """Size, signal to noise, exactness and times over the matrices whose shape the storage can hold."""
+              say: Say) -> dict[str, Any]:
+    """Size, signal to noise, exactness and times over the matrices that the storage can hold."""
     quantizes = module.FORMAT.variant(module.FORMAT.complete(params)).encode is not None
     bits = weights = 0
     signal = noise = error = 0.0
@@ -142,8 +143,9 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
         try:
             start = time.perf_counter()
             packed = module.quantize(weight, storage, **params) if quantizes else _random(module, weight.shape, storage, params)
-        except FormatError:
-            continue                                             # this shape does not fit: K is no multiple of the block
+        except FormatError as refusal:
+            say(f"left out  {list(weight.shape)}: {refusal}")
+            continue
         seconds["quantize"] += time.perf_counter() - start
         found = module.dequantize(packed, torch.float32)
         x = torch.randn(ROWS, packed.shape[1])
@@ -164,8 +166,8 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
 def _survives(module: ModuleType, packed: PackedWeight) -> bool:
     """Whether packing what unpack gives makes the same bytes."""
     again = module.pack(module.unpack(packed), storage=packed.storage, **packed.params)
-    return all(again.tensors[name].view(torch.uint8).equal(tensor.view(torch.uint8)) if tensor.dim() else
-               again.tensors[name].equal(tensor) for name, tensor in packed.tensors.items())
+    return all(again.tensors[name].flatten().view(torch.uint8).equal(tensor.flatten().view(torch.uint8))
+               for name, tensor in packed.tensors.items())
 
 
 def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapping[str, int | str]) -> PackedWeight:
@@ -177,10 +179,10 @@ def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapp
         sizes = format.sizes(chosen, (shape[0], shape[1]))
         extents = [-(-shape[axis.dim == "K"] // axis.by(sizes)) for axis in field.axes]
         kind = str(chosen.get(field.type, field.type))
-        dtype = torch_dtype(kind)
-        low, high = (0, 1 << int(kind[1:])) if kind[0] == "u" else (-(1 << int(kind[1:]) - 1), 1 << int(kind[1:]) - 1) \
-            if kind[0] == "i" else (0, 0)
-        fields[name] = torch.randint(low, high, extents).to(dtype) if high else torch.randn(extents).to(dtype)
+        known = number(kind)
+        drawn = torch.randn(extents) if known is None or known.is_float else \
+            torch.randint(int(known.low), int(known.high) + 1, extents)
+        fields[name] = drawn.to(torch_dtype(kind))
     return module.pack(fields, storage=storage, **params)  # type: ignore[no-any-return]
 
 
@@ -195,7 +197,7 @@ def shown(row: Mapping[str, Any]) -> list[str]:
     """A row as texts for a table."""
     title = f"{row['format']}.{row['storage']}" + "".join(f" {key}={value}" for key, value in row["params"].items())
     if not row["weights"]:
-        return [title, "no matrix has a shape that fits", *[""] * 6]
+        return [title, "no matrix fits", *[""] * 6]
     snr = row["snr_db"]
     return [title, f"{row['bits_per_weight']:.3f}", f"{row['bytes'] / 1024:.0f}",
             "-" if snr is None else "exact" if snr == math.inf else f"{snr:.1f}", "exact" if row["pack_unpack_exact"] else "NO",

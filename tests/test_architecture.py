@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     # what joins them for a user
     "loading": {"emit", "files"},
     "": {"loading", "places"},
-    "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places"},
+    "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
     "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", ""},
     "__main__": {"cli"},
 }

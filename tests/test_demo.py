@@ -66,7 +66,8 @@ def test_weights_of_ones_own(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert "own.safetensors: 1 matrices, 3,840 weights" in done.stdout
     lines = {line.split("  ")[0]: line for line in done.stdout.splitlines()}
-    assert "no matrix has a shape that fits" in lines["q4_k.gguf"] and "exact" in lines["q4_0.gguf"]
+    assert "left out  [40, 96]: q4_k.gguf: " in done.stdout and "no matrix fits" in lines["q4_k.gguf"]
+    assert "exact" in lines["q4_0.gguf"]
 
 
 @pytest.mark.parametrize(("content", "message"), [

@@ -10,6 +10,7 @@ import io
 import pickle
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import qdsl
 from qdsl.generated import fp8_block, fp8_tensor, int_group, q4_0, q8_0
 from qdsl.runtime import FormatError, PackedWeight
 from tests.support.formats import Case, cases, random_packed, same_bits, shapes, smallest
@@ -441,3 +443,17 @@ def test_a_module_calls_its_tensors_as_the_checkpoint_does() -> None:
     assert list(copy.deepcopy(fp8_block.Linear(wrapped.to("cpu"))).state_dict()) == ["weight", "weight_scale"]
     both = fp8_block.wrap({**packed.tensors, "scale": scale})
     assert any("'scale' is not part of" in note for note in both.notes)
+
+
+def test_a_tensor_may_be_called_as_something_of_the_module(tmp_path: Path) -> None:
+    """`packed` and `forward` are taken in a module, and a bias is no tensor of the weight."""
+    (tmp_path / "named.yaml").write_text(
+        "format: named\nweight: [N, K]\nfields: {q: 'u8[n, k]', s: 'f32[n]'}\ndecode: q * s\nstorage:\n  p:\n"
+        "    packed:\n      tensor: u8[n<N, k<K]\n      record: q[n, k]\n"
+        "    forward:\n      tensor: f32[n<N]\n      record: s[n]\n      aliases: [bias]\n")
+    named = qdsl.load(tmp_path / "named.yaml")
+    codes = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    packed = named.wrap({"packed": codes, "bias": torch.ones(3)})
+    module = named.Linear(packed, torch.full((3,), 2.0))
+    assert list(module.state_dict()) == ["packed_", "bias_", "bias"]
+    assert torch.equal(module(torch.ones(1, 4)), codes.float().sum(1)[None] + 2)

@@ -73,11 +73,9 @@ def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
     else:
         chain = Chain(records_name(program, tensor), (*order, BYTES))
         start = len(lines)
-        for placement, part in parts:
-            _store(program, tensor, placement, part, chain, lines)
+        shared = [_store(program, tensor, placement, part, chain, lines) for placement, part in parts]
         filled = sum(part.width * prod(part.extents) for _, part in parts) == tensor.record_bits
-        assigned = filled and not any(" |= " in line for line in lines[start:])
-        lines.insert(start, _allocate(tensor, chain.text, size, assigned))
+        lines.insert(start, _allocate(tensor, chain.text, size, filled and not any(shared)))
     if tensor_dtype(tensor) != "uint8":
         chain = Chain(f"as_type({chain.text}, torch.{tensor_dtype(tensor)})", chain.labels)
     return Chain(f"{chain.text}.squeeze(-1)", chain.labels[:-1]) if tensor.words == 1 and BYTES in chain.labels else chain
@@ -107,8 +105,8 @@ def _allocate(tensor: Tensor, name: str, size: int, filled: bool) -> str:
         f"{name} = torch.zeros({shown}, dtype=torch.uint8, device={device})"
 
 
-def _store(program: Program, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> None:
-    """Write one slice into zeroed records: assigned where it has its bytes for itself, else or-ed."""
+def _store(program: Program, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> bool:
+    """Write one slice into the records: assigned where it has its bytes for itself, else or-ed.  Whether it shares bytes."""
     field = program.field(placement.field)
     cuts = cut_slice(tensor, placement, part)
     split = _split(program, tensor, placement, cuts, lines)
@@ -124,6 +122,7 @@ def _store(program: Program, tensor: Tensor, placement: Placement, part: Slice, 
         value = value.flatten(keep, len(value.labels) - keep, BYTES)
         left = target.text if target.text.endswith("]") else f"{target.text}[...]"
         lines.append(f"{left} {'|=' if shared else '='} {bare(value.text)}")
+    return shared
 
 
 def _may_share(a: Slice, b: Slice) -> bool:

@@ -133,7 +133,7 @@ def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Proble
     if index is None:
         return None
     inner = index
-    if len(index.terms) == 1 and index.terms[0] == (index.terms[0][0], 1) and not index.const and index.terms[0][0].op == "div":
+    if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.const and index.terms[0][0].op == "div":
         inner, divisor = index.terms[0][0].args
         if not divisor.is_const and divisor != name(str(divisor)):
             inner = index

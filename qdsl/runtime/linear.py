@@ -28,9 +28,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tenso
     n, k = packed.shape
     if x.shape[-1:] != (k,) or x.dtype not in FLOATS:
         raise FormatError(f"x {list(x.shape)} {str(x.dtype)[6:]} does not fit a weight [{n}, {k}]: expected floats [..., {k}]")
-    if bias is not None and (bias.shape != (n,) or bias.dtype not in FLOATS):
-        raise FormatError(f"bias {list(bias.shape)} {str(bias.dtype)[6:]} does not fit a weight [{n}, {k}]: "
-                          f"expected floats [{n}]")
+    check_bias(bias, packed)
     for name, tensor in (("x", x), ("bias", bias)):
         if tensor is not None and tensor.device != packed.device:
             raise FormatError(f"{name} is on {tensor.device}, the weight on {packed.device}")
@@ -38,6 +36,14 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tenso
         x = x.to(torch.get_autocast_dtype(x.device.type))
     result: Tensor = _Linear.apply(x, bias, packed)  # type: ignore[no-untyped-call]
     return result
+
+
+def check_bias(bias: Tensor | None, packed: PackedWeight) -> None:
+    """Raises FormatError unless the bias is floats [N]."""
+    n, k = packed.shape
+    if bias is not None and (bias.shape != (n,) or bias.dtype not in FLOATS):
+        raise FormatError(f"bias {list(bias.shape)} {str(bias.dtype)[6:]} does not fit a weight [{n}, {k}]: "
+                          f"expected floats [{n}]")
 
 
 class _Linear(torch.autograd.Function):

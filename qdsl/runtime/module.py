@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qdsl.runtime.linear import check_bias
 from qdsl.runtime.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
@@ -27,14 +28,17 @@ class QuantizedLinear(nn.Linear):
         if packed.format is not self.format:
             raise FormatError(f"a {type(self).__name__} of {self.format.name} cannot hold a weight of {packed.format.name}")
         self.out_features, self.in_features = packed.shape
-        if bias is not None and (bias.shape != (packed.shape[0],) or not bias.is_floating_point()):
-            raise FormatError(f"bias {list(bias.shape)} {str(bias.dtype)[6:]} does not fit a weight {list(packed.shape)}: "
-                              f"expected floats [{packed.shape[0]}]")
+        check_bias(bias, packed)
         self._packed = packed.derive({})
-        self._names = {name: packed.names.get(name, name).replace(".", "_") for name in packed.tensors}
+        self._names = {name: self._attribute(packed.names.get(name, name)) for name in packed.tensors}
         for name, tensor in packed.tensors.items():
             self.register_parameter(self._names[name], nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    def _attribute(self, name: str) -> str:
+        """What a tensor is called in the module: as in the checkpoint, unless the module has something else of that name."""
+        word = name.replace(".", "_")
+        return f"{word}_" if word == "bias" or word in vars(self) or hasattr(type(self), word) else word
 
     @property
     def packed(self) -> PackedWeight:
