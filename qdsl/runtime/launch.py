@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,29 +18,53 @@ UNITS = 1024                                                     # units per pro
 ROWS_OF_X = 65535                                                # the most that a grid's second axis can count
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One launch: a kernel, its arguments in order, the constants it is specialised on, and how it is compiled."""
+
+    kernel: Any
+    arguments: tuple[Tensor | int | None, ...]
+    constants: Mapping[str, int]
+    grid: tuple[int, ...]
+    options: Mapping[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
+
+
 def dequantize(packed: PackedWeight, out: Tensor) -> None:
     """Run the dequantize kernel: w [N, K] into out, exact in float32, rounded once for float16 and bfloat16."""
-    kernels, rows, units = _kernels(packed)
-    if not rows or not units:
-        return
-    bn, bk = _tile(kernels.last, rows, units, kernels.sums)
-    grid = (cdiv(rows, bn), cdiv(units, bk))
-    # Contracted multiply-adds would skip a rounding that the formula has.
-    kernels.dequantize[grid](*_tensors(packed), out, *packed.shape, *packed.sizes.values(), BN=bn, BK=bk, num_warps=WARPS,
-                             enable_fp_fusion=False)
+    for call in dequantize_calls(packed, out):
+        call.run()
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
     """Run the linear kernel: x [M, K] @ w.T + bias into out [M, N]; x and out are contiguous."""
+    for call in linear_calls(x, packed, bias, out):
+        call.run()
+
+
+def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
+    """The launches of `dequantize`, for tensors on any device, meta too."""
+    kernels, rows, units = _kernels(packed)
+    if not rows or not units:
+        return
+    bn, bk = _tile(kernels.last, rows, units, kernels.sums)
+    # Contracted multiply-adds would skip a rounding that the formula has.
+    yield Call(kernels.dequantize, (*_tensors(packed), out, *packed.shape, *packed.sizes.values()), {"BN": bn, "BK": bk},
+               (cdiv(rows, bn), cdiv(units, bk)), {"num_warps": WARPS, "enable_fp_fusion": False})
+
+
+def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+    """The launches of `linear`, for tensors on any device, meta too."""
     kernels, rows, units = _kernels(packed)
     if not rows or not x.shape[0]:
         return
     bn, bk = _tile(kernels.last, rows, units, kernels.sums)
     for start in range(0, x.shape[0], ROWS_OF_X):
         part, result = x[start:start + ROWS_OF_X], out[start:start + ROWS_OF_X]
-        grid = (cdiv(rows, bn), part.shape[0])
-        kernels.linear[grid](*_tensors(packed), part, bias, result, *packed.shape, *packed.sizes.values(), BN=bn, BK=bk,
-                             num_warps=WARPS)
+        yield Call(kernels.linear, (*_tensors(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
+                   {"BN": bn, "BK": bk}, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS})
 
 
 def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:
