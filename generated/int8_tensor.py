@@ -8,6 +8,7 @@
     s      scale_type []
 
     safetensors: 8 bits per weight
+    planar: 8 bits per weight
 
 Built from the spec int8_tensor (sha256 ad10f0bff4b46171) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -21,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -46,6 +47,31 @@ def pack_safetensors(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor
     }
     if z is not None:
         tensors["weight_zero_point"] = z
+    return tensors
+
+
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type []; z int8 []."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
+    fields = {
+        "q": r.view(torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
+        "s": s,
+    }
+    if z is not None:
+        fields["z"] = z
+    return fields
+
+
+def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """q, s, z of the fields; the inverse of unpack_planar."""
+    r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
+        3).view(torch.uint8).flatten(2)
+    tensors = {
+        "q": as_type(r, torch.int32).flatten(1),
+        "s": s,
+    }
+    if z is not None:
+        tensors["z"] = z
     return tensors
 
 
@@ -89,7 +115,8 @@ def _dequantize_safetensors(weight, weight_scale, weight_zero_point, out, N, K, 
 
 
 @triton.jit
-def _linear_safetensors(weight, weight_scale, weight_zero_point, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+def _linear_safetensors(weight, weight_scale, weight_zero_point, x, bias, out, N, K, BN: tl.constexpr,
+    BK: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
     A program takes one row of x and BN rows of w, and steps along K by BK weights.
@@ -114,6 +141,241 @@ def _linear_safetensors(weight, weight_scale, weight_zero_point, x, bias, out, N
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
 
+@triton.jit
+def _words_safetensors(weight, row, K, chunk):
+    """The words of q in a chunk of 128 columns."""
+    return lanes.words(weight, row, K // 64, 2 * chunk + 0), lanes.words(weight, row, K // 64, 2 * chunk + 1)
+
+
+@triton.jit
+def _numbers_safetensors(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
+    return lanes.numbers(code, flip, True, F)
+
+
+@triton.jit
+def _few_safetensors(
+    weight, weight_scale, weight_zero_point, x, bias, out, M, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.
+    """
+    SIZE: tl.constexpr = 128
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
+    w, g, c = lanes.warps(WN * WK)
+    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 8, True, F)
+    acc = lanes.zeros(R, WN * WK)
+    ones = tl.zeros((WN * WK, 16, 8), tl.float32)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128, EVEN)
+            ones += sums[0]
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = lanes.by_size(_words_safetensors(weight, row, K, chunk), SIZE)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_safetensors, words, columns, u, j, flip, 8, 8, SIZE, F)
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        row = lanes.rows(first + 16 * r, N)
+        s_g = lanes.number(tl.load(weight_scale), 0)
+        if weight_zero_point is None:
+            z_g = 0.0
+        else:
+            z_g = lanes.number(tl.load(weight_zero_point), 8)
+        sum += lanes.shifted(-z_g, BASE) * ones
+        sum *= s_g
+        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _dequantize_planar(q, s, z, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
+    if z is None:
+        z1 = 0
+    else:
+        z1 = tl.load(z).to(tl.int32)
+    s1 = tl.load(s).to(tl.float32)
+    out += n.to(tl.int64) * K
+    t = u // 32
+    j = u // 8 % 4
+    c = u % 8
+    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            q1 = ((q_word >> 16 * i + 8 * h & 255).to(tl.int32) ^ 128) - 128
+            w = (q1 - z1) * s1
+            tl.store(out + 128 * t + 32 * j + 16 * h + 2 * c + i, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, s, z, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
+    if z is None:
+        z1 = 0
+    else:
+        z1 = tl.load(z).to(tl.int32)
+    s1 = tl.load(s).to(tl.float32)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 32 * tl.cdiv(K, 128), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 32
+        j = u // 8 % 4
+        c = u % 8
+        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+        q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
+        for h in tl.static_range(2):
+            for i in tl.static_range(2):
+                inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+                q1 = ((q_word >> 16 * i + 8 * h & 255).to(tl.int32) ^ 128) - 128
+                x_k = tl.load(x + 128 * t + 32 * j + 16 * h + 2 * c + i, inside, 0).to(tl.float32)
+                acc += (q1 - z1) * s1 * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q, row, K, chunk):
+    """The words of q in a chunk of 128 columns."""
+    return lanes.words(q, row, K // 64, 2 * chunk + 0), lanes.words(q, row, K // 64, 2 * chunk + 1)
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
+    return lanes.numbers(code, flip, True, F)
+
+
+@triton.jit
+def _few_planar(
+    q, s, z, x, bias, out, M, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.
+    """
+    SIZE: tl.constexpr = 128
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
+    w, g, c = lanes.warps(WN * WK)
+    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 8, True, F)
+    acc = lanes.zeros(R, WN * WK)
+    ones = tl.zeros((WN * WK, 16, 8), tl.float32)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128, EVEN)
+            ones += sums[0]
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 8, SIZE, F)
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        row = lanes.rows(first + 16 * r, N)
+        s_g = lanes.number(tl.load(s), 0)
+        if z is None:
+            z_g = 0.0
+        else:
+            z_g = lanes.number(tl.load(z), 8)
+        sum += lanes.shifted(-z_g, BASE) * ones
+        sum *= s_g
+        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q, s, z, x, bias, out, M, N, K,
+    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x.
+    """
+    SIZE: tl.constexpr = 128
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = -128 if F == tl.float16 else -128
+    HIGH: tl.constexpr = -136
+    w, g, c = lanes.warps(W)
+    first = tl.program_id(0) * (16 * W * R)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    x += m * K + tl.arange(0, SIZE)[:, None]
+    flip = lanes.flips(N, 8, 8, True, F)
+    acc = lanes.tiles(R, 16 * W, BM)
+    ones = tl.zeros((16 * W, BM), tl.float32)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        columns = lanes.parts(x, chunk, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = lanes.rows(first + 16 * W * r + 16 * w + g, N)
+            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = lanes.rows_product(
+                    _numbers_planar, words, u, columns[u], flip, ZERO, HIGH, 8, 8, SIZE, F)
+                sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
+                if r == 0:
+                    ones += sums
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        s_g = lanes.number(tl.load(s), 0)
+        if z is None:
+            z_g = 0.0
+        else:
+            z_g = lanes.number(tl.load(z), 8)
+        sum += (-z_g) * ones
+        sum *= s_g
+        lanes.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -130,7 +392,18 @@ VARIANT = Variant(
                 "weight_zero_point": Stored("i8", optional=True),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
-            kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k"),
+            kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_safetensors, blocks=(), least=128)),
+        ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "32*ceil(K/128)"),
+                "s": Stored("scale_type"),
+                "z": Stored("i8", optional=True),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
+                    lanes=Lanes(_few_planar, many=_many_planar, blocks=())),
         ),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},

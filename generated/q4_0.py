@@ -3,10 +3,11 @@
     w = d * (q - 8)
     float32, rounded after each operation
 
-    d      f16 [N, K/32]
+    d      f16 [N, ceil(K/32)]
     q      u4  [N, K]
 
     gguf: 4.5 bits per weight
+    planar: 4.5 bits per weight
 
 Built from the spec q4_0 (sha256 3977fa3ebec36f87) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -47,11 +48,31 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
+def unpack_planar(q: Tensor, d: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, ceil(K/32)]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
+    return {
+        "d": d,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, d of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {
+        "q": as_type(r, torch.int32).flatten(1),
+        "d": d,
+    }
+
+
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (q - 8).  d [N, K/32], q [N, K]."""
-    out = out if out is None else out.unflatten(1, (-1, 32))
+    """Weights [N, K], float32 rounded after each operation: w = d * (q - 8).  d [N, ceil(K/32)], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (d.shape[1], -1))
+    q = q.view(torch.int8).unflatten(1, (d.shape[1], -1))
     d = d.float().unsqueeze(-1)
-    q = q.view(torch.int8).unflatten(1, (-1, 32))
     return torch.mul(d, q - 8, out=out).flatten(1)
 
 
@@ -116,11 +137,198 @@ def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
 
+@triton.jit
+def _dequantize_planar(q, d, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    d += n.to(tl.int64) * tl.cdiv(K, 32)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    out += n.to(tl.int64) * K
+    t = u // 16
+    j = u // 4 % 4
+    c = u % 4
+    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    d1 = tl.load(d + 4 * t + j, live, 0).to(tl.float32)
+    q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(4):
+        for i in tl.static_range(2):
+            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
+            w = d1 * (q1 - 8)
+            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    d += n.to(tl.int64) * tl.cdiv(K, 32)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 16 * tl.cdiv(K, 128), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 16
+        j = u // 4 % 4
+        c = u % 4
+        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+        d1 = tl.load(d + 4 * t + j, live, 0).to(tl.float32)
+        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+        for h in tl.static_range(4):
+            for i in tl.static_range(2):
+                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+                q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
+                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
+                acc += d1 * (q1 - 8) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q, row, K, chunk):
+    """The words of q in a chunk of 128 columns."""
+    return lanes.words(q, row, K // 128, chunk),
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
+    return lanes.numbers(code, flip, False, F)
+
+
+@triton.jit
+def _few_planar(
+    q, d, x, bias, out, M, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = d * (q - 8.0).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.
+    """
+    SIZE: tl.constexpr = 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 4, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128, EVEN)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+                d_g = lanes.by_group(d, row, lanes.count(K, 32), chunk, SIZE, 32, 0)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 4, 4, SIZE, F)
+                    sum += (-8.0 - BASE) * sums[u]
+                    sum *= d_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q, d, x, bias, out, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = d * (q - 8.0).
+
+    One row of x.  The columns of the matrix instruction are eight groups of 32 columns of w.
+    """
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 4, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(1):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, 32, UNIT, EVEN, F)
+            second = lanes.within(chunk + 1, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128, EVEN)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = (_words_planar(q, row, K, chunk), _words_planar(q, row, K, second))
+                sum = lanes.product(_numbers_planar, words, columns, flip, 0, 4, 4, 4, F)
+                d_g = lanes.by_column(d, row, lanes.count(K, 32), chunk, K, 32, 32, 0)
+                sum += (-8.0 - BASE) * sums
+                sum *= d_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q, d, x, bias, out, M, N, K,
+    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = d * (q - 8.0).
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x.
+    """
+    SIZE: tl.constexpr = 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = -8 if F == tl.float16 else -136
+    HIGH: tl.constexpr = 0
+    w, g, c = lanes.warps(W)
+    first = tl.program_id(0) * (16 * W * R)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    x += m * K + tl.arange(0, SIZE)[:, None]
+    flip = lanes.flips(N, 4, 4, False, F)
+    acc = lanes.tiles(R, 16 * W, BM)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        columns = lanes.parts(x, chunk, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = lanes.rows(first + 16 * W * r + 16 * w + g, N)
+            n = lanes.within(first + 16 * W * r + tl.arange(0, 16 * W)[:, None], N, False).to(tl.int64)
+            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = lanes.rows_product(
+                    _numbers_planar, words, u, columns[u], flip, ZERO, HIGH, 4, 4, SIZE, F)
+                d_g = lanes.of_rows(d, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 0)
+                sum *= d_g
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "K/32"),
+        "d": Field("f16", "N", "ceil(K/32)"),
         "q": Field("u4", "N", "K"),
     },
     storages={
@@ -131,8 +339,18 @@ VARIANT = Variant(
             unpack=unpack_gguf, pack=pack_gguf,
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k"),
         ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "16*ceil(K/128)"),
+                "d": Stored("f16", "N", "ceil(K/32)"),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
+        ),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
+    cuts=("N", "ceil(K/32)"),
 )
 
 FORMAT = Format(

@@ -3,11 +3,12 @@
     w = d * sc * (q - 32)
     float32, rounded after each operation
 
-    d      f16 [N, K/256]
-    sc     i8  [N, K/16]
+    d      f16 [N, ceil(K/256)]
+    sc     i8  [N, ceil(K/16)]
     q      u6  [N, K]
 
     gguf: 6.5625 bits per weight
+    planar: 6.5625 bits per weight
 
 Built from the spec q6_k (sha256 04c6c0edaba443c8) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -52,15 +53,49 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * sc * (q - 32).  d [N, K/256], sc [N, K/16], q
-    [N, K].
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/256)]; d float16 [N, ceil(K/256)]; sc int8
+    [N, ceil(K/16)].
     """
-    out = out if out is None else out.unflatten(1, (-1, 16, 16))
-    d = d.float()[..., None, None]
-    sc = sc.unflatten(1, (-1, 16)).unsqueeze(-1)
-    q = q.view(torch.int8).unflatten(1, (-1, 16, 16))
-    return torch.mul(d * sc, q - 32, out=out).flatten(1)
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
+        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    return {
+        "d": d,
+        "sc": sc,
+        "q": q_low | q_high << 4,
+    }
+
+
+def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q_0, q_1, d, sc of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
+        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4
+        | (q_split2[:, :, 1, :, :, 0] >> 4) << 2 | (q_split2[:, :, 1, :, :, 1] >> 4)
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {
+        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
+        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
+        "d": d,
+        "sc": sc,
+    }
+
+
+def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * sc * (q - 32).  d [N, ceil(K/256)], sc [N,
+    ceil(K/16)], q [N, K].
+    """
+    d = d.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
+    sc = sc.repeat_interleave(16, 1)[:, :q.shape[-1]]
+    q = q.view(torch.int8)
+    return torch.mul(d * sc, q - 32, out=out)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -117,7 +152,8 @@ def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
         for h in tl.static_range(2):
             q_word = tl.load(blocks + 210 * t + 64 * j + 32 * h + c, live, 0)
             for i in tl.static_range(2):
-                sc = tl.load(blocks + 210 * t + 8 * j + 4 * i + 2 * h + c // 16 + 192, live, 0).to(tl.int8, bitcast=True)
+                sc = tl.load(blocks + 210 * t + 8 * j + 4 * i + 2 * h + c // 16
+                    + 192, live, 0).to(tl.int8, bitcast=True)
                 q_low = q_word >> 4 * i & 15
                 q_high = q_word1 >> 4 * i + 2 * h & 3
                 q = (q_low | q_high << 4).to(tl.int32)
@@ -127,12 +163,161 @@ def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
 
+@triton.jit
+def _dequantize_planar(q_0, q_1, d, sc, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    d += n.to(tl.int64) * tl.cdiv(K, 256)
+    sc += n.to(tl.int64) * tl.cdiv(K, 16)
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
+    sc1 = tl.load(sc + k // 16, live, 0)
+    q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
+        + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
+    q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+        + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
+    q = (q_low | q_high << 4).to(tl.int32)
+    w = d1 * sc1 * (q - 32)
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_planar(q_0, q_1, d, sc, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    d += n.to(tl.int64) * tl.cdiv(K, 256)
+    sc += n.to(tl.int64) * tl.cdiv(K, 16)
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
+        sc1 = tl.load(sc + k // 16, live, 0)
+        q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
+            + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
+        q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+            + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
+        q = (q_low | q_high << 4).to(tl.int32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += d1 * sc1 * (q - 32) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q_0, q_1, row, K, chunk):
+    """The words of q in a chunk of 128 columns."""
+    return lanes.words(q_0, row, K // 128, chunk), lanes.words(q_1, row, tl.cdiv(K, 256), chunk // 2)
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
+    code |= lanes.field(words[1], 4 * (half % 2) + 2 * (half // 2) + 8 * i, to + 4, 2)
+    return lanes.numbers(code, flip, False, F)
+
+
+@triton.jit
+def _few_planar(
+    q_0, q_1, d, sc, x, bias, out, M, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = d * sc * (q - 32.0).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.
+    """
+    SIZE: tl.constexpr = 16
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 6, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128, EVEN)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = lanes.by_size(_words_planar(q_0, q_1, row, K, chunk), SIZE)
+                d_g = lanes.by_group(d, row, lanes.count(K, 256), chunk, SIZE, 256, 0)
+                sc_g = lanes.by_group(sc, row, lanes.count(K, 16), chunk, SIZE, 16, 8)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 4, 6, SIZE, F)
+                    sum += (-32.0 - BASE) * sums[u]
+                    sum *= d_g[u] * sc_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q_0, q_1, d, sc, x, bias, out, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = d * sc * (q - 32.0).
+
+    One row of x.  The columns of the matrix instruction are eight groups of 16 columns of w.
+    """
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 6, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, 16, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128, EVEN)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = (_words_planar(q_0, q_1, row, K, chunk),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, 2, 4, 6, F)
+                d_g = lanes.by_column(d, row, lanes.count(K, 256), chunk, K, 16, 256, 0)
+                sc_g = lanes.by_column(sc, row, lanes.count(K, 16), chunk, K, 16, 16, 8)
+                sum += (-32.0 - BASE) * sums
+                sum *= d_g * sc_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "K/256"),
-        "sc": Field("i8", "N", "K/16"),
+        "d": Field("f16", "N", "ceil(K/256)"),
+        "sc": Field("i8", "N", "ceil(K/16)"),
         "q": Field("u6", "N", "K"),
     },
     storages={
@@ -142,6 +327,17 @@ VARIANT = Variant(
             },
             unpack=unpack_gguf, pack=pack_gguf,
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/4", last="k"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q_0": Stored("i32", "N", "16*ceil(K/128)"),
+                "q_1": Stored("i32", "N", "16*ceil(K/256)"),
+                "d": Stored("f16", "N", "ceil(K/256)"),
+                "sc": Stored("i8", "N", "ceil(K/16)"),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, blocks=("256", "16"))),
         ),
     },
     decode=decode,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import PackedWeight, launch
 from tests.support.formats import (
     Case,
@@ -146,15 +147,17 @@ def holding(case: Case, name: str, values: torch.Tensor) -> Iterator[PackedWeigh
             yield case.module.pack(fields, storage=case.storage, **case.choice)
 
 
-# Words that hold rows and columns, lie along different axes or straddle bytes by six: their kernels work weight by weight.
-BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "planes.planes", "planes.rows")
+# Words that hold rows and columns, lie along different axes, straddle bytes by six or hold parts of codes for unlike numbers of
+# columns: their kernels work weight by weight.
+BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "planes.planes", "planes.rows", "q6_k.planar",
+             "int_group.planar-bits3-group128")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts loads in the interpreter")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_word_of_codes_is_loaded_once(case: Case) -> None:
     """Elements of a tensor that hold nothing but values of single weights: loaded once, never once per weight."""
-    packed = random_packed(case, smallest(case))
+    packed = random_packed(case, (3, 512) if case.storage == PLANAR else smallest(case))
     x, product, out = torch.ones(1, packed.shape[1]), torch.empty(1, packed.shape[0]), torch.empty(packed.shape)
     with guarded(*packed.tensors.values(), out) as dequantize:
         launch.dequantize(packed, out)

@@ -17,6 +17,10 @@
     gptq_v1 at bits = 3: 3.14844 bits per weight with group = 128
     gptq_v1 at bits = 8: 8.1875 bits per weight with group = 128
     awq at bits = 4: 4.15625 bits per weight with group = 128
+    planar at bits = 4: 4.1875 bits per weight with group = 128
+    planar at bits = 2: 2.1875 bits per weight with group = 128
+    planar at bits = 3: 3.1875 bits per weight with group = 128
+    planar at bits = 8: 8.1875 bits per weight with group = 128
 
 Built from the spec int_group (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

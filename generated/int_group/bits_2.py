@@ -10,6 +10,7 @@
 
     gptq_v2: 2.14062 bits per weight with group = 128
     gptq_v1: 2.14062 bits per weight with group = 128
+    planar: 2.1875 bits per weight with group = 128
 
 Built from the spec int_group (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -23,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, device, integer
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, device, integer, lanes, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -91,6 +92,32 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     if g is not None:
         tensors["g_idx"] = g
     return tensors
+
+
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; s float16 [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
+    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
+    return {
+        "q": torch.stack([q_bytes2 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 6], -5).unflatten(2,
+            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
+        "z": z & 3,
+        "s": s,
+    }
+
+
+def pack_planar(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """q, s, z of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_bytes = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
+        | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
+    z_bytes[...] = z.unsqueeze(-1)
+    return {
+        "q": as_type(q_bytes, torch.int32).flatten(1),
+        "s": s,
+        "z": z_bytes.squeeze(-1),
+    }
 
 
 def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -243,6 +270,209 @@ def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
     device.store_sums(out, bias, n, N, tl.sum(acc, 0))
 
 
+@triton.jit
+def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 16 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    z += n.to(tl.int64) * tl.cdiv(K, group)
+    s += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    t = u // 16
+    b = u // 4 % 4
+    a = u % 4
+    live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+    q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                for c in tl.static_range(2):
+                    inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                    q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
+                    g = (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c) // group
+                    z1 = (tl.load(z + g, inside, 0) & 3).to(tl.int32)
+                    s1 = tl.load(s + g, inside, 0).to(tl.float32)
+                    w = (q1 - z1) * s1
+                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    z += n.to(tl.int64) * tl.cdiv(K, group)
+    s += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 16 * tl.cdiv(K, 256), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 16
+        b = u // 4 % 4
+        a = u % 4
+        live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+        q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
+        for h in tl.static_range(2):
+            for i in tl.static_range(2):
+                for j in tl.static_range(2):
+                    for c in tl.static_range(2):
+                        inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                        q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
+                        g = (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c) // group
+                        z1 = (tl.load(z + g, inside, 0) & 3).to(tl.int32)
+                        s1 = tl.load(s + g, inside, 0).to(tl.float32)
+                        x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
+                            + c, inside, 0).to(tl.float32)
+                        acc += (q1 - z1) * s1 * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q, row, K, chunk):
+    """The words of q in a chunk of 128 columns."""
+    return lanes.words(q, row, tl.cdiv(K, 256), chunk // 2),
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[0], 2 * half + 8 * i, to, 2)
+    return lanes.numbers(code, flip, False, F)
+
+
+@triton.jit
+def _few_planar(
+    q, s, z, x, bias, out, M, N, K,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.
+    """
+    SIZE: tl.constexpr = 128 if group >= 128 and group >= 128 else 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 2, 2, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128, EVEN)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+                s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
+                z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 2)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 2, 2, SIZE, F)
+                    sum += lanes.shifted(-z_g[u], BASE) * sums[u]
+                    sum *= s_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q, s, z, x, bias, out, N, K,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    One row of x.  The columns of the matrix instruction are eight groups of 32 columns of w.
+    """
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 2, 2, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(1):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, 32, UNIT, EVEN, F)
+            second = lanes.within(chunk + 1, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128, EVEN)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = (_words_planar(q, row, K, chunk), _words_planar(q, row, K, second))
+                sum = lanes.product(_numbers_planar, words, columns, flip, 0, 4, 2, 2, F)
+                s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, 32, group, 0)
+                z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, 32, group, 2)
+                sum += lanes.shifted(-z_g, BASE) * sums
+                sum *= s_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q, s, z, x, bias, out, M, N, K,
+    group: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x.
+    """
+    SIZE: tl.constexpr = 128 if group >= 128 and group >= 128 else 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = 0 if F == tl.float16 else -128
+    HIGH: tl.constexpr = 0
+    w, g, c = lanes.warps(W)
+    first = tl.program_id(0) * (16 * W * R)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    x += m * K + tl.arange(0, SIZE)[:, None]
+    flip = lanes.flips(N, 2, 2, False, F)
+    acc = lanes.tiles(R, 16 * W, BM)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        columns = lanes.parts(x, chunk, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = lanes.rows(first + 16 * W * r + 16 * w + g, N)
+            n = lanes.within(first + 16 * W * r + tl.arange(0, 16 * W)[:, None], N, False).to(tl.int64)
+            words = lanes.by_size(lanes.turned(_words_planar(q, row, K, chunk), chunk, 4, 0, 0), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = lanes.rows_product(
+                    _numbers_planar, words, u, columns[u], flip, ZERO, HIGH, 2, 2, SIZE, F)
+                sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
+                s_g = lanes.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
+                z_g = lanes.of_rows(z, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 2)
+                sum += (-z_g) * sums
+                sum *= s_g
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -272,6 +502,16 @@ VARIANT = Variant(
             },
             unpack=unpack_gptq_v1, pack=pack_gptq_v1,
             kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/16", last="n"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "16*ceil(K/256)"),
+                "s": Stored("f16", "N", "ceil(K/group)"),
+                "z": Stored("u8", "N", "ceil(K/group)"),
+            },
+            unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact"), "symmetric": (True, False)}, defaults={"g": None},

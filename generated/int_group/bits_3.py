@@ -10,6 +10,7 @@
 
     gptq_v2: 3.14844 bits per weight with group = 128
     gptq_v1: 3.14844 bits per weight with group = 128
+    planar: 3.1875 bits per weight with group = 128
 
 Built from the spec int_group (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -23,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, device, integer
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, device, integer, lanes, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -39,7 +40,8 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     z_words = integer(qzeros_bytes.unflatten(-1, (4, 3)))
     fields = {
         "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
-        "z": torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0, 2),
+        "z": torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0,
+            2),
         "s": scales.t(),
     }
     if g_idx is not None:
@@ -75,7 +77,8 @@ def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     z_words = integer(qzeros_bytes.unflatten(-1, (4, 3)))
     fields = {
         "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
-        "z": torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0, 2) + 1 & 7,
+        "z": torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0,
+            2) + 1 & 7,
         "s": scales.t(),
     }
     if g_idx is not None:
@@ -99,6 +102,48 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     if g is not None:
         tensors["g_idx"] = g
     return tensors
+
+
+def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; s float16 [N, ceil(K/group)]; z uint8
+    [N, ceil(K/group)].
+    """
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
+        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
+        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
+        8, 4, 5, 7).flatten(1)[:, :K]
+    return {
+        "q": q_low | q_high << 2,
+        "z": z & 7,
+        "s": s,
+    }
+
+
+def pack_planar(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """q_0, q_1, s, z of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2
+        | (q_split[:, :, 1, :, :, 0] & 3) << 4 | (q_split[:, :, 1, :, :, 1] & 3)
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 2, 2, 4, 2, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, 0, :, :, 0] >> 2) | (q_split2[:, :, 0, 0, :, :, 1] >> 2) << 2
+        | (q_split2[:, :, 0, 1, :, :, 0] >> 2) << 4 | (q_split2[:, :, 0, 1, :, :, 1] >> 2) << 6
+        | (q_split2[:, :, 1, 0, :, :, 0] >> 2) << 1 | (q_split2[:, :, 1, 0, :, :, 1] >> 2) << 3
+        | (q_split2[:, :, 1, 1, :, :, 0] >> 2) << 5 | (q_split2[:, :, 1, 1, :, :, 1] >> 2)
+        << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
+    z_bytes[...] = z.unsqueeze(-1)
+    return {
+        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
+        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
+        "s": s,
+        "z": z_bytes.squeeze(-1),
+    }
 
 
 def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -217,7 +262,8 @@ def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl
         q = device.bits(q_words, 3 * h, 3).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 32 * t + h, live, 0)
-            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
+            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1
+                & 7).to(tl.int32)
             s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
         w = (q - z) * s
         tl.store(out + 32 * t + h, w, live)
@@ -245,18 +291,219 @@ def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
         q_words = (q_0, q_1, q_2)
         if g_idx is None:
             g = t // (group // 32)
-            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
+            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1
+                & 7).to(tl.int32)
             s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
         for h in tl.static_range(32):
             q = device.bits(q_words, 3 * h, 3).to(tl.int32)
             if g_idx is not None:
                 g = tl.load(g_idx + 32 * t + h, live, 0)
-                z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
+                z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1
+                    & 7).to(tl.int32)
                 s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
             x_k = tl.load(x + 32 * t + h, live, 0).to(tl.float32)
             acc += (q - z) * s * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 0))
+
+
+@triton.jit
+def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+    z += n.to(tl.int64) * tl.cdiv(K, group)
+    s += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+        + k % 256 // 32 % 4, live,
+        0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
+    q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+        + k % 512 // 32 % 4, live,
+        0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
+    q = (q_low | q_high << 2).to(tl.int32)
+    g = k // group
+    z1 = (tl.load(z + g, live, 0) & 7).to(tl.int32)
+    s1 = tl.load(s + g, live, 0).to(tl.float32)
+    w = (q - z1) * s1
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_planar(q_0, q_1, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+    z += n.to(tl.int64) * tl.cdiv(K, group)
+    s += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+            + k % 256 // 32 % 4, live,
+            0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
+        q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+            + k % 512 // 32 % 4, live,
+            0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
+        q = (q_low | q_high << 2).to(tl.int32)
+        g = k // group
+        z1 = (tl.load(z + g, live, 0) & 7).to(tl.int32)
+        s1 = tl.load(s + g, live, 0).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z1) * s1 * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q_0, q_1, row, K, chunk):
+    """The words of q in a chunk of 128 columns."""
+    return lanes.words(q_0, row, tl.cdiv(K, 256), chunk // 2), lanes.late_words(q_1, row, K, chunk, 1)
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[0], 2 * half + 8 * i, to, 2)
+    code |= lanes.field(words[1], 2 * half + 8 * i, to + 2, 1)
+    return lanes.numbers(code, flip, False, F)
+
+
+@triton.jit
+def _few_planar(
+    q_0, q_1, s, z, x, bias, out, M, N, K,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.
+    """
+    SIZE: tl.constexpr = 128 if group >= 128 and group >= 128 else 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 2, 3, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128, EVEN)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = lanes.by_size(_words_planar(q_0, q_1, row, K, chunk), SIZE)
+                s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
+                z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 3)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 2, 3, SIZE, F)
+                    sum += lanes.shifted(-z_g[u], BASE) * sums[u]
+                    sum *= s_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q_0, q_1, s, z, x, bias, out, N, K,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    One row of x.  The columns of the matrix instruction are eight groups of 32 columns of w.
+    """
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 2, 3, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(1):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, 32, UNIT, EVEN, F)
+            second = lanes.within(chunk + 1, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128, EVEN)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = (_words_planar(q_0, q_1, row, K, chunk), _words_planar(q_0, q_1, row, K, second))
+                sum = lanes.product(_numbers_planar, words, columns, flip, 0, 4, 2, 3, F)
+                s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, 32, group, 0)
+                z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, 32, group, 3)
+                sum += lanes.shifted(-z_g, BASE) * sums
+                sum *= s_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q_0, q_1, s, z, x, bias, out, M, N, K,
+    group: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x.
+    """
+    SIZE: tl.constexpr = 128 if group >= 128 and group >= 128 else 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = 0 if F == tl.float16 else -128
+    HIGH: tl.constexpr = 0
+    w, g, c = lanes.warps(W)
+    first = tl.program_id(0) * (16 * W * R)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    x += m * K + tl.arange(0, SIZE)[:, None]
+    flip = lanes.flips(N, 2, 3, False, F)
+    acc = lanes.tiles(R, 16 * W, BM)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        columns = lanes.parts(x, chunk, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = lanes.rows(first + 16 * W * r + 16 * w + g, N)
+            n = lanes.within(first + 16 * W * r + tl.arange(0, 16 * W)[:, None], N, False).to(tl.int64)
+            words = lanes.by_size(lanes.turned(_words_planar(q_0, q_1, row, K, chunk), chunk, 4, 4, 0), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = lanes.rows_product(
+                    _numbers_planar, words, u, columns[u], flip, ZERO, HIGH, 2, 3, SIZE, F)
+                sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
+                s_g = lanes.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
+                z_g = lanes.of_rows(z, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 3)
+                sum += (-z_g) * sums
+                sum *= s_g
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -288,6 +535,17 @@ VARIANT = Variant(
             },
             unpack=unpack_gptq_v1, pack=pack_gptq_v1,
             kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/32", last="n"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q_0": Stored("i32", "N", "16*ceil(K/256)"),
+                "q_1": Stored("i32", "N", "16*ceil(K/512)"),
+                "s": Stored("f16", "N", "ceil(K/group)"),
+                "z": Stored("u8", "N", "ceil(K/group)"),
+            },
+            unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact"), "symmetric": (True, False)}, defaults={"g": None},

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
 from math import prod
-
-import jinja2
 
 from qdsl.emit.body import Body, guarded, nest
 from qdsl.emit.kernel import Decoder, Tile, offset_text, shown, tile, unrolled
-from qdsl.ir.index import name
+from qdsl.emit.lanes import lanes
+from qdsl.emit.templates import render
+from qdsl.ir.index import Index, name, substitute
 from qdsl.ir.program import Program
-
-
-@cache
-def environment() -> jinja2.Environment:
-    """Templates of this package only; a name without a value is an error."""
-    return jinja2.Environment(loader=jinja2.PackageLoader("qdsl.emit", "skeletons"), undefined=jinja2.StrictUndefined,
-                              trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
 
 
 def kernels(program: Program) -> list[str]:
     """The lines of a storage's dequantize and linear kernels."""
     coordinates = tile(program)
-    return [*_dequantize(program, coordinates), "", "", *_linear(program, coordinates)]
+    made = [_dequantize(program, coordinates), _linear(program, coordinates), *(part for part in (lanes(program),) if part)]
+    return [line for i, part in enumerate(made) for line in (*(["", ""] if i else []), *part)]
 
 
 def _shared(program: Program, at: Tile) -> dict[str, str]:
@@ -39,9 +32,14 @@ def _shared(program: Program, at: Tile) -> dict[str, str]:
 
 
 def _masks(at: Tile, lanes: list[str], body: Body) -> None:
-    """`live` for units, and `inside` for single weights where the last unit may hang over; unrolled rows have their own."""
+    """`live` for units, and `inside` for single weights where the last unit may hang over; unrolled rows have their own.
+
+    Records may hang over by many units, which have nothing in other tensors: then a unit lives if its first column does.
+    """
     rows = f"{at.rows} < {shown(at.row_count)}"
-    body.levels[1].append(("", f"live = ({rows}) & ({at.unit_bound})"))
+    first = substitute(at.k, {lane.name: Index(0) for lane in at.lanes}, at.facts)
+    bound = f"{shown(first)} < K" if at.ragged and at.digits else at.unit_bound
+    body.levels[1].append(("", f"live = ({rows}) & ({bound})"))
     if at.ragged and lanes:
         unrolled_rows = any(lane.axis == "n" and lane.name not in lanes for lane in at.lanes)
         row = "" if unrolled_rows else f" & ({shown(at.n)} < N)"
@@ -66,7 +64,7 @@ def _dequantize(program: Program, at: Tile) -> list[str]:
     else:
         body.levels[0].append(("", f"out += {offset_text(at.n * name('K'))}"))
     tail = [f"w = {text}", f"tl.store(out + {place}, w, {decoder.mask(len(at.lanes) + 1)})"]
-    return _render("dequantize", program, at, before=guarded(body.levels[0]), body=nest(body, list(at.lanes), tail))
+    return render("dequantize", **_shared(program, at), before=guarded(body.levels[0]), body=nest(body, list(at.lanes), tail))
 
 
 def _linear(program: Program, at: Tile) -> list[str]:
@@ -87,10 +85,5 @@ def _linear(program: Program, at: Tile) -> list[str]:
             text = f"tl.where({decoder.mask(len(loops) + 1)}, {text}, 0)"
         tail.append(f"{acc} += {text} * {xk}")
         rows.append({"name": acc, "row": shown(decoder.coordinate("n"))})
-    return _render("linear", program, at, before=guarded(body.levels[0]), body=nest(body, loops, tail), sums=rows,
+    return render("linear", **_shared(program, at), before=guarded(body.levels[0]), body=nest(body, loops, tail), sums=rows,
                    count=shown(at.unit_count), axis="1" if at.last == "k" else "0")
-
-
-def _render(skeleton: str, program: Program, at: Tile, **holes: object) -> list[str]:
-    text = environment().get_template(f"{skeleton}.py.jinja").render(**_shared(program, at), **holes)
-    return [line.rstrip() for line in text.rstrip("\n").split("\n")]

@@ -38,3 +38,22 @@ def named(lines: list[str], name: str, text: str, reserved: Iterable[str] = ()) 
     free = next(word for word in (name, *(f"{name}{i}" for i in range(2, 99))) if word not in taken)
     lines.append(f"{free} = {text}")
     return free
+
+
+def folded(line: str, open: int = 0) -> list[str]:
+    """A long statement over several lines, broken behind a comma or ahead of an operator; `open` brackets are open before it.
+
+    A line breaks inside brackets alone, as far out as it can, and there ahead of an operator if it can.
+    """
+    if len(line) <= WIDTH or '"""' in line:
+        return [line]
+    margin = len(line) - len(line.lstrip(" "))
+    depth, places = open, list[tuple[int, bool, int]]()
+    for at, letter in enumerate(line[:WIDTH]):
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth and letter == " " and at > margin + 8 and (line[at - 1] == "," or line[at + 1] in "|+-*&<>"):
+            places.append((depth, line[at - 1] == ",", -at))
+    if not places:
+        return [line]
+    depth, _, at = min(places)
+    return [line[:-at], *folded(" " * (margin if open else margin + 4) + line[1 - at:], depth)]

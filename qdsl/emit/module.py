@@ -16,7 +16,8 @@ from qdsl.emit.axes import axis_text, field_axes, field_kinds, tensor_axes
 from qdsl.emit.decode import Decode, decode
 from qdsl.emit.kernel import tile
 from qdsl.emit.kernels import kernels
-from qdsl.emit.lines import indent, wrapped
+from qdsl.emit.lanes import plan
+from qdsl.emit.lines import folded, indent, wrapped
 from qdsl.emit.pack import pack_body
 from qdsl.emit.tensors import Unsupported, is_plain, tensor_dtype
 from qdsl.emit.unpack import unpack_body
@@ -29,7 +30,8 @@ from qdsl.spec.model import Data
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Storage", "Stored", "Variant", "as_type", "cdiv", "device", "empty", "integer", "pad")
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Storage", "Stored", "Variant", "as_type", "cdiv", "device", "empty", "integer",
+           "lanes", "pad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def _part_name(by: Sequence[str], part: Part) -> str:
 
 
 def _finish(lines: Sequence[str]) -> str:
-    text = "\n".join(line.rstrip() for line in lines) + "\n"
+    text = "\n".join(row.rstrip() for line in lines for row in folded(line)) + "\n"
     ast.parse(text)                                              # a generator that writes no Python has a bug
     return text
 
@@ -262,12 +264,19 @@ def _storage(program: Program) -> list[str]:
         sums *= lane.extent if lane.axis == "n" else 1
     kernel = [f"_dequantize_{program.storage}", f"_linear_{program.storage}", f'rows="{axis_text(at.row_count)}"',
               f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
+    made = plan(program)
+    if made is not None:
+        row = f", row=_row_{program.storage}" if made.has_row else ""
+        many = f", many=_many_{program.storage}" if made.has_many else ""
+        blocks = _tuple(list(dict.fromkeys(made.blocks))) if made.blocks else "()"
+        least = f", least={made.least}" if made.stored else ""
+        kernel.append(f"lanes=Lanes(_few_{program.storage}{row}{many}, blocks={blocks}{least})")
     tail = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}"]
     if program.where:
         tail.append("where=(" + ", ".join(f'"{name}"' for name in program.where) + ("," if len(program.where) == 1 else "") + ")")
     if needs_shape(program):
         tail.append("needs_shape=True")
-    return [*lines, "    " + ", ".join(tail) + ",", f"    kernels=Kernels({', '.join(kernel)}),", "),"]
+    return [*lines, "    " + ", ".join(tail) + ",", *indent(wrapped("kernels=Kernels(", kernel, "),", level=1)), "),"]
 
 
 def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program]) -> list[str]:

@@ -129,6 +129,24 @@ class Value:
         return self.range is not None
 
 
+Terms = tuple[tuple[float, tuple[str, ...]], ...]               # a sum of products of fields: coefficient, names
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """w = scale * (code + zero) + offset, where code is a field of every weight and the rest belongs to groups."""
+
+    code: str
+    scale: Terms
+    zero: Terms
+    offset: Terms
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of scale, zero and offset."""
+        return tuple(dict.fromkeys(f for part in (self.scale, self.zero, self.offset) for _, product in part for f in product))
+
+
 @dataclass(frozen=True, slots=True)
 class Encode:
     """The scheme that chooses codes: its roles (role -> field), options, and the constant that decode takes off a code.
@@ -184,6 +202,7 @@ class Program:
     defaults: Mapping[str, Index] = field(default_factory=dict)
     tensors: tuple[Tensor, ...] = ()
     values: tuple[Value, ...] = ()
+    affine: Affine | None = None
     encode: Encode | None = None
     units: Units | None = None
 

@@ -10,6 +10,8 @@ from qdsl.passes.check_coverage import check_coverage
 from qdsl.passes.check_encode import check_encode
 from qdsl.passes.choose_units import choose_units
 from qdsl.passes.choose_variants import choose_variants
+from qdsl.passes.derive_planar import derive_planar
+from qdsl.passes.factor_decode import factor_decode
 from qdsl.passes.infer_layouts import infer_layouts
 from qdsl.passes.read_records import read_records
 from qdsl.passes.type_decode import type_decode
@@ -25,6 +27,7 @@ PASSES: tuple[Pass, ...] = (
     check_coverage,     # every bit placed once, every extent filled
     infer_layouts,      # records become strided bit layouts
     type_decode,        # the decode expression as typed values with ranges
+    factor_decode,      # decode as scale * (code + zero) + offset
     check_encode,       # roles and options of the encode scheme, and that it inverts decode
     check_claims,       # bytes and bits per weight
     choose_units,       # words, units and lanes of the kernels
@@ -32,17 +35,25 @@ PASSES: tuple[Pass, ...] = (
 
 
 def compile_spec(spec: Spec, after: Callable[[str, Program], None] | None = None) -> tuple[Program, ...]:
-    """The programs of a spec.  Raises SpecError with the problems of all programs at the first pass that finds any.
+    """The programs of a spec, the derived planar storages last.
 
+    Raises SpecError with the problems of all programs at the first pass that finds any.
     `after(name, program)` is called when a pass is done with a program; tests check the program there.
     """
     problems = Problems()
-    programs = choose_variants(spec, problems)
+    authored = choose_variants(spec, problems)
     problems.stop()
+    programs = _passed(authored, problems, after)
+    choices = {tuple(program.params.items()): program for program in programs}
+    derived = [planar for program in choices.values() if (planar := derive_planar(program)) is not None]
+    return (*programs, *_passed(derived, problems, after))
+
+
+def _passed(programs: list[Program], problems: Problems, after: Callable[[str, Program], None] | None) -> list[Program]:
     for step in PASSES:
         programs = [step(program, problems) for program in programs]
         problems.stop()
         if after is not None:
             for program in programs:
                 after(step.__name__, program)
-    return tuple(programs)
+    return programs

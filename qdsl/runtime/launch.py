@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
+from qdsl.runtime import configure
 from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.packed import PackedWeight
 from qdsl.runtime.shapes import axis
 
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 WARPS = 4
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
 ROWS_OF_X = 65535                                                # the most that a grid's second axis can count
@@ -24,7 +27,7 @@ class Call:
 
     kernel: Any
     arguments: tuple[Tensor | int | None, ...]
-    constants: Mapping[str, int]
+    constants: Mapping[str, Any]
     grid: tuple[int, ...]
     options: Mapping[str, Any]
 
@@ -38,9 +41,12 @@ def dequantize(packed: PackedWeight, out: Tensor) -> None:
         call.run()
 
 
-def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
-    """Run the linear kernel: x [M, K] @ w.T + bias into out [M, N]; x and out are contiguous."""
-    for call in linear_calls(x, packed, bias, out):
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False) -> None:
+    """Run the linear kernel: x [M, K] @ w.T + bias into out [M, N]; x and out are contiguous.
+
+    invariant: a row of x gives the same bits whatever rows are beside it.
+    """
+    for call in linear_calls(x, packed, bias, out, invariant):
         call.run()
 
 
@@ -55,16 +61,51 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
                (cdiv(rows, bn), cdiv(units, bk)), {"num_warps": WARPS, "enable_fp_fusion": False})
 
 
-def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False) -> Iterator[Call]:
     """The launches of `linear`, for tensors on any device, meta too."""
     kernels, rows, units = _kernels(packed)
     if not rows or not x.shape[0]:
+        return
+    if has_lanes(x, packed):
+        yield from _lane_calls(x, packed, bias, out, invariant)
         return
     bn, bk = _tile(kernels.last, rows, units, kernels.sums)
     for start in range(0, x.shape[0], ROWS_OF_X):
         part, result = x[start:start + ROWS_OF_X], out[start:start + ROWS_OF_X]
         yield Call(kernels.linear, (*_tensors(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
                    {"BN": bn, "BK": bk}, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS})
+
+
+def has_lanes(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether the kernels for matrix units serve x [M, K]: 16-bit floats, whole chunks of columns, codes that are numbers."""
+    lanes = packed.layout.kernels.lanes
+    if lanes is None or x.dtype not in TYPES or packed.shape[1] % 128 or not packed.shape[1] or not packed.finite:
+        return False
+    return min(lanes.sizes(packed.sizes), default=lanes.least) >= lanes.least and all(
+        tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *packed.tensors.values()))
+
+
+def _lane_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool) -> Iterator[Call]:
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None
+    (m, k), n = x.shape, packed.shape[0]
+    tensors = [tensor if tensor is None or tensor.shape != (n, k) else tensor.view(torch.int32) for tensor in _tensors(packed)]
+    if m > 8 and lanes.many is not None and configure.capability(x.device) == 9 and not invariant:
+        config = configure.many(m, n, x.device)
+        rows = 16 * config["W"] * config["R"]
+        yield Call(lanes.many, (*tensors, x, bias, out, m, n, k), {**packed.sizes, **config, "F": TYPES[x.dtype]},
+                   (cdiv(n, rows), cdiv(m, config["BM"])),
+                   {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True})
+        return
+    config = configure.lanes(n, k, x.device)
+    constants = {**packed.sizes, **config, "F": TYPES[x.dtype]}
+    tiles = cdiv(n, 16 * config["R"] * config["WN"])
+    options = {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
+    pairs = x.view(torch.int32)
+    if m == 1 and lanes.row is not None and not invariant:
+        yield Call(lanes.row, (*tensors, pairs, bias, out, n, k), constants, (tiles,), options)
+    else:
+        yield Call(lanes.few, (*tensors, pairs, bias, out, m, n, k), constants, (tiles, cdiv(m, 8)), options)
 
 
 def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:

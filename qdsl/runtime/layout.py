@@ -52,6 +52,25 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Lanes:
+    """Kernels for matrix units: `few` for up to 8 rows of x, `row` for one, `many` for more.
+
+    blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters;
+    least: the fewest that the kernels serve.
+    """
+
+    few: Any
+    row: Any = None
+    many: Any = None
+    blocks: tuple[str, ...] = ()
+    least: int = 16
+
+    def sizes(self, sizes: Mapping[str, int]) -> list[int]:
+        """The blocks as numbers, for these size parameters."""
+        return [int(block) if block.isdigit() else sizes[block] for block in self.blocks]
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """The Triton kernels of a storage, and how their grid covers a weight.
 
@@ -65,6 +84,7 @@ class Kernels:
     units: str
     last: str
     sums: int = 1
+    lanes: Lanes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,13 @@ class PackedWeight:
     """The weight [N, K] of a format in one of its storages.
 
     tensors: the storage's tensors by name, in storage order (absent optional ones are missing).  shape: (N, K).
-    params: every parameter of the format.  names: what the checkpoint calls tensors that it names otherwise.
+    params: every parameter of the format.  finite: no code is NaN or infinite.
+    names: what the checkpoint calls tensors that it names otherwise.
     Made by the format's own functions, which check shapes, dtypes and indices.
     """
 
     def __init__(self, format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
-                 params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(),
+                 params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(), finite: bool = True,
                  notes: Sequence[str] = (), names: Mapping[str, str] | None = None) -> None:
         self.format = format
         self.storage = storage
@@ -36,6 +37,7 @@ class PackedWeight:
         self.shape = shape
         self.params = dict(params)
         self.in_order = in_order
+        self.finite = finite
         self.notes = tuple(notes)
         self.names = dict(names or {})
         self.variant: Variant = format.variant(params)
@@ -45,8 +47,8 @@ class PackedWeight:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What it was made of; the rest follows from the format."""
-        return _rebuilt, (self.format, self.storage, self.tensors, self.shape, self.params, self.in_order, self.notes,
-                          self.names)
+        return _rebuilt, (self.format, self.storage, self.tensors, self.shape, self.params, self.in_order, self.finite,
+                          self.notes, self.names)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items())
@@ -67,7 +69,7 @@ class PackedWeight:
     def derive(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> PackedWeight:
         """The same parameters with other tensors, unchecked."""
         return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
-                            in_order=self.in_order, notes=self.notes, names=self.names)
+                            in_order=self.in_order, finite=self.finite, notes=self.notes, names=self.names)
 
     def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
         """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""
@@ -118,9 +120,9 @@ class PackedWeight:
 
 
 def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
-             params: Mapping[str, int | str], in_order: frozenset[str], notes: Sequence[str], names: Mapping[str, str],
-             ) -> PackedWeight:
-    return PackedWeight(format, storage, tensors, shape, params, in_order=in_order, notes=notes, names=names)
+             params: Mapping[str, int | str], in_order: frozenset[str], finite: bool, notes: Sequence[str],
+             names: Mapping[str, str]) -> PackedWeight:
+    return PackedWeight(format, storage, tensors, shape, params, in_order=in_order, finite=finite, notes=notes, names=names)
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from qdsl.numbers import number
+from qdsl.passes import compile_spec
+from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.match import torch_dtype
 from qdsl.spec.model import Spec
@@ -40,7 +42,8 @@ class Case:
 
     @property
     def spec(self) -> Spec:
-        return spec(self.path)
+        """The spec; of a derived storage, the one in which the compiler has written it."""
+        return spec(self.path) if self.storage != PLANAR else derived(self.path, self.params)
 
     @property
     def module(self) -> ModuleType:
@@ -54,6 +57,12 @@ class Case:
 @cache
 def spec(path: Path) -> Spec:
     return load(path)
+
+
+@cache
+def derived(path: Path, params: tuple[tuple[str, int | str], ...]) -> Spec:
+    return next(program.spec for program in compile_spec(spec(path)) if program.storage == PLANAR
+                and program.params.items() <= dict(params).items())
 
 
 @cache

@@ -1,7 +1,7 @@
 """Triton's interpreter for tests: every address checked against the tensors of a launch, and bf16 mended.
 
-The interpreter (3.6 to 3.7) cuts float32 to bf16 where hardware rounds to nearest even, and loses subnormal numbers on the
-way from bf16 to float32; the mend is here, never in a kernel.
+The interpreter (3.6 to 3.7) cuts float32 to bf16 where hardware rounds to nearest even, loses subnormal numbers on the way
+from bf16 to float32, and multiplies the bits of bf16 as integers; the mend is here, never in a kernel.
 On a GPU nothing is patched, and the guard checks nothing: compute-sanitizer does that there.
 """
 
@@ -71,12 +71,17 @@ def _round_to_bf16(value: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(value), (bits >> 16 | 0x40).astype(np.uint16), rounded)
 
 
+def _from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
 def _patch() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
     load, store, cast = builder.create_masked_load, builder.create_masked_store, builder.cast_impl
+    dot, binary = builder.create_dot, builder.binary_op
 
     def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
         if _trace is not None:
@@ -92,10 +97,26 @@ def _patch() -> None:
         if source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
             return interpreter.TensorHandle(_round_to_bf16(source.data), tl.bfloat16)
         if source.dtype.scalar == tl.bfloat16 and kind.scalar == tl.float32:
-            return interpreter.TensorHandle((source.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32), tl.float32)
+            return interpreter.TensorHandle(_from_bf16(source.data), tl.float32)
         return cast(self, source, kind)
 
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16 and b.dtype.scalar == tl.bfloat16:
+            product = np.matmul(_from_bf16(a.data), _from_bf16(b.data), dtype=np.float32)
+            return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+        return dot(self, a, b, d, *rest)
+
+    def binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        if left.dtype.scalar == tl.bfloat16 and operation in (np.add, np.subtract, np.multiply):
+            exact = operation(_from_bf16(left.data), _from_bf16(right.data))
+            return interpreter.TensorHandle(_round_to_bf16(exact), left.dtype.scalar)
+        return binary(self, left, right, operation)
+
     builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl
+    def get_bf16(self: Any, value: float) -> Any:
+        return interpreter.TensorHandle(_round_to_bf16(np.array([value], np.float32)), tl.bfloat16)
+
+    builder.create_dot, builder.binary_op, builder.get_bf16 = create_dot, binary_op, get_bf16
 
 
 if INTERPRETED:

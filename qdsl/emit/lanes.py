@@ -1,0 +1,406 @@
+"""Matmul kernels for matrix units: the planar storage's codes as operands, and decode's line applied once per group.
+
+A storage gets up to three kernels, and two functions with which they load words and make numbers of them.  `few` multiplies
+up to 8 rows of x, which are the columns of the matrix instruction.  `row` is for one row of x and groups of fewer than 128
+columns: there the columns of the instruction are groups, so that one instruction serves eight of them.  `many` is for more
+rows of x, which pass through shared memory.  runtime/lanes.py says how the bits lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from qdsl.emit.templates import render
+from qdsl.ir.program import Affine, Field, Program, Terms
+from qdsl.numbers import Number
+from qdsl.passes.derive_planar import PLANAR, PLANES, coordinate, is_code
+
+CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
+LOCALS = frozenset((
+    "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "HIGH", "EVEN", "STAGES",
+    "w", "g", "c", "n", "m", "first", "flip", "acc", "ones", "step", "j", "chunk", "columns", "sums", "new", "r", "row", "words",
+    "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range"))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A field of groups as a kernel reads it: blocks of rows and columns as text ('1' none, '' not subscripted), and bits."""
+
+    name: str
+    tensor: str
+    rows: str
+    columns: str
+    bits: int
+    optional: str | None
+
+    @property
+    def varies(self) -> bool:
+        """Whether it has several values along K."""
+        return self.columns != ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernels of a planar program do."""
+
+    program: Program
+    affine: Affine
+    code: Number
+    groups: tuple[Group, ...]
+    stored: str = ""                                             # the tensor of a storage whose rows are codes of 8 bits
+
+    @property
+    def planes(self) -> list[tuple[str, int, int]]:
+        """Name, width and lowest bit of each plane."""
+        if self.stored:
+            return [(argument(self.stored), 8, 0)]
+        widths = PLANES[self.code.bits]
+        lows = [sum(widths[:i]) for i in range(len(widths))]
+        name = argument(self.affine.code)
+        names = [name if len(widths) == 1 else f"{name}_{i}" for i in range(len(widths))]
+        return list(zip(names, widths, lows, strict=True))
+
+    @cached_property
+    def blocks(self) -> list[str]:
+        """Blocks of columns of the groups that vary along K."""
+        return [group.columns for group in self.groups if group.varies]
+
+    @cached_property
+    def sizes(self) -> dict[str, list[int]]:
+        """Every value that a block can have, by its text; -1, the whole axis, as many as there are."""
+        values = {p.name.value: [int(v) for v in p.values if isinstance(v, int)] for p in self.program.spec.params}
+        return {b: [int(b)] if b.isdigit() else [v if v > 0 else 1 << 30 for v in values[b]] for b in self.blocks}
+
+    @property
+    def smallest(self) -> int:
+        return min((v for found in self.sizes.values() for v in found if v >= self.least), default=1 << 30)
+
+    @property
+    def size(self) -> str:
+        """Columns of a chunk that share one sum, in `few`: the whole chunk where groups are as large, else 32 or 16."""
+        small = min(32, self.smallest)
+        if self.stored or self.smallest >= CHUNK:
+            return str(CHUNK)
+        if all(v < CHUNK for found in self.sizes.values() for v in found if len(found) > 1):
+            return str(small)
+        named = [block for block in self.blocks if not block.isdigit()]
+        if any(block.isdigit() and int(block) < CHUNK for block in self.blocks):
+            return str(small)
+        return f"{CHUNK} if {' and '.join(f'{block} >= {CHUNK}' for block in named)} else {small}"
+
+    @property
+    def supported(self) -> bool:
+        every = [v for found in self.sizes.values() for v in found if v >= self.least]
+        return all(max(found) >= self.least for found in self.sizes.values()) and \
+            all(v in (16, 32, 64) or v % CHUNK == 0 for v in every)
+
+    @property
+    def least(self) -> int:
+        """The smallest block that the kernels serve: lanes of rows as they are stored hold columns of all groups of a chunk."""
+        return CHUNK if self.stored else 16
+
+    @property
+    def step(self) -> int:
+        """Columns of w per column of the instruction, in `row`."""
+        return min(32, self.smallest)
+
+    @property
+    def integer(self) -> bool:
+        return not self.code.is_float
+
+    @property
+    def base(self) -> tuple[int, int]:
+        """What operands have more than codes: with float16, and with bfloat16."""
+        if not self.integer:
+            return 0, 0
+        sign = 1 << (self.code.bits - 1) if self.code.kind == "signed" else 0
+        return sign, sign + (128 * 17 if self.code.bits == 8 else 128)
+
+    @property
+    def unit(self) -> tuple[str, str]:
+        """What sums are multiplied with in the end: with float16, and with bfloat16."""
+        if self.integer:
+            return "16777216.0", "1.0"
+        return f"{2.0 ** (15 - ((1 << (self.exponent - 1)) - 1))}", "1.0"
+
+    @property
+    def exponent(self) -> int:
+        return int(self.code.name[1])
+
+    @property
+    def mantissa(self) -> int:
+        return int(self.code.name[3])
+
+    @cached_property
+    def outer(self) -> list[Group]:
+        """Factors of scale and offset that are the same all along K."""
+        products = [set(map(argument, product)) for _, product in (*self.affine.scale, *self.affine.offset)]
+        return [g for g in self.groups if not g.varies and all(g.name in product for product in products)]
+
+    @property
+    def has_row(self) -> bool:
+        return not self.stored and self.smallest < CHUNK
+
+    @property
+    def has_many(self) -> bool:
+        return not self.stored and self.smallest >= 32
+
+    @property
+    def exact_zero(self) -> int | None:
+        """The zero, where it is an integer that operands can have on top of codes."""
+        zero = self.affine.zero
+        if not zero:
+            return 0
+        value = zero[0][0]
+        return int(value) if self.integer and [p for _, p in zero] == [()] and value == int(value) and abs(value) < 256 else None
+
+    @property
+    def sums_in_many(self) -> bool:
+        return self.exact_zero is None or bool(self.affine.offset)
+
+    @property
+    def late(self) -> bool:
+        """Whether nothing varies along K, so that sums are scaled once, in the end."""
+        return not self.blocks
+
+
+def argument(name: str) -> str:
+    """What a kernel calls a tensor."""
+    return f"{name}_" if name in LOCALS else name
+
+
+def plan(program: Program) -> Plan | None:
+    """The plan of a storage; None where codes lie otherwise, or groups are no runs of 16, 32, 64 or m * 128 columns.
+
+    Besides the planar one that is every storage in which codes of 8 bits and the numbers of groups lie row by row.
+    """
+    affine = program.affine
+    if affine is None:
+        return None
+    code = program.field(affine.code).number
+    tensors = {name: _alone(program, name) for name in (affine.code, *affine.fields)}
+    if program.storage == PLANAR:
+        tensors[affine.code] = ""
+    elif not is_code(code) or code is None or code.bits != 8:
+        return None
+    held = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if code is None or len(held) < len(tensors):
+        return None
+    groups = tuple(_group(program, program.field(name), held[name]) for name in affine.fields)
+    made = Plan(program, affine, code, groups, held[affine.code])
+    return made if made.supported else None
+
+
+def _alone(program: Program, name: str) -> str | None:
+    """The tensor whose elements, row by row, are a field and nothing else."""
+    field = program.field(name)
+    for tensor in program.tensors:
+        order = [digit for axis in tensor.axes for digit in axis.digits]
+        names = [var for var, _ in tensor.placements[0].tiles if var] if tensor.placements else []
+        if [p.field for p in tensor.placements] == [name] and tensor.words == 1 and [d for d in order if d in names] == names \
+                and tensor.stored is None and all(tile == 1 for _, tile in tensor.placements[0].tiles) \
+                and not tensor.placements[0].flat and all(coordinate(program, i) or str(i) == "k" for i in field.index):
+            return tensor.name
+    return None
+
+
+def _group(program: Program, field: Field, tensor: str) -> Group:
+    assert field.number is not None
+    found = dict(pair for index in field.index if (pair := coordinate(program, index)) is not None)
+    default = program.defaults.get(field.name)
+    default = default if default is not None else program.where.get(field.name)
+    return Group(argument(field.name), argument(tensor), found.get("n", ""), found.get("k", ""),
+                 0 if field.number.is_float else field.number.bits, None if default is None else str(default))
+
+
+def lanes(program: Program) -> list[str]:
+    """The lines of the lane-tile kernels of a planar storage; none where it has none."""
+    made = plan(program)
+    if made is None:
+        return []
+    unit = made.unit
+    return render(
+        "lanes", storage=program.storage, arguments=", ".join(argument(t.name) for t in program.tensors), code=made.affine.code,
+        sizes="".join(f"{size}: tl.constexpr, " for size in program.sizes), planes=", ".join(name for name, _, _ in made.planes),
+        words=_words(made), numbers=_numbers(made), line=_line(made), integer=made.integer, base=made.base,
+        signed=made.code.kind == "signed", width=made.planes[0][1] if made.integer else 8,
+        bits=made.code.bits if made.integer else 0, size=made.size, step=made.step,
+        row=made.has_row, natural=bool(made.stored), late=made.late,
+        ones=made.integer or bool(made.affine.zero or made.affine.offset),
+        loads=lambda how: _loads(made, how), apply=lambda index, ones, exact=False: _apply(made, index, ones, exact),
+        finish=_finish(made), many=made.has_many, many_ones=made.sums_in_many, many_zero=_zeros(made),
+        many_words=_many_words(made), many_finish=_finish(made, True),
+        many_blocks=not made.late and any(group.rows for group in made.groups if group not in made.outer),
+        many_rows=any(group.rows for group in (made.groups if made.late else made.outer)),
+        unit=f"{unit[0]} if F == tl.float16 else {unit[1]}" if unit[0] != unit[1] else unit[0])
+
+
+# -- codes ------------------------------------------------------------------------------------------------------------
+
+
+def _words(made: Plan) -> str:
+    """The words that hold a chunk of 128 columns, as a tuple."""
+    found = []
+    for name, width, _ in made.planes:
+        if width == 8:
+            found += [f"lanes.words({name}, row, K // 64, 2 * chunk + {half})" for half in range(2)]
+        elif width == 4:
+            found.append(f"lanes.words({name}, row, K // 128, chunk)")
+        elif width == 2:
+            found.append(f"lanes.words({name}, row, tl.cdiv(K, 256), chunk // 2)")
+        else:
+            found.append(f"lanes.late_words({name}, row, K, chunk, {LATE[made.planes[0][1]]})")
+    return ", ".join(found) + ("," if len(found) == 1 else "")
+
+
+def _many_words(made: Plan) -> str:
+    """The words of a chunk that is a number, not a digit of the text: planes of few bits are shifted."""
+    call = f"_words_{made.program.storage}({', '.join(name for name, _, _ in made.planes)}, row, K, chunk)"
+    steps = [TURNS.get((made.planes[0][1], width), 0) for _, width, _ in made.planes]
+    return call if not any(steps) else f"lanes.turned({call}, chunk, {', '.join(map(str, [*steps, 0, 0][:3]))})"
+
+
+def _zeros(made: Plan) -> tuple[str, str]:
+    """What is added to a code, less what operands have more than it, and to its second digit."""
+    if not made.integer:
+        return "0", "0"
+    constant = made.exact_zero or 0
+    sign = made.base[0]
+    if made.code.bits == 8:
+        return f"{constant - sign} if F == tl.float16 else {constant - 128}", str(-128 - (sign >> 4))
+    return f"{constant - sign} if F == tl.float16 else {constant - sign - 128}", "0"
+
+
+# The bit at which half 2 * j + h of a span of 256 columns begins, by the widths of the first plane and of a plane; and by
+# how many bits the second span of a plane of one bit lies higher (orders of passes/derive_planar.py).
+FIRST_BIT = {(8, 8): "0", (4, 4): "4 * (half % 2)", (4, 2): "4 * (half % 2) + 2 * (half // 2)",
+             (4, 1): "4 * (half % 2) + half // 2", (2, 2): "2 * half", (2, 1): "2 * half", (1, 1): "half"}
+LATE = {4: 2, 2: 1, 1: 4}
+TURNS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}  # by how many bits the second chunk of a span lies higher
+
+
+def _numbers(made: Plan) -> list[str]:
+    """Lines that return the numbers of pairs i of a half, from its words."""
+    first = made.planes[0][1]
+    signed = made.code.kind == "signed"
+    if not made.integer:
+        at = f"{FIRST_BIT[first, first]} + 8 * i" if first < 8 else "8 * i"
+        word = "words[half % 2]" if first == 8 else "words[0]"
+        return [f"return lanes.float_numbers({word}, {at}, {made.exponent}, {made.mantissa}, F)"]
+    if first == 8:
+        return ["code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)",
+                f"return lanes.numbers(code, flip, {signed}, F)"]
+    lines = []
+    for place, (_, width, low) in enumerate(made.planes):
+        at = f"{FIRST_BIT[first, width]} + 8 * i"
+        text = f"lanes.field(words[{place}], {at}, to{f' + {low}' if low else ''}, {width})"
+        lines.append(f"code |= {text}" if place else f"code = {text}")
+    return [*lines, f"return lanes.numbers(code, flip, {signed}, F)"]
+
+
+# -- numbers of groups ------------------------------------------------------------------------------------------------
+
+
+def _row_of(group: Group) -> str:
+    return "row" if group.rows == "1" else f"lanes.blocks(row, {group.rows or 'N'})"
+
+
+def _load(made: Plan, group: Group, how: str) -> str:
+    """A field's value per column of the instruction ('row'), or a tuple of values per group of a chunk ('few')."""
+    if not group.varies:
+        return _constant(group, how == "many")
+    head = f"{group.tensor}, {_row_of(group)}, lanes.count(K, {group.columns}), chunk"
+    if how == "many":
+        where = "n" if group.rows == "1" else f"n // {group.rows or 'N'}"
+        return (f"lanes.of_rows({group.tensor}, {where}, lanes.count(K, {group.columns}), chunk * 128 + u * SIZE, "
+                f"{group.columns}, {group.bits})")
+    if how == "few":
+        return f"lanes.by_group({head}, SIZE, {group.columns}, {group.bits})"
+    return f"lanes.by_column({head}, K, {made.step}, {group.columns}, {group.bits})"
+
+
+def _constant(group: Group, many: bool = False) -> str:
+    """A field that is the same all along K."""
+    if not group.rows:
+        return f"lanes.number(tl.load({group.tensor}), {group.bits})"
+    if many:
+        return f"lanes.of_rows({group.tensor}, {'n' if group.rows == '1' else f'n // {group.rows}'}, 1, 0, 1, {group.bits})"
+    return f"lanes.of_row({group.tensor}, {_row_of(group)}, {group.bits})"
+
+
+def _value(group: Group, text: str) -> list[str]:
+    if group.optional is None:
+        return [f"{group.name}_g = {text}"]
+    name = f"{group.name}_g"
+    return [f"if {group.tensor} is None:", f"    {name} = {float(group.optional)}", "else:", f"    {name} = {text}"]
+
+
+def _loads(made: Plan, how: str) -> list[str]:
+    """Lines that load the fields of groups which a sum is scaled with inside the loop."""
+    return [line for group in ([] if made.late else made.groups) if group not in made.outer
+            for line in _value(group, _load(made, group, how))]
+
+
+def _finish(made: Plan, many: bool = False) -> list[str]:
+    """Lines that scale `sum` with what is the same all along K."""
+    groups = made.groups if made.late else made.outer
+    lines = [line for group in groups for line in _value(group, _constant(group, many))]
+    if made.late:
+        return [*lines, *_line_of(made, {}, [], "ones", many)]
+    return [*lines, f"sum *= {' * '.join(f'{group.name}_g' for group in groups)}"] if groups else []
+
+
+def _apply(made: Plan, index: str, ones: str, many: bool) -> list[str]:
+    """Lines that make of `sum` what is added up along K: scale * (sum + zero * ones) + offset * ones."""
+    if made.late:
+        return []
+    where = {group.name: index for group in made.groups if group.varies}
+    return _line_of(made, where, made.outer, ones, many)
+
+
+def _line_of(made: Plan, index: Mapping[str, str], without: list[Group], ones: str, many: bool) -> list[str]:
+    affine = made.affine
+    lines: list[str] = []
+    if many:
+        if affine.zero and made.exact_zero is None:
+            lines.append(f"sum += {_text(affine.zero, index, [], True)} * {ones}")
+    elif affine.zero:
+        zero = _text(affine.zero, index, [])
+        constant = all(not product for _, product in affine.zero)
+        lines.append(f"sum += ({zero} - BASE) * {ones}" if constant else f"sum += lanes.shifted({zero}, BASE) * {ones}")
+    elif made.integer:
+        lines += ["if BASE != 0:", f"    sum -= BASE * {ones}"]
+    scale = _text(affine.scale, index, without)
+    if scale != "1.0":
+        lines.append(f"sum *= {scale}")
+    if affine.offset:
+        lines.append(f"sum += {ones} * {_text(affine.offset, index, without, True)}")
+    return lines
+
+
+def _text(terms: Terms, index: Mapping[str, str], without: list[Group], tight: bool = False) -> str:
+    """A sum of products over the loaded fields."""
+    names = {group.name for group in without}
+    text = ""
+    for coefficient, product in terms:
+        factors = [f"{argument(f)}_g{index.get(f, '')}" for f in product if argument(f) not in names]
+        size = abs(coefficient)
+        shown = " * ".join([*([f"{size}"] if size != 1 or not factors else []), *factors])
+        text += (" - " if coefficient < 0 else " + ") + shown if text else ("-" if coefficient < 0 else "") + shown
+    return f"({text})" if (tight and " " in text) or (text.startswith("-") and tight) else text
+
+
+def _line(made: Plan) -> str:
+    """The line that decode is, as the docstring says it."""
+    scale, zero, offset = (_text(part, {}, []).replace("_g", "") for part in
+                           (made.affine.scale, made.affine.zero, made.affine.offset))
+    code = made.affine.code
+    inner = f"({code}{_signed(zero)})" if zero else code
+    text = inner if scale == "1.0" else f"({scale}) * {inner}" if " + " in scale or " - " in scale else f"{scale} * {inner}"
+    return text + (_signed(offset) if offset else "")
+
+
+def _signed(text: str) -> str:
+    return f" - {text[1:]}" if text.startswith("-") else f" + {text}"

@@ -1,0 +1,138 @@
+"""The planar storage: a format's fields laid out for matrix units.
+
+Does: where decode is a line in its code (factor_decode) and the code's bits fit registers, writes one more storage in the
+language of specs: the code in planes of 4, 2 and 1 bits (or 8), each chunk of 128 columns in the order in which a warp's
+lanes want it (runtime/lanes.py), and every other field alone in a tensor, row by row, in bytes or its own float type.  It
+then takes the way of every other storage through the passes, which prove that it holds each bit once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from qdsl.ir.index import Index
+from qdsl.ir.program import Field, Program
+from qdsl.numbers import Number
+from qdsl.spec import grammar as g
+from qdsl.spec.model import Storage, Tensor
+from qdsl.spec.source import Span, Text
+
+PLANAR = "planar"
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+# Columns of a record, its loops, and where its chunks of 128 columns are, by the width of the first plane and of a plane.
+# Bits of a later plane lie as far apart as the first plane's codes, so that one shift brings two of them to their place.
+ORDERS = {
+    (8, 8): (128, "h<2 c<4 u<4 e<2 i<2", "128*t"),
+    (4, 4): (128, "c<4 u<4 e<2 i<2 h<2", "128*t"),
+    (4, 2): (256, "c<4 u<4 e<2 i<2 h<2 j<2", "256*t + 128*j"),
+    (4, 1): (512, "c<4 u<4 e<2 i<2 h<2 j<4", "512*t + 128*j"),
+    (2, 2): (256, "c<4 u<4 e<2 i<2 j<2 h<2", "256*t + 128*j"),
+    (2, 1): (512, "c<4 u<4 e<2 i<2 j<2 h<2 l<2", "512*t + 256*l + 128*j"),
+    (1, 1): (512, "c<4 u<4 e<2 i<2 l<2 j<2 h<2", "512*t + 256*l + 128*j"),
+}
+FLOAT_CODES = ("e4m3", "e5m2", "e2m1")                           # whose bits become a 16-bit float's by shifts alone
+GROUP_FLOATS = ("f32", "bf16", "f16")
+
+
+def derive_planar(program: Program) -> Program | None:
+    """A program of the same params with the planar storage, before its passes; None where the format has none."""
+    affine = program.affine
+    if affine is None:
+        return None
+    code = program.field(affine.code)
+    groups = [program.field(name) for name in affine.fields]
+    if not is_code(code.number) or not all(_is_group(program, field) for field in groups):
+        return None
+    if {field.name for field in program.fields if field.number} != {affine.code, *affine.fields}:
+        return None
+    span = program.spec.span
+    tensors = [*_planes(code, span), *(_plain(program, field, span) for field in groups)]
+    where = [(_text(field.name, span), g.expression(_text(str(index), span)))
+             for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
+    if len(where) < sum(field.number is None for field in program.fields):
+        return None
+    fixed = [(_text(key, span), g.expression(_text(str(value), span))) for key, value in program.params.items()]
+    storage = Storage(_text(PLANAR, span), (*fixed, *where), tuple(tensors))
+    spec = replace(program.spec, storages=(storage,), claims=())
+    return Program(spec, PLANAR, program.params, program.sizes)
+
+
+def _text(value: str, span: Span) -> Text:
+    return Text(value, (span,))
+
+
+def is_code(number: Number | None) -> bool:
+    if number is None:
+        return False
+    return number.name in FLOAT_CODES if number.is_float else number.bits in PLANES
+
+
+def _is_group(program: Program, field: Field) -> bool:
+    """Whether a group's field is a number that a kernel reads as it is stored, and lies by rows and columns."""
+    number = field.number
+    if number is None or (number.is_float and number.name not in GROUP_FLOATS) or (not number.is_float and number.bits > 8):
+        return False
+    if number.kind == "signed" and number.bits < 8:
+        return False
+    return len(field.index) <= 2 and all(coordinate(program, index) is not None for index in field.index)
+
+
+def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
+    """The axis of a subscript and the block it is divided by, '1' where it is not: of n, n // b, k // b, or an index field."""
+    if str(index) in ("n", "k"):
+        return (str(index), "1") if str(index) == "n" else None
+    atom, coefficient = index.terms[0] if len(index.terms) == 1 else (None, 0)
+    if atom is None or coefficient != 1 or index.const:
+        return None
+    if atom.op == "name":
+        field = next((f for f in program.fields if f.name == atom.name), None)
+        known = _in_order(program, field) if field is not None else None
+        return None if known is None else coordinate(program, known)
+    if atom.op == "div" and str(atom.args[0]) in ("n", "k"):
+        return str(atom.args[0]), str(atom.args[1])
+    return None
+
+
+def _in_order(program: Program, field: Field) -> Index | None:
+    """What an index field is where columns lie in order."""
+    return program.defaults.get(field.name) or program.where.get(field.name)
+
+
+def _planes(code: Field, span: Span) -> Iterator[Tensor]:
+    assert code.number is not None
+    widths = PLANES[code.number.bits]
+    low = 0
+    for place, width in enumerate(widths):
+        name = code.name if len(widths) == 1 else f"{code.name}_{place}"
+        part = f".at({low}):{width}" if len(widths) > 1 else ""
+        columns, loops, at = ORDERS[widths[0], width]
+        shape = f"i32[n<N, t<ceil(K/{columns}) word]"
+        yield _tensor(name, shape, f"{loops}: {code.name}[n, {at} + 32*u + 16*i + 8*h + 2*c + e]{part}", span)
+        low += width
+
+
+def _plain(program: Program, field: Field, span: Span) -> Tensor:
+    """A field alone, rows first; integers below 8 bits in bytes."""
+    assert field.number is not None
+    found = [pair for index in field.index if (pair := coordinate(program, index)) is not None]
+    names = {"n": "r", "k": "g"}
+    axes, subscripts = [], []
+    for axis, block in sorted(found, reverse=True):
+        whole = axis.upper()
+        axes.append(f"{names[axis]}<{whole if block == '1' else f'ceil({whole}/{block})'}")
+    for axis, _ in found:
+        subscripts.append(names[axis])
+    element = field.kind if field.number.is_float else "i8" if field.number.kind == "signed" else "u8"
+    spare = 0 if field.number.is_float else 8 - field.number.bits
+    item = f"{field.name}[{', '.join(subscripts)}]" if subscripts else field.name
+    shape = f"{element}[{', '.join(axes)}]" if axes else f"{element}[]"
+    default = program.defaults.get(field.name)
+    default = default if default is not None else program.where.get(field.name)
+    return _tensor(field.name, shape, item + (f" pad:{spare}" if spare else ""), span, None if default is None else str(default))
+
+
+def _tensor(name: str, shape: str, record: str, span: Span, optional: str | None = None) -> Tensor:
+    text = _text(record, span)
+    default = None if optional is None else g.expression(_text(optional, span))
+    return Tensor(_text(name, span), g.shape(_text(shape, span)), None, g.record(text), text, default, (), ())

@@ -1,0 +1,133 @@
+"""The kernels for matrix units, of every format that has them: in the interpreter, or on a GPU, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from qdsl.runtime import PackedWeight, configure, launch
+from tests.support.formats import Case, cases, random_packed
+from tests.support.interpreter import INTERPRETED, guarded, times
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+CASES = [case for case in cases() if case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.lanes]
+# Rows and columns: a last tile of rows that is short; a last span of 256 columns that is half; warps without columns.
+SHAPES = ((20, 256), (33, 384), (16, 1152))
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def choices(case: Case) -> Iterator[Mapping[str, int | str]]:
+    """The sizes that a format's blocks can have, as far as the kernels serve them."""
+    format = case.module.FORMAT
+    lanes = format.variant(case.choice).storages[case.storage].kernels.lanes
+    values = {size: format.params[size] for size in format.size_axes}
+    for i in range(max(map(len, values.values()), default=1)):
+        params = {size: found[min(i, len(found) - 1)] for size, found in values.items()}
+        sizes = format.sizes({**case.choice, **params}, SHAPES[0])
+        if min(lanes.sizes(sizes), default=lanes.least) >= lanes.least:
+            yield params
+
+
+def packed_of(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], seed: int = 0) -> PackedWeight:
+    return random_packed(case, shape, seed, params).to(DEVICE)
+
+
+def x_of(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / 64).to(dtype).to(DEVICE)
+
+
+def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The kernel's product; it touches nothing else, and stores every element once."""
+    out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
+    with guarded(*packed.tensors.values(), x, bias, out) as trace:
+        launch.linear(x, packed, bias, out)
+    assert not INTERPRETED or (times(trace.stores, out) == 1).all()
+    return out.cpu()
+
+
+def kernels_of(x: torch.Tensor, packed: PackedWeight) -> set[str]:
+    out = torch.empty(x.shape[0], packed.shape[0], dtype=x.dtype, device=DEVICE)
+    return {call.kernel.fn.__name__.split("_")[1] for call in launch.linear_calls(x, packed, None, out)}
+
+
+def check(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], rows: int, dtype: torch.dtype, bias: bool = False,
+          ) -> None:
+    """Within what rounding the result once and float32 sums of K terms may lose."""
+    packed = packed_of(case, shape, params)
+    x = x_of(rows, shape[1], dtype, rows)
+    added = x_of(1, shape[0], dtype, 7)[0] if bias else None
+    found = product(x, packed, added).double()
+    weight = case.module.dequantize(packed.to("cpu"), torch.float32).double()
+    exact = x.cpu().double() @ weight.t() + (0 if added is None else added.cpu().double())
+    spread = x.cpu().double().abs() @ weight.abs().t() + (0 if added is None else added.cpu().double().abs())
+    bound = exact.abs() * torch.finfo(dtype).eps / 2 + spread * shape[1] * 2.0 ** -24 + torch.finfo(dtype).tiny
+    assert ((found - exact).abs() <= bound).all(), (params, rows, dtype, shape)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches as on a device of capability 9."""
+    if INTERPRETED:
+        monkeypatch.setattr(configure, "capability", lambda device: 9)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_row(case: Case) -> None:
+    for i, params in enumerate(choices(case)):
+        check(case, SHAPES[i % 3], params, 1, DTYPES[i % 2], bias=i % 2 == 1)
+        check(case, SHAPES[(i + 1) % 3], params, 1, DTYPES[(i + 1) % 2])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_few_rows(case: Case) -> None:
+    """Up to 8, and more in blocks of 8."""
+    for i, params in enumerate(choices(case)):
+        check(case, SHAPES[i % 3], params, (3, 8, 11)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
+        check(case, SHAPES[(i + 1) % 3], params, (8, 2, 9)[i % 3], DTYPES[(i + 1) % 2])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.module.FORMAT.variant(case.choice).storages[
+    case.storage].kernels.lanes.many], ids=str)
+def test_many_rows(case: Case, hopper: None) -> None:
+    for i, params in enumerate(choices(case)):
+        check(case, SHAPES[i % 3], params, (12, 16, 33)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
+        check(case, SHAPES[(i + 1) % 3], params, 9, DTYPES[(i + 1) % 2])
+    packed = packed_of(case, SHAPES[0], next(choices(case)))
+    assert kernels_of(x_of(9, 256, torch.float16), packed) == {"many"}
+    assert kernels_of(x_of(8, 256, torch.float16), packed) == {"few"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
+    """Every column of a span of 512, one at a time, so that nothing is summed but zeros: each is where it belongs."""
+    packed = packed_of(case, (16, 512), next(choices(case)), seed=3)
+    x = torch.eye(512, dtype=dtype, device=DEVICE)
+    weight = case.module.dequantize(packed.to("cpu"), torch.float32).t()
+    found = product(x, packed).float()
+    eps = torch.finfo(dtype).eps
+    # Zero points and bfloat16's 128 are taken off in float32: what they leave is at most that much of the largest term.
+    slack = weight.abs().amax() * 2.0 ** -15
+    assert ((found - weight).abs() <= weight.abs() * eps / 2 + slack * eps).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_do_not_depend_on_the_run_or_on_other_rows(case: Case) -> None:
+    """The same call gives the same bits; a row among up to 8 others, or in another place, gives its own."""
+    packed = packed_of(case, SHAPES[1], next(choices(case)), seed=5)
+    x = x_of(8, SHAPES[1][1], torch.float16, 5)
+    whole = product(x, packed)
+    assert torch.equal(whole, product(x, packed))
+    assert torch.equal(whole[2:5], product(x[2:5].contiguous(), packed))
+    assert torch.equal(whole.flip(0), product(x.flip(0).contiguous(), packed))
+
+
+@pytest.mark.parametrize("case", CASES[:1], ids=str)
+def test_other_products_take_the_plain_kernel(case: Case) -> None:
+    """float32, and columns that are no whole chunks: there are kernels for all of them."""
+    packed = packed_of(case, (16, 256), next(choices(case)))
+    assert kernels_of(x_of(1, 256, torch.float32), packed) == {"linear"}
+    odd = packed_of(case, (16, 320), next(choices(case)))
+    assert kernels_of(x_of(1, 320, torch.float16), odd) == {"linear"}
