@@ -62,7 +62,8 @@ def compiled(call: Call, arch: Arch) -> Compiled:
     try:
         made: Any = triton.compile(source, target=GPUTarget("cuda", arch.capability, WARP), options=dict(call.options))
     except Exception as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        said = str(getattr(error, "error_message", None) or error)       # without the source, where Triton shows some
+        reason = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
         raise AnalyzeError(f"{call.kernel.__name__} does not compile for {arch.name}: {reason}") from error
     text, usage = _disassembled(made.asm["cubin"])
     return Compiled(made.metadata.name, made.metadata.num_warps, made.metadata.num_stages, usage["REG"], usage["STACK"],
