@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qdsl.analyze import ARCHS, GPUS, AnalyzeError, Report, launches, pipes, predict, sass
+from qdsl.analyze import ARCHS, GPUS, AnalyzeError, Report, launches, pipes, predict, sass, text
 from qdsl.analyze.compile import Compiled, loop_loads, loop_step
 from qdsl.analyze.counts import counted
 from qdsl.cli import app
@@ -78,8 +78,9 @@ CHAINED = """
 """
 
 
-def compiled(text: str = KERNEL, **facts: Any) -> Compiled:
-    return replace(Compiled("kernel", warps=4, stages=3, registers=40, stack=8, shared=0, text=text, step=128, loads=3), **facts)
+def compiled(printed: str = KERNEL, **facts: Any) -> Compiled:
+    made = Compiled("kernel", warps=4, stages=3, registers=40, stack=8, shared=0, text=printed, step=128, loads=3)
+    return replace(made, **facts)
 
 
 def example(**facts: Any) -> Report:
@@ -111,9 +112,9 @@ def test_the_hot_loop_loads_most_and_is_the_inner_one() -> None:
     assert sass.hot_loop(sass.parse(UNIFORM.replace("LDG.E", "LDS"))) is None
 
 
-@pytest.mark.parametrize(("text", "step"), [(KERNEL, 512), (UNIFORM, 8), (CHAINED, -128)], ids=["plain", "uniform", "chained"])
-def test_the_counter_of_a_loop_is_found(text: str, step: int) -> None:
-    code = sass.parse(text)
+@pytest.mark.parametrize(("printed", "step"), [(KERNEL, 512), (UNIFORM, 8), (CHAINED, -128)], ids=["plain", "uniform", "chained"])
+def test_the_counter_of_a_loop_is_found(printed: str, step: int) -> None:
+    code = sass.parse(printed)
     loop = sass.hot_loop(code)
     assert loop is not None and sass.steps(code, loop) == {step}
 
@@ -133,8 +134,8 @@ def test_unrolling_is_seen_in_the_counter_or_else_in_the_loads(step: int | None,
 
 
 def test_a_counter_of_trips_says_how_far_a_loop_is_unrolled() -> None:
-    text = KERNEL.replace("VIADD R2, R2, 0x200", "VIADD R2, R2, 0xfffffffe")
-    assert counted(compiled(text), "sm_90", 1, weights=1 << 20, step=1024, traffic=1).unroll == 2
+    printed = KERNEL.replace("VIADD R2, R2, 0x200", "VIADD R2, R2, 0xfffffffe")
+    assert counted(compiled(printed), "sm_90", 1, weights=1 << 20, step=1024, traffic=1).unroll == 2
 
 
 def test_loops_of_the_compilers_texts() -> None:
@@ -179,8 +180,8 @@ def test_instructions_per_weight() -> None:
 
 
 def test_a_kernel_without_a_loop_is_hot_as_a_whole() -> None:
-    for text, step in ((KERNEL, 0), (KERNEL.replace("@!P0 BRA `(.L_x_0)", "NOP"), 1024)):
-        made = counted(compiled(text), "sm_90", 1, weights=2048, step=step, traffic=1)
+    for printed, step in ((KERNEL, 0), (KERNEL.replace("@!P0 BRA `(.L_x_0)", "NOP"), 1024)):
+        made = counted(compiled(printed), "sm_90", 1, weights=2048, step=step, traffic=1)
         assert not made.has_loop and (made.hot_weights, made.trips, made.unroll) == (2048, 1, 1)
         assert made.hot == made.whole == 1.0 and made.hot_pipes == made.whole_pipes
 
@@ -246,11 +247,16 @@ def test_a_kernel_that_is_busy_and_one_that_is_fast_enough() -> None:
     assert turns[0] == pytest.approx(turns[1] * 1.5)
 
 
-def test_predictions_that_make_no_sense_are_refused() -> None:
+def test_a_prediction_is_for_the_architecture_that_was_compiled_for() -> None:
     with pytest.raises(AnalyzeError, match="A100 80 GB SXM runs kernels of sm_80, not of sm_90"):
         predict(example(), GPUS["a100"])
-    with pytest.raises(AnalyzeError, match=r"does not fit on H200 SXM: 40 registers .* 400000 bytes"):
-        predict(example(shared_bytes=400000), GPUS["h200"])
+
+
+def test_a_program_that_no_multiprocessor_holds_is_not_run() -> None:
+    for facts in ({"shared_bytes": 400000}, {"registers": 255, "warps": 16}):
+        found = predict(example(**facts), GPUS["h200"])
+        assert (found.share, found.limit, found.seconds, found.resident) == (0, "does not fit", None, 0)
+        assert text.row(example(**facts), found)[2:4] == ["0%", "does not fit"]
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------

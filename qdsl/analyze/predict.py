@@ -20,8 +20,9 @@ LATENCY = 700e-9                                                 # seconds from 
 class Prediction:
     """A launch on one GPU.
 
-    share: of the data sheet's bandwidth, predicted.  limit: what holds it there: 'memory', 'latency', or a pipe.
-    seconds: of the launch, predicted.  headroom: time of the memory by time of the busiest pipe; above 1 the memory is slower.
+    share: of the data sheet's bandwidth, predicted.  limit: what holds it there: 'memory', 'latency', a pipe, or that a
+    program 'does not fit' on a multiprocessor.  seconds: of the launch, predicted; None where it cannot run.
+    headroom: time of the memory by time of the busiest pipe; above 1 the memory is slower.
     resident: programs on a multiprocessor at once.  occupancy: their warps by the most that it holds.
     in_flight: bytes of weights that all programs which run at once wait for, by those that the bandwidth asks for.
     """
@@ -29,7 +30,7 @@ class Prediction:
     gpu: str
     share: float
     limit: str
-    seconds: float
+    seconds: float | None
     headroom: float
     resident: int
     occupancy: float
@@ -42,13 +43,12 @@ def predict(report: Report, gpu: Gpu) -> Prediction:
         raise AnalyzeError(f"{gpu.title} runs kernels of {gpu.arch}, not of {report.arch}")
     arch = arch_of(gpu.arch)
     resident = arch.resident(report.registers, report.shared_bytes, report.warps)
-    if not resident:
-        raise AnalyzeError(f"{report.kernel} does not fit on {gpu.title}: {report.registers} registers for each of "
-                           f"{report.warps * WARP} threads, {report.shared_bytes} bytes of shared memory")
     memory = report.traffic / (gpu.bandwidth * 1e9)
     pipe = max(report.cycles, key=lambda name: report.cycles[name])
     headroom = memory / _pipe_seconds(report, gpu, pipe)
     in_flight = _in_flight(report, gpu, resident) / (gpu.bandwidth * 1e9 * LATENCY)
+    if not resident:
+        return Prediction(gpu.name, 0.0, "does not fit", None, headroom, resident, 0.0, 0.0)
     share, limit = min((REACHABLE, "memory"), (headroom, pipe), (in_flight, "latency"))
     return Prediction(gpu=gpu.name, share=share, limit=limit, seconds=memory / share, headroom=headroom, resident=resident,
                       occupancy=resident * report.warps / arch.warps, in_flight=in_flight)

@@ -42,4 +42,4 @@ def row(report: Report, prediction: Prediction) -> list[str]:
     """A prediction as texts for a table with HEADS."""
     return [GPUS[prediction.gpu].title, report.arch, f"{prediction.share:.0%}", prediction.limit, f"{prediction.headroom:.2f}",
             f"{prediction.in_flight:.2f}", f"{prediction.resident * report.warps} ({prediction.occupancy:.0%})",
-            f"{prediction.seconds * 1e6:.1f}"]
+            "-" if prediction.seconds is None else f"{prediction.seconds * 1e6:.1f}"]
