@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qdsl.analyze import ARCHS, GPUS, AnalyzeError, Report, launches, pipes, predict, sass, text
+from qdsl.analyze import ARCHS, GPUS, AnalyzeError, Report, launches, pipes, predict, sass, survey, text
 from qdsl.analyze.compile import Compiled, loop_loads, loop_step
 from qdsl.analyze.counts import counted
 from qdsl.cli import app
@@ -110,6 +110,8 @@ def test_the_hot_loop_loads_most_and_is_the_inner_one() -> None:
     assert sass.loops(code) == [range(0, 14), range(1, 11), range(11, 13)]
     assert sass.hot_loop(code) == range(1, 11)
     assert sass.hot_loop(sass.parse(UNIFORM.replace("LDG.E", "LDS"))) is None
+    trap = sass.parse(".L_x_0:\n/*0000*/ BRA `(.L_x_0) ;\n/*0010*/ EXIT ;")
+    assert len(trap.instructions) == 2 and sass.loops(trap) == []
 
 
 @pytest.mark.parametrize(("printed", "step"), [(KERNEL, 512), (UNIFORM, 8), (CHAINED, -128)], ids=["plain", "uniform", "chained"])
@@ -149,6 +151,8 @@ def test_loops_of_the_compilers_texts() -> None:
     }
     %w = tt.load %p : tensor<4x!tt.ptr<i8>>"""
     assert loop_step(ttgir) == 256
+    first = ttgir.replace("      %x =", "      %v = tt.load %p : tensor<4x!tt.ptr<i8>>\n" * 2 + "      %x =")
+    assert loop_step(first) == 64
     assert loop_step(ttgir.replace("%c256_i32", "%n")) is None
     assert loop_step("%w = tt.load %p : tensor<4x!tt.ptr<i8>>") is None
     ptx = "\n".join(["ld.global.b32 {%r1}, [%rd1];", "$L__BB0_2: // loop", "@%p1 ld.global.v4.b32 {%r1}, [%rd1];",
@@ -352,6 +356,24 @@ def test_the_json_of_the_command(found: dict[str, Any]) -> None:
         assert 0 < row["predicted"][0]["share"] <= 0.9 and row["weights"] * row["programs"] >= 256 * 512
     weight = 256 * 512 + 256 * 512 // 32 * 2 + 256 * 512 // 32                             # codes, scales, zero points
     assert [row["traffic"] for row in rows] == [weight + 3 * (256 + 512) * 2, weight + 256 * 512 * 2]
+
+
+def test_predictions_stand_with_the_kernel_that_they_are_of() -> None:
+    reports = {arch: example(arch=arch) for arch in ("sm_90", "sm_100")}
+    predictions = [predict(reports[GPUS[name].arch], GPUS[name]) for name in ("b200", "h100", "h200")]
+    rows = list(survey.data(survey.Examined("both", reports, predictions), listing=True))
+    assert [[each["gpu"] for each in row["predicted"]] for row in rows] == [["h100", "h200"], ["b200"]]
+    assert [(row["what"], row["arch"], len(row["listing"])) for row in rows] == [("both", "sm_90", 9), ("both", "sm_100", 9)]
+
+
+@pytest.mark.parametrize(("archs", "gpus", "shown", "chosen"), [
+    ((), (), ["sm_80", "sm_90"], ["a100", "rtx4090", "h100", "h200", "b200"]), (("sm_89",), (), ["sm_89"], ["rtx4090"]),
+    ((), ("H200", "RTX 4090"), ["sm_90", "sm_89"], ["h200", "rtx4090"]), (("sm_80", "sm_80"), ("b200",), ["sm_80"], ["b200"]),
+])
+def test_architectures_and_gpus_follow_from_each_other(archs: tuple[str, ...], gpus: tuple[str, ...], shown: list[str],
+                                                       chosen: list[str]) -> None:
+    found = survey.targets(archs, gpus)
+    assert (found[0], [gpu.name for gpu in found[1]]) == (shown, chosen)
 
 
 def run(*arguments: str) -> tuple[int, str]:
