@@ -1,7 +1,7 @@
 """Imports point one way: from what the author wrote to what runs, and never back.
 
 The compiler (spec, ir, passes, emit) and the running shore (runtime, encode, checkpoint) meet only in generated
-modules; cli, demo and loading, which stand above both, bring them together for a user.
+modules; cli, demo, analyze and loading, which stand above both, bring them together for a user.
 """
 
 from __future__ import annotations
