@@ -182,6 +182,54 @@ def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
 
 
 @app.command()
+def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")],
+            storage: Annotated[str | None, typer.Option("--storage", help="A storage; the format's first by default.")] = None,
+            param: Annotated[list[str] | None, typer.Option("--param", help="A parameter, as key=value.")] = None,
+            kernel: Annotated[list[str] | None, typer.Option("--kernel", help="linear, the default, or dequantize.")] = None,
+            rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of x.")] = 1,
+            shape: Annotated[tuple[int, int], typer.Option("--shape", min=1, help="N and K of the weight.")] = (4096, 4096),
+            x: Annotated[str, typer.Option("--x", help="The type of x and of what comes out: bf16 or f16.")] = "bf16",
+            arch: Annotated[list[str] | None, typer.Option("--arch", help="sm_80, sm_89, sm_90 or sm_100.")] = None,
+            gpu: Annotated[list[str] | None, typer.Option("--gpu", help="a100, rtx4090, h100, h200 or b200.")] = None,
+            dump: Annotated[bool, typer.Option("--dump", help="Print the hot loop, disassembled.")] = False,
+            as_json: Json = False) -> None:
+    """Count what a format's kernels do per weight, and predict their speed; no GPU is needed."""
+    from qdsl.analyze import AnalyzeError, launches, survey, text
+
+    kinds = kernel or ["linear"]
+    for given, known in ((kinds, launches.KERNELS), ([x], launches.TYPES)):
+        if wrong := [each for each in given if each not in known]:
+            _fail(f"error: no '{wrong[0]}': expected one of {', '.join(known)}", 2)
+    try:
+        archs, gpus = survey.targets(arch or [], gpu or [])
+    except AnalyzeError as error:
+        _fail(f"error: {error}", 2)
+    params = dict(map(_param, param or []))
+    found: list[dict[str, Any]] = []
+    with _reported():
+        try:
+            packed = launches.weight(launches.module(spec), shape, storage, params)
+            for each in survey.survey(packed, kinds, rows, x, archs, gpus):
+                found += survey.data(each, listing=dump)
+                if not as_json:
+                    for name in archs:
+                        typer.echo("\n".join(text.block(each.title, each.reports[name])))
+                        typer.echo("\n".join([*(each.reports[name].listing if dump else ()), ""]))
+                    _table(text.HEADS, [text.row(each.reports[g.arch], p) for g, p in zip(gpus, each.predictions, strict=True)])
+        except survey.REFUSALS as error:
+            _fail(f"error: {error}")
+    typer.echo(json.dumps({"schema": 1, "kernels": found}) if as_json else text.LEGEND)
+
+
+def _param(text: str) -> tuple[str, int | str]:
+    """A parameter that a user wrote as key=value."""
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        _fail(f"error: --param is key=value, not '{text}'", 2)
+    return key, int(value) if value.removeprefix("-").isdigit() else value
+
+
+@app.command()
 def demo(weights: Annotated[Path | None, typer.Option("--weights", help="A safetensors file of float weights; without it, "
                                                                          "those that ship with the repository.")] = None,
          out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the FP8 checkpoint.")] = Path("build/demo"),

@@ -1,7 +1,7 @@
 """Imports point one way: from what the author wrote to what runs, and never back.
 
 The compiler (spec, ir, passes, emit) and the running shore (runtime, encode, checkpoint) meet only in generated
-modules; cli, demo and loading, which stand above both, bring them together for a user.
+modules; cli, demo, analyze and loading, which stand above both, bring them together for a user.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ ALLOWED: dict[str, set[str]] = {
     # what joins them for a user
     "loading": {"emit", "files"},
     "": {"loading", "places"},
+    "analyze": {"runtime", "places", ""},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
-    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", ""},
+    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", ""},
     "__main__": {"cli"},
 }
 # Other people's packages, in function bodies too.
 PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch"},
     "checkpoint": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
+    "analyze": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.

@@ -91,12 +91,12 @@ def test_python_m_qdsl_is_the_command(folder: Path) -> None:
 def test_version_and_help() -> None:
     shown = run("--version")
     assert (shown.exit_code, shown.stdout) == (0, f"qdsl {qdsl.__version__}\n")
-    for command in ((), ("check",), ("build",), ("list",), ("show",)):
+    for command in ((), ("check",), ("build",), ("list",), ("show",), ("analyze",)):
         for option in ("--help", "-h"):
             found = run(*command, option)
             assert found.exit_code == 0 and "Usage:" in found.stdout and not found.stderr
     top = run("--help").stdout
-    assert all(re.search(rf"\b{command}\b", top) for command in ("check", "build", "list", "show"))
+    assert all(re.search(rf"\b{command}\b", top) for command in ("check", "build", "list", "show", "analyze"))
 
 
 @pytest.mark.parametrize("arguments", [

@@ -5,8 +5,11 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`; `pytest tests/t
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,11 +69,25 @@ def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w4.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
     lines = [line.split("#")[0] for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ") and "demo" not in line]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ")]
+    commands = [command for command in commands if command[0] not in ("demo", "analyze")]
     assert len(commands) >= 5
     for command in commands:
         result = CliRunner().invoke(app, command, catch_exceptions=False)
         assert result.exit_code == 0, (command, result.output)
+
+
+def test_kernels_of_the_readme_are_analyzed() -> None:
+    """In processes that compile kernels; what the README shows of the first is laid out as that prints it."""
+    lines = [line.split("#")[0] for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    commands = [line for line in lines if line.startswith("qdsl analyze ")]
+    done = [subprocess.run([sys.executable, "-m", *shlex.split(command)], cwd=ROOT, capture_output=True, text=True,
+                           env={**environment, "PYTHONPATH": str(ROOT)}) for command in commands]
+    assert done and not [each.stderr for each in done if each.returncode or each.stderr]
+    [shown] = blocks(ROOT / "README.md", "text")
+    labels = [line[:14].rstrip() for line in shown.splitlines()]
+    assert len(labels) > 8 and set(labels) <= {line[:14].rstrip() for line in done[0].stdout.splitlines()}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

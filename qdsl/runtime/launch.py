@@ -23,13 +23,18 @@ ROWS_OF_X = 65535                                                # the most that
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One launch: a kernel, its arguments in order, the constants it is specialised on, and how it is compiled."""
+    """One launch: a kernel, its arguments in order, the constants it is specialised on, and how it is compiled.
+
+    For `qdsl analyze`: the weights that one program takes, and those of a trip of its loop, 0 without one.
+    """
 
     kernel: Any
     arguments: tuple[Tensor | int | None, ...]
     constants: Mapping[str, Any]
     grid: tuple[int, ...]
     options: Mapping[str, Any]
+    weights: int = 0
+    step: int = 0
 
     def run(self) -> None:
         self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
@@ -58,7 +63,8 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     bn, bk = _tile(kernels.last, rows, units, kernels.sums)
     # Contracted multiply-adds would skip a rounding that the formula has.
     yield Call(kernels.dequantize, (*_tensors(packed), out, *packed.shape, *packed.sizes.values()), {"BN": bn, "BK": bk},
-               (cdiv(rows, bn), cdiv(units, bk)), {"num_warps": WARPS, "enable_fp_fusion": False})
+               (cdiv(rows, bn), cdiv(units, bk)), {"num_warps": WARPS, "enable_fp_fusion": False},
+               weights=min(bn, rows) * min(bk, units) * _unit(packed))
 
 
 def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False) -> Iterator[Call]:
@@ -73,7 +79,8 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     for start in range(0, x.shape[0], ROWS_OF_X):
         part, result = x[start:start + ROWS_OF_X], out[start:start + ROWS_OF_X]
         yield Call(kernels.linear, (*_tensors(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
-                   {"BN": bn, "BK": bk}, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS})
+                   {"BN": bn, "BK": bk}, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
+                   weights=min(bn, rows) * units * _unit(packed), step=bn * bk * _unit(packed))
 
 
 def has_lanes(x: Tensor, packed: PackedWeight) -> bool:
@@ -113,6 +120,12 @@ def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:
     rows, units = (axis(text).extent(*packed.shape, packed.sizes) for text in (kernels.rows, kernels.units))
     assert rows is not None and units is not None
     return kernels, rows, units
+
+
+def _unit(packed: PackedWeight) -> int:
+    """Weights in a unit of a row of tiles."""
+    rows, units = axis(packed.layout.kernels.rows), axis(packed.layout.kernels.units)
+    return rows.by(packed.sizes) * units.by(packed.sizes) // (rows.words * units.words)
 
 
 def _tensors(packed: PackedWeight) -> list[Tensor | None]:

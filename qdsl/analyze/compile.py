@@ -1,0 +1,169 @@
+"""A launch compiled for a GPU that need not be there, as Triton's launcher would compile it, and disassembled.
+
+Needs neither a GPU nor a driver: ptxas and the disassembler come with Triton.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qdsl.analyze.gpus import WARP, AnalyzeError, Arch
+from qdsl.runtime.launch import Call
+
+POINTERS = {
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64",
+    torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
+}
+ALIGNED = 16                                                     # what Triton asks of pointers, in bytes, and of integers
+HINT = [["tt.divisibility", ALIGNED]]
+_FOR = re.compile(r"^(?P<indent> *)(?:%[^=]+= )?scf\.for %\S+ = %\S+ to %\S+ step %(?:c(?P<step>\d+)_i\d+)?")
+_FETCH = re.compile(r"\btt\.load\b|\btt\.descriptor_load\b|async_copy_global_to_local|async_tma_copy_global_to_local")
+_PTX_LOAD = re.compile(r"\bld\.global\b|\bcp\.async\.c[ag]\.shared\.global\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled kernel.
+
+    registers: of a thread.  stack: bytes of a thread.  shared: bytes of a program.  stages: how many trips' loads a
+    pipelined loop holds.  text: the disassembly.  step: how far the source's loop moves its counter in a trip; None where it
+    has no loop, or a step that is no constant.  loads: load instructions in the loop that is handed to ptxas, which may
+    unroll it.
+    """
+
+    name: str
+    warps: int
+    stages: int
+    registers: int
+    stack: int
+    shared: int
+    text: str
+    step: int | None
+    loads: int
+
+
+def compiled(call: Call, arch: Arch) -> Compiled:
+    """Compile a launch, whose tensors may be on any device, meta too.  Raises AnalyzeError."""
+    if not isinstance(call.kernel, triton.JITFunction):
+        raise AnalyzeError("kernels that Triton interprets cannot be compiled: unset TRITON_INTERPRET")
+    source = ASTSource(call.kernel, *specialised(call))
+    try:
+        made: Any = triton.compile(source, target=GPUTarget("cuda", arch.capability, WARP), options=dict(call.options))
+    except Exception as error:
+        said = str(getattr(error, "error_message", None) or error)       # without the source, where Triton shows some
+        reason = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
+        raise AnalyzeError(f"{call.kernel.__name__} does not compile for {arch.name}: {reason}") from error
+    text, usage = _disassembled(made.asm["cubin"])
+    return Compiled(made.metadata.name, made.metadata.num_warps, made.metadata.num_stages, usage["REG"], usage["STACK"],
+                    made.metadata.shared, text, loop_step(made.asm["ttgir"]), loop_loads(made.asm["ptx"]))
+
+
+# -- arguments as the launcher sees them ------------------------------------------------------------------------------
+
+
+def specialised(call: Call) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[object]]]]:
+    """Types of a kernel's arguments by name, values of the constant ones by place, and what is known of the others.
+
+    Triton's launcher compiles a kernel anew for integers that are 1, for integers that 16 divides, and for tensors whose first
+    byte lies at a multiple of 16; torch's allocations do.
+    """
+    parameters = call.kernel.params
+    given = dict(zip((parameter.name for parameter in parameters), call.arguments, strict=False)) | dict(call.constants)
+    types: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    hints: dict[tuple[int, ...], list[list[object]]] = {}
+    for parameter in parameters:
+        if parameter.name not in given and not parameter.has_default:
+            raise AnalyzeError(f"{call.kernel.__name__} is launched without its argument '{parameter.name}'")
+        value = given.get(parameter.name, parameter.default if parameter.has_default else None)
+        kind = "constexpr" if parameter.is_constexpr else _type(parameter, value)
+        types[parameter.name] = kind
+        if kind == "constexpr":
+            constants[parameter.num,] = value
+        elif _is_aligned(value) and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+            hints[parameter.num,] = HINT
+    return types, constants, hints
+
+
+def _type(parameter: Any, value: Tensor | int | None) -> str:
+    """An argument's type; 'constexpr' where its value becomes part of the kernel."""
+    if value is None:
+        return "constexpr"
+    if isinstance(value, Tensor):
+        if value.dtype not in POINTERS:
+            raise AnalyzeError(f"argument '{parameter.name}' is {str(value.dtype)[6:]}, which no kernel takes")
+        return POINTERS[value.dtype]
+    if parameter.annotation_type:
+        return str(parameter.annotation_type)
+    if value == 1 and not parameter.do_not_specialize:
+        return "constexpr"
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def _is_aligned(value: Tensor | int | None) -> bool:
+    """Whether 16 divides an integer, or the place of a tensor's first byte in its allocation."""
+    if isinstance(value, Tensor):
+        return value.storage_offset() * value.element_size() % ALIGNED == 0
+    return isinstance(value, int) and value % ALIGNED == 0
+
+
+# -- the compiler's texts ---------------------------------------------------------------------------------------------
+
+
+def loop_step(ttgir: str) -> int | None:
+    """How far the loop with the most loads moves its counter in a trip, before anything unrolls it."""
+    lines = ttgir.splitlines()
+    found: tuple[int, int | None] = (0, None)
+    for place, line in enumerate(lines):
+        if head := _FOR.match(line):
+            end = next((i for i in range(place + 1, len(lines)) if lines[i].startswith(head["indent"] + "}")), len(lines))
+            loads = sum(bool(_FETCH.search(inner)) for inner in lines[place:end])
+            if loads > found[0]:
+                found = loads, int(head["step"]) if head["step"] else None
+    return found[1]
+
+
+def loop_loads(ptx: str) -> int:
+    """Load instructions of the loop that has the most of them."""
+    lines = ptx.splitlines()
+    labels = {line.partition(":")[0]: place for place, line in enumerate(lines) if line.startswith("$L")}
+    most = 0
+    for place, line in enumerate(lines):
+        branch = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
+        start = labels.get(branch[1]) if branch else None
+        if start is not None and start < place:
+            most = max(most, sum(bool(_PTX_LOAD.search(inner)) for inner in lines[start:place]))
+    return most
+
+
+def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
+    """The instructions of a cubin as text, and the resources that it needs by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = _printed("nvdisasm", "-c", path)
+        usage = dict(re.findall(r"\b(REG|STACK):(\d+)", _printed("cuobjdump", "-res-usage", path)))
+    if usage.keys() != {"REG", "STACK"}:
+        raise AnalyzeError("cuobjdump does not say how many registers the kernel needs")
+    return text, {name: int(count) for name, count in usage.items()}
+
+
+def _printed(tool: str, *arguments: str | Path) -> str:
+    """What one of the tools that come with Triton prints.  Raises AnalyzeError."""
+    program = str(getattr(triton.knobs.nvidia, tool).path)
+    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode:
+        raise AnalyzeError(f"{tool}: {(done.stderr.strip().splitlines() or ['failed'])[0]}")
+    return done.stdout

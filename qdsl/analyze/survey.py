@@ -1,0 +1,65 @@
+"""A format's kernels, launch by launch: compiled for several architectures, counted, predicted for several GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qdsl.analyze.counts import Report, report
+from qdsl.analyze.gpus import GPUS, AnalyzeError, Gpu, arch_of, gpu_of
+from qdsl.analyze.launches import TYPES, calls
+from qdsl.analyze.predict import Prediction, predict
+from qdsl.runtime import FormatError, PackedWeight
+
+ARCHS = ("sm_80", "sm_90")                                       # that are shown unless others are asked for
+REFUSALS = (AnalyzeError, FormatError)                           # what a survey raises about what it is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A launch, what its kernel is on each architecture, and what is predicted of it on each GPU."""
+
+    title: str
+    reports: dict[str, Report]
+    predictions: list[Prediction]
+
+
+def targets(archs: Sequence[str], gpus: Sequence[str]) -> tuple[list[str], list[Gpu]]:
+    """Architectures to show and GPUs to predict for; either follows from the other.  Raises AnalyzeError."""
+    shown = [arch_of(name).name for name in archs]
+    chosen = [gpu_of(name) for name in gpus]
+    if shown and not chosen:
+        chosen = [gpu for gpu in GPUS.values() if gpu.arch in shown]
+    elif not shown:
+        shown = [gpu.arch for gpu in chosen] or list(ARCHS)
+        chosen = chosen or list(GPUS.values())
+    return list(dict.fromkeys(shown)), list(dict.fromkeys(chosen))
+
+
+def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs: Sequence[str], gpus: Sequence[Gpu],
+           ) -> Iterator[Examined]:
+    """Every launch of the kernels, on all architectures that are shown or that a GPU has.
+
+    kinds: of launches.KERNELS.  rows: of x.  x: its type, one of launches.TYPES.  Raises AnalyzeError.
+    """
+    where = f"{packed.format.name}.{packed.storage} [{packed.shape[0]}, {packed.shape[1]}]"
+    every = list(dict.fromkeys([*archs, *(gpu.arch for gpu in gpus)]))
+    for kind in kinds:
+        what = f"{where} to {x}" if kind == "dequantize" else f"{where}, {rows} row{'s' * (rows > 1)} of x in {x}"
+        launches = calls(packed, kind, rows, TYPES[x])
+        if not launches:
+            raise AnalyzeError(f"{kind} of {what} launches no kernel")
+        for call in launches:
+            reports = {arch: report(call, arch) for arch in every}
+            yield Examined(f"{kind} of {what}", reports, [predict(reports[gpu.arch], gpu) for gpu in gpus])
+
+
+def data(examined: Examined, listing: bool) -> Iterator[dict[str, Any]]:
+    """For programs: a report with its predictions for each architecture; the hot loop's text if it is wanted."""
+    for arch, found in examined.reports.items():
+        row = {"what": examined.title, **asdict(found),
+               "predicted": [asdict(each) for each in examined.predictions if GPUS[each.gpu].arch == arch]}
+        if not listing:
+            del row["listing"]
+        yield row
