@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "generated": set(),
     # what joins them for a user
     "loading": {"emit", "files"},
-    "": {"loading", "places"},
+    "": {"loading", "places", "runtime"},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
     "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", ""},
     "__main__": {"cli"},
@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
 # Other people's packages, in function bodies too.
 PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch"},
-    "checkpoint": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
+    "checkpoint": {"torch"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.

@@ -280,16 +280,10 @@ class Format:
 
         Raises FormatError for weights that are not finite, with the row and column, and where a scale would overflow.
         """
-        choices = next(iter(self.variants.values())).options
-        params = self.complete({key: value for key, value in options.items() if key not in choices})
-        rest = {key: value for key, value in options.items() if key in choices}
-        for key, value in rest.items():
-            if value not in choices[key]:
-                raise FormatError(f"{self.name}: {key} is one of {', '.join(map(str, choices[key]))}, not {value}")
+        params, rest, name = self.chosen({"storage": storage, **options})
         variant = self.variant(params)
-        name, layout = self.storage(storage, params)
-        if variant.encode is None:
-            raise FormatError(f"{self.name} has no quantizer yet: its spec names no encode scheme")
+        layout = variant.storages[name]
+        assert variant.encode is not None
         if weight.dim() != 2 or not weight.is_floating_point():
             raise FormatError(f"{self.name}: a weight is floats [N, K], not {str(weight.dtype)[6:]} {list(weight.shape)}")
         weight = weight.detach()
@@ -302,6 +296,19 @@ class Format:
                 columns = torch.arange(shape[1], dtype=torch.int32, device=weight.device)
                 fields[key] = columns // field.groups.by(sizes)
         return self.pack(fields, storage=name, **params)
+
+    def chosen(self, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
+        """What options of quantize mean: parameters, options of the encode scheme, and the storage.  Raises FormatError."""
+        choices = next(iter(self.variants.values())).options
+        params = self.complete({key: value for key, value in options.items() if key not in (*choices, "storage")})
+        rest = {key: value for key, value in options.items() if key in choices}
+        for key, value in rest.items():
+            if value not in choices[key]:
+                raise FormatError(f"{self.name}: {key} is one of {', '.join(map(str, choices[key]))}, not {value}")
+        name, _ = self.storage(options.get("storage"), params)
+        if self.variant(params).encode is None:
+            raise FormatError(f"{self.name} has no quantizer yet: its spec names no encode scheme")
+        return params, rest, name
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
         """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes.

@@ -69,14 +69,15 @@ class QuantizedLinear(nn.Linear):
     def packed(self) -> PackedWeight:
         """The weight with the tensors that the module holds now.  Raises FormatError where something made them others."""
         held = self._held()
-        if not torch.compiler.is_compiling():
-            if any(not hasattr(tensor, "_in_order") for tensor in held.values()) and is_plain(*held.values()):
-                _note(held, self.format.checked(self._packed.derive(held)).in_order)
-            held = {name: tensor.data for name, tensor in held.items()}
-        return self._packed.derive(held, in_order=_ordered(self._held()))
+        if torch.compiler.is_compiling():
+            return self._packed.derive(held, in_order=_ordered(held))
+        if any(not hasattr(tensor, "_in_order") for tensor in held.values()) and is_plain(*held.values()):
+            _note(held, self.format.checked(self._packed.derive(held)).in_order)
+        return self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
 
     def _held(self) -> dict[str, Tensor]:
-        return {name: getattr(self, own) for name, own in self._names.items()}
+        own: Mapping[str, Any] = self._parameters                # first, because asking nn.Module costs more
+        return {name: own[word] if word in own else getattr(self, word) for name, word in self._names.items()}
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "weight" not in self.__dict__.get("_names", {"": name}).values():

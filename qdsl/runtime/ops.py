@@ -53,9 +53,8 @@ def register(format: Format, digest: str) -> str:
 def words(packed: PackedWeight) -> tuple[list[Tensor], Words]:
     """A packed weight as operations take it; an index whose columns lie in order is left out, as it adds nothing."""
     given = {name: tensor for name, tensor in packed.tensors.items() if name not in packed.in_order}
-    params = " ".join([f"{key}={value}" for key, value in packed.params.items()])
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in given.values()]
-    return tensors, Words(packed.format.key, packed.storage, params, " ".join(given))
+    return tensors, Words(packed.format.key, packed.storage, packed.params_text, " ".join(given))
 
 
 @lru_cache(maxsize=1024)

@@ -35,6 +35,7 @@ class PackedWeight:
         self.tensors = dict(tensors)
         self.shape = shape
         self.params = dict(params)
+        self.params_text = " ".join([f"{name}={value}" for name, value in params.items()])  # here: torch.compile may not
         self.in_order = in_order
         self.notes = tuple(notes)
         self.names = dict(names or {})
