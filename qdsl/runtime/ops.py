@@ -119,7 +119,8 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
         return False
-    return all(tensor is None or (type(tensor) in (Tensor, Parameter) and not tensor.is_meta) for tensor in tensors)
+    return all(tensor is None or (type(tensor) in (Tensor, Parameter) and not tensor.is_meta
+                                  and not torch._C._functorch.is_legacy_batchedtensor(tensor)) for tensor in tensors)
 
 
 def _is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
