@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import shutil
 import subprocess
 import sys
 import weakref
@@ -165,6 +166,7 @@ def test_tracers_see_one_operation(trait: str) -> None:
 # -- torch.compile and torch.export ------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 def test_a_compiled_model_has_the_bits_of_eager_mode() -> None:
     """In one graph, forward and backward, for another batch without being compiled for each."""
     model = stack()
@@ -214,6 +216,17 @@ def test_errors_are_those_of_eager_mode_when_compiled() -> None:
     module, packed = weights()["blocks"]
     with pytest.raises(Exception, match=r"x \[3, 63\].*does not fit a weight \[64, 64\]"):
         torch.compile(module.linear, fullgraph=True, backend="aot_eager")(sample(3, 63), packed)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_layer_follows_its_bias() -> None:
+    """By torch.jit.trace, which is going out of use."""
+    layer = int_group.Linear(weights()["act-order"][1], sample(64))
+    traced = torch.jit.trace(layer, sample(2, 64))
+    assert "qdsl::linear" in str(traced.graph)
+    x = sample(2, 64, seed=1).requires_grad_()
+    found, wanted = (torch.autograd.grad(run(x).sum(), [x, layer.bias]) for run in (traced, layer))
+    assert all(map(same_bits, found, wanted)) and same_bits(traced(x).detach(), layer(x).detach())
 
 
 @pytest.mark.parametrize("strict", [False, True])

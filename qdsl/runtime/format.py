@@ -333,7 +333,8 @@ class Format:
         if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
             return out.copy_(self.unpack(packed)[copied])
         if packed.device.type == "cuda":
-            launch.dequantize(packed, out)
+            with ops.on_device(packed.device):
+                launch.dequantize(packed, out)
             return out
         for start, stop in tiles.row_tiles(packed):
             tiles.decode_rows(packed, start, stop, out[start:stop])

@@ -45,7 +45,7 @@ class QuantizedLinear(nn.Linear):
         for name, tensor in packed.tensors.items():
             self.register_parameter(self._names[name], nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-        if is_plain(*packed.tensors.values()):
+        if is_plain(*self._held().values()):
             _note(self._held(), packed.in_order)
 
     @classmethod
@@ -125,7 +125,8 @@ class QuantizedLinear(nn.Linear):
                 else:
                     given[name] = tensor
         try:
-            self.format.checked(self._packed.derive(given))
+            if is_plain(*given.values()):
+                self.format.checked(self._packed.derive(given))
         except FormatError as error:
             wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
         if wrong:
@@ -178,6 +179,8 @@ def _ordered(held: Mapping[str, Tensor]) -> frozenset[str]:
 
 def _fitted(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | str:
     """A tensor of a state_dict as the layer stores it, or what is wrong, with a place for its key."""
+    if not isinstance(tensor, Tensor):
+        return f"{{}} is a {type(tensor).__name__} in the state_dict, not a tensor"
     if tensor.dtype == torch.uint8 and dtype.is_floating_point and dtype.itemsize == 1:
         tensor = tensor.view(dtype)
     if tensor.dtype in WIDENED.get(dtype, ()):

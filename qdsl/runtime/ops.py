@@ -12,6 +12,7 @@ finds the same format in another process, built or loaded from wherever, and no 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,7 +87,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tenso
     """
     check_x(x, bias, packed.shape, packed.device)
     x = autocast(x)
-    if torch.compiler.is_compiling():
+    if _is_recorded():
         return _operation(x, packed, bias, turned=False)
     if _is_differentiated(x, bias):
         result: Tensor = _Times.apply(x, bias, packed, False)  # type: ignore[no-untyped-call]
@@ -113,14 +114,19 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """Whether these are numbers that are there to be computed with, and nothing watches how.
 
     Then an operation's work is done without the operation, whose dispatch costs some 10 us, and 40 with gradients.  Whatever
-    wants to see the operation answers here first: torch.compile and export (is_compiling); make_fx, FakeTensorMode and every
-    other dispatch mode; torch.jit.trace; tensor subclasses, FakeTensor outside its mode among them; meta tensors.  The
+    wants to see the operation answers here first: torch.compile, torch.export and torch.jit.trace; make_fx, FakeTensorMode and
+    every other dispatch mode; tensor subclasses, FakeTensor outside its mode among them; meta tensors.  The
     answer errs towards the operation, which does the same.  (Transforms of torch.func end in plain tensors: see _Times.)
     """
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
+    if _is_recorded() or is_in_torch_dispatch_mode():
         return False
     return all(tensor is None or (type(tensor) in (Tensor, Parameter) and not tensor.is_meta
                                   and not torch._C._functorch.is_legacy_batchedtensor(tensor)) for tensor in tensors)
+
+
+def _is_recorded() -> bool:
+    """Whether this call becomes part of a program, with the gradients that the operation has."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
@@ -137,10 +143,15 @@ def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool) -
 
 def _computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool) -> Tensor:
     """The work itself."""
-    with torch.no_grad():                                        # stored tensors that ask for gradients get none
+    with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
         out = _transposed(rows, packed) if turned else _product(rows, packed, bias)
         return out.view(*x.shape[:-1], packed.shape[turned])
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Where kernels of Triton run on this GPU: they are launched on the current one, in its current stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool) -> Tensor:
