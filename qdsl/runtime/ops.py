@@ -1,4 +1,4 @@
-"""The operations as torch sees them: opaque, with shapes, gradients and batching rules, for torch.compile, export and the like.
+"""The operations as torch sees them: opaque, with shapes and gradients, for torch.compile, torch.export and the like.
 
     qdsl::linear       x [..., K], bias [N]    ->  [..., N]
     qdsl::transposed   gradient [..., N]       ->  [..., K], the gradient with respect to x
@@ -7,6 +7,9 @@
 A packed weight is the tensors that are stored, and in words what they are: the format, its storage, its parameters, and
 which of the storage's tensors are given.  The format is called by its name and its spec's digest, so that a saved program
 finds the same format in another process, built or loaded from wherever, and no other format of that name.
+
+What torch cannot do with an operation of one's own: transforms of torch.func inside torch.compile (outside they work, by
+_Times below), and torch's older vmap, that of is_grads_batched.  Both say so.
 """
 
 from __future__ import annotations
@@ -81,9 +84,9 @@ def _weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWe
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
 
-    Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32.  On a GPU up to 16 rows of
-    x meet exact float32 weights; in every other case weights are first rounded to x's dtype.  Raises FormatError where x
-    does not fit.
+    Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or float64 for x in
+    float64.  On a GPU up to 16 rows of x meet exact float32 weights; in every other case weights are first rounded to x's
+    dtype.  Raises FormatError where x does not fit.
     """
     check_x(x, bias, packed.shape, packed.device)
     x = autocast(x)
