@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -141,6 +142,8 @@ def test_nothing_is_dispatched_in_eager_mode(monkeypatch: pytest.MonkeyPatch) ->
     module.dequantize(packed)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(AssertionError, match="the operation ran"):
         module.linear(mode.from_tensor(x.detach()), packed)
+    with pytest.raises(AssertionError, match="the operation ran"):
+        module.linear(x.detach().to("meta"), packed.to("meta"))
 
 
 @pytest.mark.parametrize("trait", TRAITS)
@@ -311,6 +314,9 @@ def test_derivatives_to_second_order_and_forwards(trait: str) -> None:
         torch.autograd.gradcheck(function, (x, bias), fast_mode=True)
         torch.autograd.gradgradcheck(lambda *both, call=function: call(*both).square(), (x, bias), fast_mode=True)
     torch.autograd.gradcheck(lambda x, bias: module.linear(x, packed, bias), (x, bias), check_forward_ad=True, fast_mode=True)
+    with forward_ad.dual_level():
+        dual = module.linear(forward_ad.make_dual(x.detach(), x.detach() + 1), packed, bias.detach())
+        assert same_bits(forward_ad.unpack_dual(dual).tangent, module.linear(x.detach() + 1, packed))
     with pytest.raises(RuntimeError, match="qdsl::transposed"):  # torch's older vmap knows no rules but its own
         torch.autograd.grad(module.linear(x, packed), x, torch.ones(4, 2, packed.shape[0]).double(), is_grads_batched=True)
 
@@ -333,6 +339,7 @@ def test_transforms_of_torch_func(trait: str) -> None:
                 lambda f: torch.func.hessian(lambda x: f(x, bias).square().sum())(x[0]),
                 lambda f: torch.func.jvp(f, (x, bias), (x + 1, bias - 1)),
                 lambda f: torch.func.vmap(f, many, out_dims=1)(x, bias), lambda f: torch.func.vmap(f, one)(x, bias.expand(2, 64)),
+                lambda f: torch.func.vmap(f, (None, 1))(x, torch.stack([bias, 2 * bias], 1)),
                 lambda f: torch.func.vmap(f, (1, 0))(x.expand(2, 3, 64), bias.expand(3, 64)),
                 lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x, bias).square().sum()))(x)):
         torch.testing.assert_close(way(run), way(same), rtol=1e-10, atol=1e-10)

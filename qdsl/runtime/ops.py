@@ -84,9 +84,9 @@ def _weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWe
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
 
-    Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or float64 for x in
-    float64.  On a GPU up to 16 rows of x meet exact float32 weights; in every other case weights are first rounded to x's
-    dtype.  Raises FormatError where x does not fit.
+    Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or on a CPU float64
+    for x in float64.  On a GPU up to 16 rows of x meet exact float32 weights; in every other case weights are first rounded
+    to x's dtype.  Raises FormatError where x does not fit.
     """
     check_x(x, bias, packed.shape, packed.device)
     x = autocast(x)
