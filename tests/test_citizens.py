@@ -450,6 +450,9 @@ def test_a_tensor_that_is_put_in_place_of_another_is_looked_at() -> None:
     layer._parameters["g_idx"] = nn.Parameter(ordered.tensors["g_idx"] + 9, requires_grad=False)
     with pytest.raises(FormatError, match=r"'g_idx' puts column 0 into group 9; there are groups 0 to 1"):
         layer(x)
+    layer = int_group.Linear(ordered)._apply(lambda tensor: torch.full_like(tensor, 9))      # as to_empty, but not by chance
+    with pytest.raises(FormatError, match="group 9"):
+        layer(x)
     layer = int_group.Linear(ordered)
     layer._parameters["scales"] = nn.Parameter(ordered.tensors["scales"].float(), requires_grad=False)
     with pytest.raises(FormatError, match=r"'scales' has become float32 \[2, 64\]; the weight stores float16 \[2, 64\]"):
