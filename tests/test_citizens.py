@@ -586,7 +586,7 @@ def test_a_model_is_quantized_in_place() -> None:
     assert report.skipped.keys() == reasons.keys() and all(reasons[name] in why for name, why in report.skipped.items())
     assert list(report.notes) == ["head"] and "embed.weight" in report.notes["head"]
     assert all(f"  {name}: {why}" in str(report) for name, why in report.skipped.items()) and str(report).startswith("5 layers")
-    assert model.again is model.blocks[1][0] and not model.first.training and model.first.compute_dtype == torch.bfloat16
+    assert model.again is model.blocks[1][0] and not model.first.training and model.head.compute_dtype == torch.bfloat16
     for name in report.quantized:
         new, old = model.get_submodule(name), dense.get_submodule(name)
         assert isinstance(new, q4_0.Linear)
