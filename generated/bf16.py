@@ -111,6 +111,7 @@ FORMAT = Format(
     source="safetensors BF16, GGUF BF16", formula="v",
     variants={(): VARIANT},
     detect={"safetensors": "BF16", "gguf": "BF16"},
+    digest="7dc8a2bcc65c4b51",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -111,6 +111,7 @@ FORMAT = Format(
     source="safetensors F16, GGUF F16", formula="v",
     variants={(): VARIANT},
     detect={"safetensors": "F16", "gguf": "F16"},
+    digest="d8795a272a645acb",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -393,6 +393,7 @@ FORMAT = Format(
     params={"bn": (128, 64, 32), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16")},
     sizes={"bn": "N", "bk": "K"},
     detect={"config": {"quant_method": "fp8", "weight_block_size": ["bn", "bk"]}},
+    digest="a2a08c539f061384",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -360,6 +360,7 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
     detect={"config": {"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "channel"}},
+    digest="318224f39800d127",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -355,6 +355,7 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"scale_type": ("f32", "bf16", "f16")},
     detect={"config": {"quant_method": "fp8", "weight_block_size": "null"}},
+    digest="a4ddb144182fd547",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

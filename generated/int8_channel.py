@@ -425,6 +425,7 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
     detect={"config": {"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "channel"}},
+    digest="ca1ab8c1ed580a57",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

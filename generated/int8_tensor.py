@@ -416,6 +416,7 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
     detect={"config": {"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "tensor"}},
+    digest="ad10f0bff4b46171",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

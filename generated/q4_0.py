@@ -358,6 +358,7 @@ FORMAT = Format(
     source="ggml-common.h block_q4_0", formula="d * (q - 8)",
     variants={(): VARIANT},
     detect={"gguf": "Q4_0"},
+    digest="3977fa3ebec36f87",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

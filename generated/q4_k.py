@@ -429,6 +429,7 @@ FORMAT = Format(
     source="ggml-common.h block_q4_K", formula="d * sc * q - dmin * mn",
     variants={(): VARIANT},
     detect={"gguf": "Q4_K"},
+    digest="b6b16ae16056c384",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -348,6 +348,7 @@ FORMAT = Format(
     source="ggml-common.h block_q6_K", formula="d * sc * (q - 32)",
     variants={(): VARIANT},
     detect={"gguf": "Q6_K"},
+    digest="04c6c0edaba443c8",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

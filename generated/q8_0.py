@@ -351,6 +351,7 @@ FORMAT = Format(
     source="ggml-common.h block_q8_0", formula="d * q",
     variants={(): VARIANT},
     detect={"gguf": "Q8_0"},
+    digest="d55629b2f1a39312",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

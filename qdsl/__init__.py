@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from qdsl.runtime.model import Report
 
 __version__ = "0.1.0"
 
@@ -18,3 +26,28 @@ def load(spec: Path | str) -> ModuleType:
     from qdsl.places import find
 
     return load_spec(find(str(spec)))
+
+
+def quantize_(model: nn.Module, format: ModuleType | Path | str, filter: Callable[[nn.Module, str], bool] | None = None,
+              **options: Any) -> Report:
+    """Replace the nn.Linear layers of a model by layers of a format, in place, one at a time.
+
+    format: a generated module, or what `load` takes.  filter: whether a layer, given with its name, is to be replaced; all are
+    without it.  options: those of the format's `quantize`.  Returns what was replaced, and what was left and why.  Raises
+    qdsl.runtime.FormatError for options that the format does not have, before anything changes.
+    """
+    from qdsl.runtime.model import quantize_model
+
+    module = format if isinstance(format, ModuleType) else _module(str(format))
+    return quantize_model(model, module.FORMAT, filter, **options)
+
+
+def _module(spec: str) -> ModuleType:
+    """The module of a spec; of one that ships with qdsl the module that ships too."""
+    from importlib import import_module
+
+    from qdsl.places import shipped
+
+    if not Path(spec).is_file() and spec in [path.stem for path in shipped()]:
+        return import_module(f"qdsl.generated.{spec}")
+    return load(spec)

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "generated": set(),
     # what joins them for a user
     "loading": {"emit", "files"},
-    "": {"loading", "places"},
+    "": {"loading", "places", "runtime"},
     "analyze": {"runtime", "places", ""},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
     "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", ""},
@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 # Other people's packages, in function bodies too.
 PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch"},
-    "checkpoint": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
+    "checkpoint": {"torch"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
     "analyze": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")

@@ -43,6 +43,7 @@ FORMAT = Format(
     params={"bits": (4, 2, 3, 8), "group": (128, 64, 32, -1)},
     sizes={"group": "K"},
     detect={"config": {"quant_method": ["gptq", "awq"], "bits": "bits", "group_size": "group"}},
+    digest="f3ff62b90cb44e5c",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -26,7 +26,7 @@ from qdsl.numbers import FLOATS
 from qdsl.passes.check_claims import bits_per_weight
 from qdsl.passes.samples import size_axis
 from qdsl.passes.schemes import SCHEMES
-from qdsl.spec.model import Data
+from qdsl.spec.model import Data, Spec
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
@@ -300,8 +300,13 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
         lines += indent(wrapped("sizes={", shown, "},", level=1))
     if spec.detect:
         lines.append(f"    detect={_data(dict(spec.detect))},")
+    lines.append(f'    digest="{_digest(spec)}",')
     surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linear", "Linear"]
     return [*lines, ")", "SPEC = FORMAT.spec", *(f"{name} = FORMAT.{name}" for name in surface)]
+
+
+def _digest(spec: Spec) -> str:
+    return hashlib.sha256(spec.source.text.encode()).hexdigest()[:16]
 
 
 def _tuple(values: Sequence[int | str]) -> str:
@@ -323,7 +328,6 @@ def _data(value: Data) -> str:
 
 def _header(programs: Sequence[Program], title: str = "") -> list[str]:
     spec = programs[0].spec
-    digest = hashlib.sha256(spec.source.text.encode()).hexdigest()
     lines = [f'"""{spec.name}{f" at {title}" if title else ""}: {spec.title}.' if spec.title else f'"""{spec.name}.', "",
              f"    w = {spec.decode_text}", "    float32, rounded after each operation", ""]
     kinds = field_kinds(programs)
@@ -339,7 +343,7 @@ def _header(programs: Sequence[Program], title: str = "") -> list[str]:
         sizes = [f"{p.name} = {p.values[0]}" for p in spec.params if p.name.value in program.sizes]
         with_sizes = f" with {', '.join(sizes)}" if sizes else ""
         lines.append(f"    {program.storage}{only}: {float(bits):.6g} bits per weight{with_sizes}")
-    return [*lines, "", f"Built from the spec {spec.name} (sha256 {digest[:16]}) by qdsl {qdsl.__version__}.",
+    return [*lines, "", f"Built from the spec {spec.name} (sha256 {_digest(spec)}) by qdsl {qdsl.__version__}.",
             "Do not edit: change the spec and run `qdsl build`.", '"""', ""]
 
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from qdsl.numbers import number
-from qdsl.runtime import launch, tiles
+from qdsl.runtime import launch, ops, tiles
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Field, Storage, Variant
-from qdsl.runtime.linear import linear
-from qdsl.runtime.match import Match, matches, torch_dtype
+from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.module import QuantizedLinear, linear_class
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.shapes import extents
@@ -39,12 +38,13 @@ class Format:
     """One format.
 
     params: every parameter's values, the default first.  sizes: parameters that are block lengths, and the axis each
-    divides.  variants: what depends on the parameters named in `by`, keyed by their values.
+    divides.  variants: what depends on the parameters named in `by`, keyed by their values.  digest: of the spec's text; two
+    formats with one name and one digest are the same format.
     """
 
     def __init__(self, *, name: str, title: str, source: str, formula: str, variants: Mapping[tuple[int | str, ...], Variant],
                  by: Sequence[str] = (), params: Mapping[str, tuple[int | str, ...]] | None = None,
-                 sizes: Mapping[str, str] | None = None, detect: Mapping[str, Any] | None = None) -> None:
+                 sizes: Mapping[str, str] | None = None, detect: Mapping[str, Any] | None = None, digest: str = "") -> None:
         self.name = name
         self.params = dict(params or {})
         self.variants = dict(variants)
@@ -54,6 +54,7 @@ class Format:
         self.spec = Spec(name, title, source, formula, self.params, self.storages, self.variants, dict(detect or {}))
         written = next(iter(self.variants.values())).decode.__module__
         self.__module__ = written.rpartition(".")[0] if self.by else written
+        self.key = ops.register(self, digest)
 
     def __reduce__(self) -> str:
         """A format is copied and pickled as what it is: the FORMAT of its generated module."""
@@ -136,7 +137,15 @@ class Format:
         return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names)
 
     def checked(self, packed: PackedWeight) -> PackedWeight:
-        """The same weight with its index tensors looked at anew.  Raises FormatError for groups that do not exist."""
+        """The same weight with its tensors looked at anew.  Raises FormatError for those that do not fit, and for groups that
+        do not exist.
+        """
+        wanted = self.stored(packed)
+        for name, tensor in packed.tensors.items():
+            if (tensor.dtype, tuple(tensor.shape)) != wanted[name]:
+                dtype, shape = wanted[name]
+                raise FormatError(f"{self.name}.{packed.storage}: tensor '{name}' has become {str(tensor.dtype)[6:]} "
+                                  f"{list(tensor.shape)}; the weight stores {str(dtype)[6:]} {list(shape)}")
         return self._packed(packed.storage, packed.tensors, packed.shape, packed.params, packed.notes, packed.names)
 
     def _check_index(self, name: str, index: Tensor, field: Field, shape: tuple[int, int],
@@ -153,6 +162,34 @@ class Format:
             raise FormatError(f"{self.name}: '{name}' puts column {column} into group {int(index[column])}; "
                               f"there are groups 0 to {groups - 1}")
         return torch.equal(index, _in_order(index, field.groups.by(sizes)))
+
+    def empty(self, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
+              optional: Sequence[str] = (), **params: int | str) -> PackedWeight:
+        """A weight [N, K] of the tensors that its storage would have, on a device that need not hold them, not filled.
+
+        optional: which of the tensors that may be missing are there.  Raises FormatError for a shape that does not fit.
+        """
+        chosen = self.complete(params)
+        name, layout = self.storage(storage, chosen)
+        sizes = self.sizes(chosen, shape)
+        known = [key for key, stored in layout.tensors.items() if stored.optional]
+        for key in optional:
+            if key not in known:
+                raise FormatError(f"{self.name}.{name} has no optional tensor '{key}'; it has {', '.join(known) or 'none'}")
+        self._check_shape(name, layout, shape, sizes)
+        packed = PackedWeight(self, name, {}, shape, chosen)
+        packed.tensors = {key: torch.empty(whole, dtype=dtype, device=device)
+                          for key, (dtype, whole) in self.stored(packed).items() if key not in known or key in optional}
+        return packed
+
+    def stored(self, packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """The dtype and the shape of every tensor that a weight's storage has."""
+        found = {}
+        for name, each in packed.layout.tensors.items():
+            shape = extents(each.axes, *packed.shape, packed.sizes)
+            assert shape is not None                             # a packed weight has a shape that its storage can hold
+            found[name] = (stored_dtype(str(packed.params.get(each.dtype, each.dtype))), shape)
+        return found
 
     # -- fields -------------------------------------------------------------------------------------------------------
 
@@ -184,13 +221,16 @@ class Format:
         missing = [key for key in stored if key not in held and key not in variant.defaults]
         if missing:
             raise FormatError(f"{self.name}: field '{missing[0]}' is missing; given are {', '.join(fields)}")
-        for tensor in layout.tensors.values():
-            if extents(tensor.axes, *shape, sizes) is None:
-                bad = next(each for each in tensor.axes if each.extent(*shape, sizes) is None)
-                raise FormatError(f"{self.name}.{name}: {bad.dim} = {shape[bad.dim == 'K']} must be a multiple of "
-                                  f"{bad.by(sizes)}")
+        self._check_shape(name, layout, shape, sizes)
         tensors = {key: tensor.contiguous() for key, tensor in layout.pack(**{key: held.get(key) for key in stored}).items()}
         return self._packed(name, tensors, shape, chosen)
+
+    def _check_shape(self, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int]) -> None:
+        for stored in layout.tensors.values():
+            for each in stored.axes:
+                if each.extent(*shape, sizes) is None:
+                    raise FormatError(f"{self.name}.{name}: {each.dim} = {shape[each.dim == 'K']} must be a multiple of "
+                                      f"{each.by(sizes)}")
 
     def _dtype_params(self, fields: Mapping[str, Tensor]) -> dict[str, int | str]:
         """Type parameters that the fields' dtypes decide."""
@@ -240,16 +280,10 @@ class Format:
 
         Raises FormatError for weights that are not finite, with the row and column, and where a scale would overflow.
         """
-        choices = next(iter(self.variants.values())).options
-        params = self.complete({key: value for key, value in options.items() if key not in choices})
-        rest = {key: value for key, value in options.items() if key in choices}
-        for key, value in rest.items():
-            if value not in choices[key]:
-                raise FormatError(f"{self.name}: {key} is one of {', '.join(map(str, choices[key]))}, not {value}")
+        params, rest, name = self.chosen({"storage": storage, **options})
         variant = self.variant(params)
-        name, layout = self.storage(storage, params)
-        if variant.encode is None:
-            raise FormatError(f"{self.name} has no quantizer yet: its spec names no encode scheme")
+        layout = variant.storages[name]
+        assert variant.encode is not None
         if weight.dim() != 2 or not weight.is_floating_point():
             raise FormatError(f"{self.name}: a weight is floats [N, K], not {str(weight.dtype)[6:]} {list(weight.shape)}")
         weight = weight.detach()
@@ -263,6 +297,19 @@ class Format:
                 fields[key] = columns // field.groups.by(sizes)
         return self.pack(fields, storage=name, **params)
 
+    def chosen(self, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
+        """What options of quantize mean: parameters, options of the encode scheme, and the storage.  Raises FormatError."""
+        choices = next(iter(self.variants.values())).options
+        params = self.complete({key: value for key, value in options.items() if key not in (*choices, "storage")})
+        rest = {key: value for key, value in options.items() if key in choices}
+        for key, value in rest.items():
+            if value not in choices[key]:
+                raise FormatError(f"{self.name}: {key} is one of {', '.join(map(str, choices[key]))}, not {value}")
+        name, _ = self.storage(options.get("storage"), params)
+        if self.variant(params).encode is None:
+            raise FormatError(f"{self.name} has no quantizer yet: its spec names no encode scheme")
+        return params, rest, name
+
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
         """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes.
 
@@ -271,17 +318,23 @@ class Format:
         self._own(packed)
         if not (dtype if out is None else out.dtype).is_floating_point:
             raise FormatError(f"weights are floats; {str(dtype if out is None else out.dtype)[6:]} is none")
-        if out is None:
-            out = empty(packed.shape, dtype, packed.device)
-        if out.shape != packed.shape:
+        if out is not None and out.shape != packed.shape:
             raise FormatError(f"out {list(out.shape)} does not fit the weight {list(packed.shape)}")
+        if not ops.is_plain(out, *packed.tensors.values()):
+            result = ops.dequantize(packed, dtype if out is None else out.dtype)
+            return result if out is None else out.copy_(result)
+        return self._dequantized(packed, empty(packed.shape, dtype, packed.device) if out is None else out)
+
+    @torch.no_grad()
+    def _dequantized(self, packed: PackedWeight, out: Tensor) -> Tensor:
         if not out.numel():
             return out
         copied = packed.variant.copies
         if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
             return out.copy_(self.unpack(packed)[copied])
         if packed.device.type == "cuda":
-            launch.dequantize(packed, out)
+            with ops.on_device(packed.device):
+                launch.dequantize(packed, out)
             return out
         for start, stop in tiles.row_tiles(packed):
             tiles.decode_rows(packed, start, stop, out[start:stop])
@@ -297,7 +350,7 @@ class Format:
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias."""
         self._own(packed)
-        return linear(x, packed, bias)
+        return ops.linear(x, packed, bias)
 
     @cached_property
     def Linear(self) -> type[QuantizedLinear]:

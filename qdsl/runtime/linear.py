@@ -6,8 +6,6 @@ tiles are dequantized and multiplied; Triton's interpreter is never used.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,58 +17,23 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FUSED_ROWS = 16                                                  # predicted, not measured: past it a weight is decoded too often
 
 
-def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
-
-    Sums are float32.  On a GPU up to 16 rows of x meet exact float32 weights; in every other case weights are first rounded
-    to x's dtype.  Raises FormatError where x does not fit.
-    """
-    n, k = packed.shape
+def check_x(x: Tensor, bias: Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
+    """Raises FormatError unless x is floats [..., K] and the bias floats [N], on the weight's device."""
+    n, k = shape
     if x.shape[-1:] != (k,) or x.dtype not in FLOATS:
         raise FormatError(f"x {list(x.shape)} {str(x.dtype)[6:]} does not fit a weight [{n}, {k}]: expected floats [..., {k}]")
-    check_bias(bias, packed)
+    check_bias(bias, shape)
     for name, tensor in (("x", x), ("bias", bias)):
-        if tensor is not None and tensor.device != packed.device:
-            raise FormatError(f"{name} is on {tensor.device}, the weight on {packed.device}")
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    result: Tensor = _Linear.apply(x, bias, packed)  # type: ignore[no-untyped-call]
-    return result
+        if tensor is not None and tensor.device != device:
+            raise FormatError(f"{name} is on {tensor.device}, the weight on {device}")
 
 
-def check_bias(bias: Tensor | None, packed: PackedWeight) -> None:
+def check_bias(bias: Tensor | None, shape: tuple[int, int]) -> None:
     """Raises FormatError unless the bias is floats [N]."""
-    n, k = packed.shape
+    n, k = shape
     if bias is not None and (bias.shape != (n,) or bias.dtype not in FLOATS):
         raise FormatError(f"bias {list(bias.shape)} {str(bias.dtype)[6:]} does not fit a weight [{n}, {k}]: "
                           f"expected floats [{n}]")
-
-
-class _Linear(torch.autograd.Function):
-    """The product with its gradients; the weight itself is not trained."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, packed: PackedWeight) -> Tensor:
-        ctx.packed = packed
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return _product(_rows(x).contiguous(), packed, bias).view(*x.shape[:-1], packed.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        packed = ctx.packed
-        gradient = gradients[0]
-        rows = _rows(gradient)
-        to_x = to_bias = None
-        if ctx.needs_input_grad[0]:
-            to_x = _transposed(rows, packed).view(*gradient.shape[:-1], packed.shape[1])
-        if ctx.needs_input_grad[1]:
-            to_bias = rows.float().sum(0).to(ctx.bias_dtype)
-        return to_x, to_bias, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[..., K] as [M, K], K = 0 too."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -85,10 +48,12 @@ def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
 
 
 def _transposed(gradient: Tensor, packed: PackedWeight) -> Tensor:
-    """gradient [M, N] @ w: [M, K], summed over tiles in float32."""
-    total = torch.zeros(gradient.shape[0], packed.shape[1], dtype=torch.float32, device=gradient.device)
+    """gradient [M, N] @ w: [M, K], summed over tiles in float32, or in float64 for a gradient in float64."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    wide = gradient.to(dtype)
+    total = torch.zeros(gradient.shape[0], packed.shape[1], dtype=dtype, device=gradient.device)
     for start, stop in row_tiles(packed, weights=_tile_weights(gradient)):
-        total += gradient[:, start:stop].float() @ _weights(packed, start, stop, torch.float32)
+        total.addmm_(wide[:, start:stop], _weights(packed, start, stop, dtype))
     return total.to(gradient.dtype)
 
 

@@ -2,79 +2,231 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from qdsl.runtime.linear import check_bias
+from qdsl.runtime.ops import is_plain
 from qdsl.runtime.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
+
+# What may be loaded into a tensor of another dtype: decoding widens a scale to float32 in any case, before it computes.
+WIDENED = {torch.float32: (torch.float16, torch.bfloat16)}
 
 
 class QuantizedLinear(nn.Linear):
     """nn.Linear over a packed weight: the checkpoint's own tensors, under their own names, are its parameters.
 
     They keep their dtypes through `.to`, `.half()` and friends, and appear in `state_dict` as the checkpoint has them.
+    `weight` is the checkpoint's tensor of that name where it has one, else a NoWeight.  compute_dtype is what the weight of
+    a dense layer would have for its dtype: the one that the layer was last cast to.  What is computed, x decides.
+
+    A tensor is looked at once, when it comes into the layer: its dtype, its shape, and of an index whether the groups exist
+    and whether the columns lie in order, which is noted on the tensor itself.  One that was put in place of it by other means
+    than loading has no note, and is looked at when the layer is next used.
     """
 
     format: Format
 
-    def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
         nn.Module.__init__(self)                                 # not nn.Linear's, which would allocate a dense weight
         if packed.format is not self.format:
             raise FormatError(f"a {type(self).__name__} of {self.format.name} cannot hold a weight of {packed.format.name}")
         self.out_features, self.in_features = packed.shape
-        check_bias(bias, packed)
+        check_bias(bias, packed.shape)
+        self.compute_dtype = dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
         self._packed = packed.derive({})
         self._names = {name: self._attribute(packed.names.get(name, name)) for name in packed.tensors}
         for name, tensor in packed.tensors.items():
             self.register_parameter(self._names[name], nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        if is_plain(*self._held().values()):
+            _note(self._held(), packed.in_order)
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int], storage: str | None = None, bias: bool = False, device: torch.device | str = "meta",
+              dtype: torch.dtype | None = None, optional: Sequence[str] = (), **params: int | str) -> QuantizedLinear:
+        """A layer for a weight [N, K] that is yet to be loaded: on meta, by load_state_dict with assign=True.
+
+        dtype: compute_dtype, and the bias's.  optional: which of the tensors that may be missing there are.  Raises FormatError.
+        """
+        packed = cls.format.empty(shape, storage, device, optional, **params)
+        return cls(packed, torch.empty(shape[0], dtype=dtype, device=device) if bias else None, dtype)
 
     def _attribute(self, name: str) -> str:
         """What a tensor is called in the module: as in the checkpoint, unless the module has something else of that name."""
         word = name.replace(".", "_")
         return f"{word}_" if word == "bias" or word in vars(self) or hasattr(type(self), word) else word
 
+    # -- what it holds -------------------------------------------------------------------------------------------------
+
     @property
     def packed(self) -> PackedWeight:
-        """The weight with the tensors that the module holds now."""
-        return self._packed.derive({name: getattr(self, own).data for name, own in self._names.items()})
+        """The weight with the tensors that the module holds now.  Raises FormatError where something made them others."""
+        held = self._held()
+        if torch.compiler.is_compiling():
+            return self._packed.derive(held, in_order=_ordered(held))
+        if any(not hasattr(tensor, "_in_order") for tensor in held.values()) and is_plain(*held.values()):
+            _note(held, self.format.checked(self._packed.derive(held)).in_order)
+        return self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Look at the tensors before they are loaded: an index into groups may have another order, or none that exists."""
-        held = self.packed.tensors
-        new = {name: state_dict.get(prefix + self._names[name], tensor) for name, tensor in held.items()}
-        if all(new[name].shape == tensor.shape and new[name].dtype == tensor.dtype for name, tensor in held.items()):
-            self._packed = self.format.checked(self._packed.derive(new)).derive({})
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _held(self) -> dict[str, Tensor]:
+        own: Mapping[str, Any] = self._parameters                # first, because asking nn.Module costs more
+        return {name: own[word] if word in own else getattr(self, word) for name, word in self._names.items()}
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self.format.linear(input, self.packed, self.bias)
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "weight" not in self.__dict__.get("_names", {"": name}).values():
+            return NoWeight(self)
+        return super().__getattr__(name)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The weight [N, K]."""
         return self.format.dequantize(self.packed, dtype)
 
+    def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """An nn.Linear with the decoded weight and the same bias, into which a LoRA can be merged; compute_dtype by default."""
+        dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        dense.weight = nn.Parameter(self.dequantize(dtype or self.compute_dtype), requires_grad=False)
+        dense.bias = self.bias
+        return dense
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.format.linear(input, self.packed, self.bias)
+
+    def reset_parameters(self) -> None:
+        raise FormatError(f"a {self.format.name} weight is loaded or quantized, not initialised")
+
     def extra_repr(self) -> str:
         return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
                 f"format={self.format.name}.{self._packed.storage}")
 
+    # -- what comes in -------------------------------------------------------------------------------------------------
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+                              missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
+        """Load all that is given, or where a tensor does not fit say so and load nothing.
+
+        torch would cast silently when it copies, and take any dtype when it assigns.  Raw bytes are 8-bit floats here, as in
+        `wrap`, and 16-bit floats go into float32, where they mean the same numbers; no other dtype is converted.
+        """
+        given: dict[str, Tensor] = {}
+        wrong: list[str] = []
+        wanted = self.format.stored(self._packed)
+        for name, own in self._names.items():
+            if prefix + own in state_dict:
+                tensor = _fitted(state_dict[prefix + own], *wanted[name])
+                if isinstance(tensor, str):
+                    wrong.append(tensor.format(prefix + own))
+                else:
+                    given[name] = tensor
+        try:
+            if is_plain(*given.values()):
+                self.format.checked(self._packed.derive(given))
+        except FormatError as error:
+            wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
+        if wrong:
+            error_msgs += wrong
+            return
+        fitted = {**state_dict, **{prefix + self._names[name]: tensor for name, tensor in given.items()}}
+        super()._load_from_state_dict(fitted, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        self._look()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move stored tensors, and give them no other dtype: a scale or a code that is cast is another weight."""
-        stored = {name: getattr(self, name) for name in self._names.values()}
+        stored = list(self._held().values())
 
         def guarded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if moved.dtype == tensor.dtype or not any(tensor is kept or tensor is kept.data for kept in stored.values()):
+            if moved.dtype == tensor.dtype or not any(tensor is kept for kept in stored):
                 return moved
             return tensor.to(moved.device)
 
-        return super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
+        shown = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        self.compute_dtype = shown if shown.is_floating_point else self.compute_dtype
+        self._look()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._look()                                             # a copied tensor has lost its note
+
+    def _look(self) -> None:
+        """Look at the tensors anew.  What is wrong with them is said when the layer is used: they may be yet to be filled."""
+        held = self._held()
+        for tensor in held.values():
+            vars(tensor).pop("_in_order", None)
+        if is_plain(*held.values()):
+            try:
+                _note(held, self.format.checked(self._packed.derive(held)).in_order)
+            except FormatError:
+                return
+
+
+def _note(held: Mapping[str, Tensor], in_order: frozenset[str]) -> None:
+    for name, tensor in held.items():
+        tensor._in_order = name in in_order  # type: ignore[attr-defined]
+
+
+def _ordered(held: Mapping[str, Tensor]) -> frozenset[str]:
+    return frozenset([name for name, tensor in held.items() if getattr(tensor, "_in_order", False)])
+
+
+def _fitted(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | str:
+    """A tensor of a state_dict as the layer stores it, or what is wrong, with a place for its key."""
+    if not isinstance(tensor, Tensor):
+        return f"{{}} is a {type(tensor).__name__} in the state_dict, not a tensor"
+    if tensor.dtype == torch.uint8 and dtype.is_floating_point and dtype.itemsize == 1:
+        tensor = tensor.view(dtype)
+    if tensor.dtype in WIDENED.get(dtype, ()):
+        tensor = tensor.to(dtype)
+    if tensor.dtype != dtype:
+        return (f"dtype mismatch for {{}}: the state_dict has {str(tensor.dtype)[6:]}, the layer stores {str(dtype)[6:]}, and "
+                "no cast between them is exact")
+    if [extent for extent in tensor.shape if extent != 1] != [extent for extent in shape if extent != 1]:
+        return f"size mismatch for {{}}: the state_dict has {list(tensor.shape)}, the layer stores {list(shape)}"
+    return tensor.reshape(shape)
+
+
+class NoWeight:
+    """What stands for the dense weight that a layer does not hold, for those who ask for its shape, dtype or device.
+
+    Whoever wants its numbers gets an AttributeError or TypeError that says where they are.
+    """
+
+    requires_grad = False
+
+    def __init__(self, layer: QuantizedLinear) -> None:
+        self.shape = torch.Size((layer.out_features, layer.in_features))
+        self.dtype, self.ndim = layer.compute_dtype, 2
+        self.device = next(iter(layer._held().values())).device
+        self._missing = (f"a {layer.format.name} layer holds no dense weight: dequantize() gives it, "
+                         "dense() an nn.Linear that a LoRA can be merged into")
+
+    def __repr__(self) -> str:
+        return f"NoWeight({list(self.shape)}, {self.dtype}, {self.device})"
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no '{name}' of a weight: {self.__dict__.get('_missing', '')}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        held = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, NoWeight)]
+        raise TypeError(f"{function.__name__}: {held[0]._missing if held else 'no dense weight'}")
 
 
 def linear_class(format: Format) -> type[QuantizedLinear]:

@@ -36,6 +36,7 @@ class PackedWeight:
         self.tensors = dict(tensors)
         self.shape = shape
         self.params = dict(params)
+        self.params_text = " ".join([f"{name}={value}" for name, value in params.items()])  # here: torch.compile may not
         self.in_order = in_order
         self.finite = finite
         self.notes = tuple(notes)
@@ -66,10 +67,12 @@ class PackedWeight:
         """The same weight with a function applied to every tensor; dtypes and shapes must stay."""
         return self.derive({name: function(tensor) for name, tensor in self.tensors.items()})
 
-    def derive(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> PackedWeight:
+    def derive(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None,
+               in_order: frozenset[str] | None = None) -> PackedWeight:
         """The same parameters with other tensors, unchecked."""
         return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
-                            in_order=self.in_order, finite=self.finite, notes=self.notes, names=self.names)
+                            in_order=self.in_order if in_order is None else in_order, finite=self.finite, notes=self.notes,
+                            names=self.names)
 
     def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
         """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""

@@ -1,0 +1,277 @@
+"""The operations as torch sees them: opaque, with shapes and gradients, for torch.compile, torch.export and the like.
+
+    qdsl::linear       x [..., K], bias [N]    ->  [..., N]
+    qdsl::transposed   gradient [..., N]       ->  [..., K], the gradient with respect to x
+    qdsl::dequantize                           ->  [N, K]
+
+A packed weight is the tensors that are stored, and in words what they are: the format, its storage, its parameters, and
+which of the storage's tensors are given.  The format is called by its name and its spec's digest, so that a saved program
+finds the same format in another process, built or loaded from wherever, and no other format of that name.
+
+What torch cannot do with an operation of one's own: transforms of torch.func inside torch.compile (outside they work, by
+_Times below), and torch's older vmap, that of is_grads_batched.  Both say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from qdsl.runtime.arrays import empty
+from qdsl.runtime.linear import _product, _transposed, check_x
+from qdsl.runtime.packed import FormatError, PackedWeight
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
+
+
+class Words(NamedTuple):
+    """What a packed weight is, apart from its tensors and its shape."""
+
+    format: str
+    storage: str
+    params: str
+    names: str
+
+
+_formats: dict[str, Format] = {}
+_unnamed = count(1)
+
+
+def register(format: Format, digest: str) -> str:
+    """What a format is called in operations; without a digest a word that no other format of this process has."""
+    key = f"{format.name}@{digest or f'unnamed-{next(_unnamed)}'}"
+    _formats[key] = format                                       # another module of the same spec may take its place
+    return key
+
+
+def words(packed: PackedWeight) -> tuple[list[Tensor], Words]:
+    """A packed weight as operations take it; an index whose columns lie in order is left out, as it adds nothing."""
+    given = {name: tensor for name, tensor in packed.tensors.items() if name not in packed.in_order}
+    tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in given.values()]
+    return tensors, Words(packed.format.key, packed.storage, packed.params_text, " ".join(given))
+
+
+@lru_cache(maxsize=1024)
+def _read(format: str, params: str) -> tuple[Format, dict[str, int | str]]:
+    if format not in _formats:
+        name, _, digest = format.partition("@")
+        raise FormatError(f"no format {name} with the spec {digest} is here: import its module, such as qdsl.generated.{name}, "
+                          "or load its spec with qdsl.load, before a program that uses it runs")
+    found = _formats[format]
+    values = {name: {str(value): value for value in choices} for name, choices in found.params.items()}
+    return found, {key: values[key][value] for key, _, value in (word.partition("=") for word in params.split())}
+
+
+def _weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWeight:
+    """The packed weight of an operation's arguments."""
+    format, params = _read(words.format, words.params)
+    return PackedWeight(format, words.storage, dict(zip(words.names.split(), tensors, strict=True)), (n, k), params)
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
+
+    Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or on a CPU float64
+    for x in float64.  On a GPU up to 16 rows of x meet exact float32 weights; in every other case weights are first rounded
+    to x's dtype.  Raises FormatError where x does not fit.
+    """
+    check_x(x, bias, packed.shape, packed.device)
+    x = autocast(x)
+    if _is_recorded():
+        return _operation(x, packed, bias, turned=False)
+    if _is_differentiated(x, bias):
+        result: Tensor = _Times.apply(x, bias, packed, False)  # type: ignore[no-untyped-call]
+        return result
+    return _times(x, packed, bias, turned=False)
+
+
+def dequantize(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] by the operation."""
+    tensors, described = words(packed)
+    result: Tensor = _dequantize(tensors, *described, *packed.shape, dtype)
+    return result
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in the dtype in which a dense layer would take it; autocast leaves float64 alone."""
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are numbers that are there to be computed with, and nothing watches how.
+
+    Then an operation's work is done without the operation, whose dispatch costs some 10 us, and 40 with gradients.  Whatever
+    wants to see the operation answers here first: torch.compile, torch.export and torch.jit.trace; make_fx, FakeTensorMode and
+    every other dispatch mode; tensor subclasses, FakeTensor outside its mode among them; meta tensors.  The
+    answer errs towards the operation, which does the same.  (Transforms of torch.func end in plain tensors: see _Times.)
+    """
+    if _is_recorded() or is_in_torch_dispatch_mode():
+        return False
+    return all(tensor is None or (type(tensor) in (Tensor, Parameter) and not tensor.is_meta
+                                  and not torch._C._functorch.is_legacy_batchedtensor(tensor)) for tensor in tensors)
+
+
+def _is_recorded() -> bool:
+    """Whether this call becomes part of a program, with the gradients that the operation has."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def _is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether autograd, forward mode or a transform of torch.func has to hear of the product."""
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool) -> Tensor:
+    """x [..., K] @ w.T + bias, or where `turned` x [..., N] @ w; without gradients."""
+    return _computed(x, packed, bias, turned) if is_plain(x, bias) else _operation(x, packed, bias, turned)
+
+
+def _computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool) -> Tensor:
+    """The work itself."""
+    with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
+        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
+        out = _transposed(rows, packed) if turned else _product(rows, packed, bias)
+        return out.view(*x.shape[:-1], packed.shape[turned])
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Where kernels of Triton run on this GPU: they are launched on the current one, in its current stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool) -> Tensor:
+    tensors, described = words(packed)
+    result: Tensor = _turned(x, tensors, *described, *packed.shape) if turned else \
+        _linear(x, tensors, bias, *described, *packed.shape)
+    return result
+
+
+class _Times(torch.autograd.Function):
+    """The product with its derivatives, for autograd and torch.func: linear in x, so that each direction is the other's."""
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool) -> Tensor:
+        return _times(x, packed, bias, turned)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, bias, ctx.packed, ctx.turned = inputs
+        ctx.bias = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        to_x = to_bias = None
+        if ctx.needs_input_grad[0]:
+            to_x = _Times.apply(gradients[0], None, ctx.packed, not ctx.turned)  # type: ignore[no-untyped-call]
+        if ctx.needs_input_grad[1]:
+            to_bias = _bias_gradient(gradients[0], ctx.bias)
+        return to_x, to_bias, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, bias: Tensor | None, *_: None) -> Tensor:
+        out: Tensor = _Times.apply(x, None, ctx.packed, ctx.turned)  # type: ignore[no-untyped-call]
+        return out if bias is None else out + bias.to(out.dtype)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool,
+             ) -> tuple[Tensor, int]:
+        """A batch of x is one more axis of x; a batch of biases is added afterwards, in the product's dtype."""
+        of_x, of_bias, *_ = in_dims
+        x = x.unsqueeze(0) if of_x is None else x.movedim(of_x, 0)
+        if bias is None or of_bias is None:
+            return _Times.apply(x, bias, packed, turned), 0  # type: ignore[no-untyped-call]
+        out: Tensor = _Times.apply(x, None, packed, turned)  # type: ignore[no-untyped-call]
+        biases = bias.movedim(of_bias, 0).to(out.dtype)
+        return out + biases.view(len(biases), *[1] * (out.dim() - 2), -1), 0
+
+
+def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return wide.sum(tuple(range(gradient.dim() - 1))).to(dtype) if gradient.dim() > 1 else wide.to(dtype)
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("qdsl::linear", mutates_args=())
+def _linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
+            n: int, k: int) -> Tensor:
+    return _computed(x, _weight(tensors, Words(format, storage, params, names), n, k), bias, turned=False)
+
+
+@torch.library.custom_op("qdsl::transposed", mutates_args=())
+def _turned(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, n: int, k: int) -> Tensor:
+    return _computed(x, _weight(tensors, Words(format, storage, params, names), n, k), None, turned=True)
+
+
+@torch.library.custom_op("qdsl::dequantize", mutates_args=())
+def _dequantize(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, n: int, k: int,
+                dtype: torch.dtype) -> Tensor:
+    packed = _weight(tensors, Words(format, storage, params, names), n, k)
+    return packed.format._dequantized(packed, empty(packed.shape, dtype, packed.device))
+
+
+@_linear.register_fake
+def _(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
+      n: int, k: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n)
+
+
+@_turned.register_fake
+def _(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, n: int, k: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], k)
+
+
+@_dequantize.register_fake
+def _(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, n: int, k: int,
+      dtype: torch.dtype) -> Tensor:
+    return tensors[0].new_empty(n, k, dtype=dtype)
+
+
+# -- gradients of the operations: what a compiled program is differentiated by ---------------------------------------------
+
+
+def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """What the gradients need: the packed tensors and what they are, never the weight."""
+    _, tensors, bias, *ctx.rest = inputs
+    ctx.bias = None if bias is None else bias.dtype
+    ctx.save_for_backward(*tensors)
+
+
+def _keep_turned(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, tensors, *ctx.rest = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _of_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    tensors = list(ctx.saved_tensors)
+    to_x = _turned(gradient, tensors, *ctx.rest) if ctx.needs_input_grad[0] else None
+    to_bias = _bias_gradient(gradient, ctx.bias) if ctx.needs_input_grad[2] else None
+    return to_x, [None] * len(tensors), to_bias, *[None] * len(ctx.rest)
+
+
+def _of_turned(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    tensors = list(ctx.saved_tensors)
+    return _linear(gradient, tensors, None, *ctx.rest), [None] * len(tensors), *[None] * len(ctx.rest)
+
+
+_linear.register_autograd(_of_linear, setup_context=_keep_linear)
+_turned.register_autograd(_of_turned, setup_context=_keep_turned)
