@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.runtime import launch
+from qdsl.runtime import cpu, launch
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tiles import decode_rows, row_tiles
 
@@ -74,6 +74,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    if x.device.type == "cpu":
+        return cpu.product(x, packed, bias)
     out = x.new_empty(x.shape[0], packed.shape[0])
     if x.device.type == "cuda" and x.shape[0] <= FUSED_ROWS:
         launch.linear(x, packed, bias, out)
