@@ -1,9 +1,9 @@
-"""x @ w.T on a CPU: tiles that are decoded and multiplied, and for few rows of x a loop that does both at once.
+"""x @ w.T on a CPU, in tiles that are decoded and multiplied; compiled, if that is asked for, and then in one loop for few rows.
 
-The loop is made by torch's own compiler from what the format's `unpack` and `decode` do, so it needs a C++ compiler and takes
-seconds to make.  It is therefore asked for: `compile_products()`, or QDSL_CPU_COMPILE=1 in the environment.  Weights are
-exact float32 in it; in the tiles they are rounded to x's dtype first.  Which of the two is taken depends on the shapes and
-on that choice, never on how often it was called.
+Compiling takes a C++ compiler and some seconds for every format and shape, so it is never done unasked: `compile_products()`,
+or QDSL_CPU_COMPILE=1 in the environment.  The compiled decode makes the bits of the plain one.  Up to 8 rows of x meet exact
+float32 weights in a loop that decodes, multiplies and sums at once; tiles hold weights rounded to x's dtype.  Which of the
+ways is taken depends on shapes and on that choice, never on how often a product was asked for.
 """
 
 from __future__ import annotations
@@ -11,116 +11,203 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from qdsl.runtime import lanes
+from qdsl.runtime.match import torch_dtype
 from qdsl.runtime.packed import PackedWeight
 from qdsl.runtime.tiles import decode_rows, row_tiles, unpack
 
-TILE = 1 << 18                                                   # weights decoded at a time: a cache's worth
-FEW = 8                                                          # rows of x for which the loop is the faster one
-AT_ONCE = (4, 1)                                                 # rows of x that one pass over the weight serves
-MOST = 256                                                       # loops kept: a model has a few shapes, not hundreds
+TILE = 1 << 20                                                   # weights decoded at a time: less, and calls cost more than work
+FEW = 8                                                          # rows of x for which one loop is faster than tiles
+TOGETHER = 4                                                     # rows that share a pass over the weight; one or two do not
+MOST = 256                                                       # programs kept: a model has a few shapes, not hundreds
 # Nothing is stored on the way: by default the compiler does so once an expression is long.
 OPTIONS = dict.fromkeys(("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold"), 1 << 20)
+OPTIONS["max_pointwise_cat_inputs"] = 0                          # lanes are stored one by one, not chosen weight by weight
 
-Loop = Callable[..., Any]
+Compiled = Callable[..., Tensor]
 
 _asked = os.environ.get("QDSL_CPU_COMPILE", "0") not in ("", "0")
-_loops: dict[tuple[Any, ...], Loop | None] = {}
+_programs: dict[tuple[Any, ...], Compiled | None] = {}
 _making = threading.Lock()
 
 
 def compile_products(on: bool = True) -> None:
-    """Whether products with few rows of x are compiled, a few seconds for each new shape; off unless asked for."""
+    """Whether products on a CPU are compiled, some seconds for each new format and shape; they are not unless asked for."""
     global _asked
     _asked = on
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     """x [M, K] @ w.T + bias: [M, N] in x's dtype."""
-    if _asked and 0 < x.shape[0] <= FEW and x.dtype != torch.float64 and not torch.compiler.is_compiling():
-        found = _fused(x, packed, bias)
-        if found is not None:
-            return found
-    return _tiled(x, packed, bias)
+    if _is_plain(packed, x.dtype):
+        return _tiled(x, packed, bias, False)
+    asked = _asked and x.numel() > 0 and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+    if asked and x.shape[0] <= FEW:
+        loop = _program(packed, TOGETHER if x.shape[0] > 2 else 1)
+        if loop is not None:
+            return _looped(x, packed, bias, loop)
+    return _tiled(x, packed, bias, asked)
 
 
-def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:
+    """Whether the stored numbers are the weights already, in this dtype."""
+    copied = packed.variant.copies
+    return copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == dtype
+
+
+def _looped(x: Tensor, packed: PackedWeight, bias: Tensor | None, loop: Compiled) -> Tensor:
+    """The product by a loop that takes one row, or four."""
+    wide, rows, tensors = x.float(), x.shape[0], list(packed.tensors.values())
+    together = TOGETHER if rows > 2 else 1
+    if rows % together:
+        wide = torch.nn.functional.pad(wide, (0, 0, 0, -rows % together))
+    parts = [loop(part, *tensors) for part in wide.split(together)]
+    total = parts[0] if len(parts) == 1 else torch.cat(parts)[:rows]
+    return (total[:rows] if bias is None else total[:rows] + bias.float()).to(x.dtype)
+
+
+def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None, asked: bool) -> Tensor:
+    """The product by tiles of decoded weights, the whole weight never there at once."""
     out = x.new_empty(x.shape[0], packed.shape[0])
+    plain = packed.variant.copies if _is_plain(packed, x.dtype) else None
     for start, stop in row_tiles(packed, weights=TILE):
-        weight = torch.empty(stop - start, packed.shape[1], dtype=x.dtype, device=x.device)
-        decode_rows(packed, start, stop, weight)
+        part = packed.cut("N", start, stop)
+        decode = _program(part, x.dtype) if asked else None
+        if plain is not None:
+            weight = unpack(part)[plain]
+        elif decode is None:
+            weight = torch.empty(stop - start, packed.shape[1], dtype=x.dtype, device=x.device)
+            decode_rows(packed, start, stop, weight)
+        else:
+            weight = decode(*part.tensors.values())
         out[:, start:stop] = torch.nn.functional.linear(x, weight, None if bias is None else bias[start:stop].to(x.dtype))
     return out
 
 
-# -- the loop ----------------------------------------------------------------------------------------------------------
+# -- compiled programs -------------------------------------------------------------------------------------------------
 
 
-def _fused(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
-    """The product by compiled loops; None where there is none for this weight."""
-    wide = x.float()
-    parts: list[Tensor] = []
-    tensors = list(packed.tensors.values())
-    start = 0
-    while start < x.shape[0]:
-        rows = next(count for count in AT_ONCE if count <= x.shape[0] - start)
-        loop = _loop(packed, rows)
-        if loop is None:
-            return None
-        found = loop(wide[start:start + rows], *tensors)
-        parts.append(found[0] if isinstance(found, (list, tuple)) else found)
-        start += rows
-    total = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (total if bias is None else total + bias.float()).to(x.dtype)
+def _program(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
+    """The compiled product with so many rows of x, or decode to a dtype, of weights of this storage, shape and strides.
 
-
-def _loop(packed: PackedWeight, rows: int) -> Loop | None:
-    """The compiled product of so many rows of x with weights of this storage, shape and strides."""
-    stored = tuple((name, tensor.dtype, *tensor.shape, *tensor.stride()) for name, tensor in packed.tensors.items())
-    key = (packed.format, packed.storage, tuple(packed.params.items()), packed.shape, packed.in_order, stored, rows,
+    None where there is none: the format's decode has no such form for this weight, or this machine has no compiler.
+    """
+    stored = tuple((name, t.dtype, t.shape, t.stride()) for name, t in packed.tensors.items())
+    key = (packed.format, packed.storage, tuple(packed.params.values()), packed.shape, packed.in_order, stored, kind,
            torch.get_num_threads())
-    if key not in _loops:
+    if key not in _programs:
         with _making:
-            if key not in _loops and len(_loops) < MOST:
-                _loops[key] = _made(packed, rows)
-    return _loops.get(key)
+            if key not in _programs and len(_programs) < MOST:
+                _programs[key] = _made(packed, kind)
+    return _programs.get(key)
 
 
-def _made(packed: PackedWeight, rows: int) -> Loop | None:
-    """Trace, rewrite, compile; None, and a warning where that is the machine's fault, if it cannot be."""
-    names = tuple(packed.tensors)
-    x = torch.empty(rows, packed.shape[1])
-    example = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in packed.tensors.values()]
-
-    def weight(*tensors: Tensor) -> Tensor:
-        part = packed.derive(dict(zip(names, tensors, strict=True)))
-        return packed.variant.decode(**unpack(part))
-
+def _made(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
+    """Trace, rewrite, compile; None, with a warning where that is the machine's fault, if it cannot be."""
+    tensors = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in packed.tensors.values()]
     try:
         with torch.no_grad():
-            traced = make_fx(weight, tracing_mode="fake")(*example)
-
-            def loop(x: Tensor, *tensors: Tensor) -> Tensor:
-                found = lanes.Interpreter(traced).run(*map(lanes.whole, tensors))
-                return lanes.dot(x, lanes.split_columns(found, _vector()))
-
-            program = make_fx(loop, tracing_mode="fake")(x, *example)
-    except (lanes.Unsupported, RuntimeError):
-        return None                                              # blocks that are cut short, act-order: the tiles do it
-    try:
-        compiled: Loop = torch._inductor.compile(program, [x, *example], options=OPTIONS)
-    except Exception as error:
-        warnings.warn(f"products on this CPU are not compiled, but decoded tile by tile: {str(error).strip()[:200]}",
-                      RuntimeWarning, stacklevel=2)
+            return _compiled(_Decode(packed, tensors), kind)
+    except (lanes.Unsupported, RuntimeError) as error:
+        if isinstance(error, lanes.Unsupported) or not isinstance(error, torch._inductor.exc.InductorError):
+            return None                                          # blocks that are cut short, act-order: the plain tiles do it
+        warnings.warn(f"products on this CPU stay uncompiled: {str(error).strip()[:200]}", RuntimeWarning, stacklevel=2)
         return None
-    return compiled
+
+
+class _Decode:
+    """The unpack and decode of a weight, traced."""
+
+    def __init__(self, packed: PackedWeight, tensors: Sequence[Tensor]) -> None:
+        self.shape = packed.shape
+        self.tensors = tensors
+        self.along_rows = packed.layout.kernels.last == "n"
+        names = list(packed.tensors)
+        fields = list(unpack(packed.derive({name: t.to("meta") for name, t in zip(names, tensors, strict=True)})))
+        self.unpacked = _traced(
+            lambda *stored: [unpack(packed.derive(dict(zip(names, stored, strict=True))))[name] for name in fields], tensors)
+        self.decoded = _traced(lambda *given: packed.variant.decode(**dict(zip(fields, given, strict=True))),
+                               _results(self.unpacked))
+
+    def fields(self, tensors: Sequence[Tensor]) -> list[lanes.Pieces]:
+        return list(lanes.Interpreter(self.unpacked).run(*map(lanes.whole, tensors)))
+
+    def weight(self, fields: Sequence[lanes.Pieces]) -> lanes.Pieces:
+        found: lanes.Pieces = lanes.Interpreter(self.decoded).run(*fields)
+        if not self.along_rows:
+            return lanes.split_last(found, 1, _vector(), 8)
+        return lanes.unroll_last(lanes.split_last(found, 0, _vector(), 16), 1, 2)
+
+    def small(self, fields: Sequence[lanes.Pieces]) -> dict[int, tuple[lanes.Digit, ...]]:
+        """Fields of groups, where a loop runs along rows: they are put in its order first.  By place, with the rows' digits."""
+        n, k = self.shape
+        rows = next(field.axes[0] for field in fields if field.shape == [n, k])
+        return {i: rows for i, field in enumerate(fields)
+                if self.along_rows and len(field.axes) == 2 and field.shape[0] == n and 4 * field.shape[1] <= k}
+
+
+def _compiled(decode: _Decode, kind: int | torch.dtype) -> Compiled:
+    """The programs of a weight as one: what puts small fields in order, if there is such, and the loop over the weight."""
+    n, k = decode.shape
+
+    def first(*tensors: Tensor) -> list[Tensor]:
+        fields = decode.fields(tensors)
+        return [lanes.by_rows(fields[i], rows) for i, rows in decode.small(fields).items()]
+
+    def weight(tensors: Sequence[Tensor], ready: Sequence[Tensor]) -> lanes.Pieces:
+        fields = decode.fields(tensors)
+        for tensor, (i, rows) in zip(ready, decode.small(fields).items(), strict=True):
+            fields[i] = lanes.from_rows(tensor, rows, fields[i])
+        return decode.weight(fields)
+
+    stored = len(decode.tensors)
+    begin = _traced(first, decode.tensors)
+    ready = _results(begin)
+    prepare = _built(begin, decode.tensors) if ready else lambda *tensors: []
+    if isinstance(kind, torch.dtype):
+        dtype = kind
+        every = [*decode.tensors, *ready]
+        finish = _built(_traced(lambda *given: lanes.joined(lanes.converted(weight(given[:stored], given[stored:]), dtype)),
+                                every), every)
+        return lambda *tensors: finish(*tensors, *prepare(*tensors))[0]
+    columns: list[lanes.Digit] = []
+
+    def shaped(*given: Tensor) -> Tensor:
+        found = weight(given[:stored], given[stored:])
+        columns.extend(found.axes[1])
+        return next(iter(found.parts.values()))
+
+    _traced(shaped, [*decode.tensors, *ready])
+    every = [lanes.by_columns(torch.empty(kind, k), columns), *decode.tensors, *ready]
+    loop = _built(_traced(lambda x, *given: lanes.dot(x, weight(given[:stored], given[stored:])), every), every)
+    return lambda x, *tensors: loop(lanes.by_columns(x, columns), *tensors, *prepare(*tensors))[0]
+
+
+def _results(program: fx.GraphModule) -> list[Tensor]:
+    """Tensors like those that a traced program returns."""
+    values = [node.meta["val"] for node in program.graph.output_node().args[0]]
+    return [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) for value in values]
+
+
+def _traced(function: Callable[..., Any], example: Sequence[Tensor]) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*example)
+
+
+def _built(program: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
+    """A traced program, compiled; it returns its results as a list."""
+    node = program.graph.output_node()
+    if isinstance(node.args[0], fx.Node):
+        node.args = ([node.args[0]],)
+        program.recompile()
+    from torch._inductor.compile_fx import compile_fx
+    return compile_fx(program, list(example), config_patches=OPTIONS)
 
 
 def _vector() -> int:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 NARROW = (torch.uint8, torch.int8, torch.int16)
+MERGED = 16                                                      # entries of digits that are cut anew, each of them a lane
 
 
 class Unsupported(Exception):
@@ -105,6 +106,19 @@ def _unroll(value: Pieces, at: int) -> Pieces:
     return replace(value, axes=_grouped(digits, map(len, value.axes)), parts=parts)
 
 
+def _merge(value: Pieces, at: int) -> Pieces:
+    """Digits `at` and `at` + 1 as one lane, of few entries."""
+    digits = _digits(value.axes)
+    if at + 1 == len(digits) or digits[at].extent * digits[at + 1].extent > MERGED:
+        raise Unsupported(f"an axis of {digits[at].extent} is cut elsewhere")
+    value = _unroll(_unroll(value, at), at + 1)
+    inner, place = digits[at + 1].extent, _place(_digits(value.axes), at)
+    parts = {(*key[:place], key[place] * inner + key[place + 1], *key[place + 2:]): part for key, part in value.parts.items()}
+    digits = _digits(value.axes)
+    digits[at:at + 2] = [Digit(digits[at].extent * inner, True)]
+    return replace(value, axes=(tuple(digits),), parts=parts)    # the caller gives the digits to axes anew
+
+
 def _grouped(digits: Sequence[Digit], counts: Iterable[int]) -> Axes:
     rest = iter(digits)
     return tuple(tuple(next(rest) for _ in range(count)) for count in counts)
@@ -125,7 +139,8 @@ def reshape(value: Pieces, shape: Sequence[int]) -> Pieces:
             digit = _digits(value.axes)[at]
             if left % digit.extent:
                 if digit.extent % left:
-                    raise Unsupported(f"an axis of {digit.extent} cannot be cut at {left}")
+                    value = _merge(value, at)
+                    continue
                 value = _split(value, at, digit.extent // left)
                 digit = Digit(left)
             left //= digit.extent
@@ -277,8 +292,8 @@ def view_as(value: Pieces, dtype: torch.dtype) -> Pieces:
     """The bits as another type: of the same size, a larger one where bytes lie together, or a word's bytes as lanes."""
     before, after = value.dtype.itemsize, dtype.itemsize
     if before == after:
-        if value.bounds is not None and dtype in NARROW:
-            return _narrowed(value, dtype)
+        if value.dtype in NARROW and dtype in NARROW:
+            return _narrowed(_wide(value), dtype)
         if value.bounds is not None:
             value = replace(value, parts=value.each(lambda part: part.to(value.dtype)), bounds=None)
         return replace(value, parts=value.each(lambda part: part.view(dtype)), dtype=dtype)
@@ -442,47 +457,45 @@ def converted(value: Pieces, dtype: torch.dtype) -> Pieces:
     return Pieces(value.axes, value.each(lambda part: part.to(dtype)), dtype)
 
 
-# -- the product -------------------------------------------------------------------------------------------------------
+# -- whole decodes -----------------------------------------------------------------------------------------------------
 
 
-def split_columns(weight: Pieces, vector: int, lanes: int = 8) -> Pieces:
-    """The innermost loop along K as one of a vector's length inside lanes: an inner loop of one step, several sums beside it."""
-    last = weight.axes[-1]
-    if not last or last[-1].lane or last[-1].extent % vector or last[-1].extent == vector:
-        return weight
-    at, steps = len(_digits(weight.axes)) - 1, last[-1].extent // vector
-    have = prod(digit.extent for digit in last if digit.lane)
+def split_last(value: Pieces, axis: int, vector: int, lanes: int) -> Pieces:
+    """The innermost loop of an axis as one of a vector's length inside lanes: no loop of a few steps, several sums at once.
+
+    lanes: how many there may be altogether.
+    """
+    at = _innermost(value, axis)
+    extent = 0 if at is None else _digits(value.axes)[at].extent
+    if at is None or extent % vector or extent == vector:
+        return value
+    steps, have = extent // vector, prod(digit.extent for digit in _digits(value.axes) if digit.lane)
     count = next(each for each in (4, 2, 1) if steps % each == 0 and (each == 1 or each * have <= lanes))
-    weight = _split(weight, at, vector)
+    value = _split(value, at, vector)
     if count == 1:
-        return weight
-    return _unroll(weight, at) if count == steps else _unroll(_split(weight, at, count), at + 1)
+        return value
+    return _unroll(value, at) if count == steps else _unroll(_split(value, at, count), at + 1)
 
 
-def dot(x: Tensor, weight: Pieces) -> Tensor:
-    """x [M, K] times the weight's transpose: [M, N], for few rows, each of which is a sum of its own in one loop."""
-    return torch.stack([_dot(row, weight) for row in x.unbind(0)])
+def unroll_last(value: Pieces, axis: int, count: int) -> Pieces:
+    """`count` steps of the innermost loop of an axis without lanes as one: what they share is read once."""
+    at = _innermost(value, axis)
+    if at is None or any(digit.lane for digit in value.axes[axis]) or _digits(value.axes)[at].extent % count:
+        return value
+    return _unroll(value, at) if _digits(value.axes)[at].extent == count else _unroll(_split(value, at, count), at + 1)
 
 
-def _dot(x: Tensor, weight: Pieces) -> Tensor:
-    (w, row), axes = align([weight, replace(whole(x), axes=((), *whole(x).axes))])
-    rows = sum(digit.lane for digit in axes[0])
-    loops = [sum(not digit.lane for digit in axis) for axis in axes]
-    terms: dict[tuple[int, ...], list[Tensor]] = {}
-    for key, part in w.parts.items():
-        terms.setdefault(key[:rows], []).append(part * _part(row, axes, key))
-    sums = {key: _tree(each) for key, each in terms.items()}
-    if loops[1]:
-        sums = {key: each.sum(list(range(loops[0], loops[0] + loops[1]))) for key, each in sums.items()}
-    return _joined(sums, (), axes[0], 0).reshape(-1)
+def _innermost(value: Pieces, axis: int) -> int | None:
+    """Among all digits, the last loop of an axis."""
+    first = sum(map(len, value.axes[:axis]))
+    return max((first + i for i, digit in enumerate(value.axes[axis]) if not digit.lane), default=None)
 
 
-def _tree(terms: list[Tensor]) -> Tensor:
-    """Their sum, in pairs."""
-    while len(terms) > 1:
-        pairs = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)]
-        terms = pairs + terms[2 * len(pairs):]
-    return terms[0]
+def joined(value: Pieces) -> Tensor:
+    """The tensor itself, of narrow integers too."""
+    if value.bounds is not None:
+        value = replace(value, parts=value.each(lambda part: part.to(value.dtype)), bounds=None)
+    return _joined(value.parts, (), _digits(value.axes), 0).reshape(value.shape)
 
 
 def _joined(parts: Mapping[tuple[int, ...], Tensor], key: tuple[int, ...], digits: Sequence[Digit], axis: int) -> Tensor:
@@ -492,3 +505,61 @@ def _joined(parts: Mapping[tuple[int, ...], Tensor], key: tuple[int, ...], digit
     if not digits[0].lane:
         return _joined(parts, key, digits[1:], axis + 1)
     return torch.stack([_joined(parts, (*key, i), digits[1:], axis) for i in range(digits[0].extent)], axis)
+
+
+def by_rows(value: Pieces, rows: Sequence[Digit]) -> Tensor:
+    """A field [N, G] as a tensor [lanes of rows, G, loops of rows]: what a loop along rows reads lies together."""
+    tensor = _joined(_wide(value).parts, (), _digits(value.axes), 0).reshape(*(digit.extent for digit in rows), -1)
+    lanes = [i for i, digit in enumerate(rows) if digit.lane]
+    loops = [i for i, digit in enumerate(rows) if not digit.lane]
+    return tensor.permute(*lanes, len(rows), *loops).contiguous()
+
+
+def from_rows(tensor: Tensor, rows: Sequence[Digit], field: Pieces) -> Pieces:
+    """The field that `by_rows` made a tensor of."""
+    lanes = [digit.extent for digit in rows if digit.lane]
+    parts = {key: tensor[key].movedim(0, -1) for key in product(*(range(extent) for extent in lanes))}
+    groups = tensor.shape[len(lanes)]
+    if groups == 1:
+        parts = {key: part.squeeze(-1) for key, part in parts.items()}
+    return Pieces((tuple(rows), (Digit(groups),) if groups > 1 else ()), parts, field.dtype, _wide(field).bounds)
+
+
+def by_columns(x: Tensor, columns: Sequence[Digit]) -> Tensor:
+    """x [M, K] as [M, lanes of columns, loops of columns]: what a loop along columns reads lies together."""
+    lanes = [i + 1 for i, digit in enumerate(columns) if digit.lane]
+    loops = [i + 1 for i, digit in enumerate(columns) if not digit.lane]
+    return x.reshape(-1, *(digit.extent for digit in columns)).permute(0, *lanes, *loops).contiguous()
+
+
+def dot(x: Tensor, weight: Pieces) -> Tensor:
+    """x, as by_columns makes it, times the weight's transpose: [M, N], for few rows, each a sum of its own in one loop."""
+    rows = sum(digit.lane for digit in weight.axes[0])
+    loops = [sum(not digit.lane for digit in axis) for axis in weight.axes]
+    found = []
+    for row in x.unbind(0):
+        terms: dict[tuple[int, ...], list[Tensor]] = {}
+        for key, part in weight.parts.items():
+            terms.setdefault(key[:rows], []).append(part * row[key[rows:]])
+        sums = {key: _tree(each) for key, each in terms.items()}
+        if loops[1]:
+            sums = {key: each.sum(list(range(loops[0], loops[0] + loops[1]))) for key, each in sums.items()}
+        found.append(by_digits(sums, weight.axes[0]))
+    return torch.stack(found)
+
+
+def by_digits(parts: Mapping[tuple[int, ...], Tensor], digits: Sequence[Digit]) -> Tensor:
+    """The elements of one axis, in order."""
+    lanes = [i for i, digit in enumerate(digits) if digit.lane]
+    loops = [i for i, digit in enumerate(digits) if not digit.lane]
+    extents = [digits[i].extent for i in lanes + loops]
+    order = [(lanes + loops).index(i) for i in range(len(digits))]
+    return torch.stack([parts[key] for key in sorted(parts)]).reshape(extents).permute(order).reshape(-1)
+
+
+def _tree(terms: list[Tensor]) -> Tensor:
+    """Their sum, in pairs."""
+    while len(terms) > 1:
+        pairs = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)]
+        terms = pairs + terms[2 * len(pairs):]
+    return terms[0]
