@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from qdsl.runtime import lanes
 from qdsl.runtime.match import torch_dtype
 from qdsl.runtime.packed import PackedWeight
+from qdsl.runtime.shapes import axis
 from qdsl.runtime.tiles import decode_rows, row_tiles, unpack
 
 TILE = 1 << 20                                                   # weights decoded at a time: less, and calls cost more than work
@@ -50,9 +51,9 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
         return _tiled(x, packed, bias, False)
     asked = _asked and x.numel() > 0 and x.dtype != torch.float64 and not torch.compiler.is_compiling()
     if asked and x.shape[0] <= FEW:
-        loop = _program(packed, TOGETHER if x.shape[0] > 2 else 1)
-        if loop is not None:
-            return _looped(x, packed, bias, loop)
+        found = _looped(x.detach(), packed, bias)
+        if found is not None:
+            return found
     return _tiled(x, packed, bias, asked)
 
 
@@ -62,15 +63,31 @@ def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:
     return copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == dtype
 
 
-def _looped(x: Tensor, packed: PackedWeight, bias: Tensor | None, loop: Compiled) -> Tensor:
-    """The product by a loop that takes one row, or four."""
-    wide, rows, tensors = x.float(), x.shape[0], list(packed.tensors.values())
-    together = TOGETHER if rows > 2 else 1
-    if rows % together:
-        wide = torch.nn.functional.pad(wide, (0, 0, 0, -rows % together))
-    parts = [loop(part, *tensors) for part in wide.split(together)]
-    total = parts[0] if len(parts) == 1 else torch.cat(parts)[:rows]
-    return (total[:rows] if bias is None else total[:rows] + bias.float()).to(x.dtype)
+def _looped(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
+    """The product by loops that take one row of x, or four; None where there are none for this weight."""
+    together = TOGETHER if x.shape[0] > 2 else 1
+    parts = _whole_rows(packed)
+    loops = [_program(part, together) for part in parts]
+    if None in loops:
+        return None
+    groups = torch.split(torch.nn.functional.pad(x.float(), (0, 0, 0, -x.shape[0] % together)), together)
+    sums = [torch.cat([loop(rows, *part.tensors.values()) for rows in groups])
+            for loop, part in zip(loops, parts, strict=True) if loop is not None]
+    total = torch.cat(sums, 1)[:x.shape[0]]
+    return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+def _whole_rows(packed: PackedWeight) -> list[PackedWeight]:
+    """The weight, or its whole blocks of rows and the short one that is left."""
+    n, by = packed.shape[0], axis(packed.variant.cuts[0]).by(packed.sizes)
+    whole = n // by * by
+    return [packed] if whole in (0, n) else [packed.cut("N", 0, whole), packed.cut("N", whole, n)]
+
+
+def _is_whole(packed: PackedWeight) -> bool:
+    """Whether decode takes the weight in one piece: blocks are whole, or alone on their axis."""
+    lengths = (axis(text).by(packed.sizes) for text in packed.variant.cuts)
+    return all(extent % by == 0 or extent < by for extent, by in zip(packed.shape, lengths, strict=True))
 
 
 def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None, asked: bool) -> Tensor:
@@ -99,7 +116,7 @@ def _program(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
 
     None where there is none: the format's decode has no such form for this weight, or this machine has no compiler.
     """
-    stored = tuple((name, t.dtype, t.shape, t.stride()) for name, t in packed.tensors.items())
+    stored = tuple((name, t.dtype, t.shape, t.stride(), t.storage_offset() % 16) for name, t in packed.tensors.items())
     key = (packed.format, packed.storage, tuple(packed.params.values()), packed.shape, packed.in_order, stored, kind,
            torch.get_num_threads())
     if key not in _programs:
@@ -111,15 +128,29 @@ def _program(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
 
 def _made(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
     """Trace, rewrite, compile; None, with a warning where that is the machine's fault, if it cannot be."""
-    tensors = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in packed.tensors.values()]
-    try:
-        with torch.no_grad():
-            return _compiled(_Decode(packed, tensors), kind)
-    except (lanes.Unsupported, RuntimeError) as error:
-        if isinstance(error, lanes.Unsupported) or not isinstance(error, torch._inductor.exc.InductorError):
-            return None                                          # blocks that are cut short, act-order: the plain tiles do it
-        warnings.warn(f"products on this CPU stay uncompiled: {str(error).strip()[:200]}", RuntimeWarning, stacklevel=2)
+    if not _is_whole(packed):
         return None
+    tensors = [_like(tensor) for tensor in packed.tensors.values()]
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")                      # torch's compiler tells of its own affairs
+            return _compiled(_Decode(packed, tensors), kind)
+    except _NoCompiler as error:
+        warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)
+    except (lanes.Unsupported, RuntimeError):
+        pass                                                     # act-order, bytes at odd addresses: the plain tiles do it
+    return None
+
+
+class _NoCompiler(Exception):
+    """The machine's compiler is missing or fails."""
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A tensor without values that lies in memory as this one does."""
+    offset = tensor.storage_offset() % 16
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return torch.empty(last + 1 + offset, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride(), offset)
 
 
 class _Decode:
@@ -155,7 +186,7 @@ class _Decode:
 
 def _compiled(decode: _Decode, kind: int | torch.dtype) -> Compiled:
     """The programs of a weight as one: what puts small fields in order, if there is such, and the loop over the weight."""
-    n, k = decode.shape
+    k = decode.shape[1]
 
     def first(*tensors: Tensor) -> list[Tensor]:
         fields = decode.fields(tensors)
@@ -192,7 +223,8 @@ def _compiled(decode: _Decode, kind: int | torch.dtype) -> Compiled:
 
 def _results(program: fx.GraphModule) -> list[Tensor]:
     """Tensors like those that a traced program returns."""
-    values = [node.meta["val"] for node in program.graph.output_node().args[0]]
+    returned: Any = program.graph.output_node().args[0]
+    values = [node.meta["val"] for node in returned]
     return [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) for value in values]
 
 
@@ -200,14 +232,20 @@ def _traced(function: Callable[..., Any], example: Sequence[Tensor]) -> fx.Graph
     return make_fx(function, tracing_mode="fake")(*example)
 
 
-def _built(program: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
-    """A traced program, compiled; it returns its results as a list."""
+def _built(program: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """A traced program, compiled; it returns a sequence.  Raises _NoCompiler."""
     node = program.graph.output_node()
     if isinstance(node.args[0], fx.Node):
         node.args = ([node.args[0]],)
         program.recompile()
-    from torch._inductor.compile_fx import compile_fx
-    return compile_fx(program, list(example), config_patches=OPTIONS)
+    try:
+        from torch._inductor.compile_fx import compile_fx
+
+        built: Any = compile_fx(program, list(example), config_patches=OPTIONS)
+    except Exception as error:
+        raise _NoCompiler(str(error).strip().partition("\n")[0][:200]) from error
+    made: Callable[..., Sequence[Tensor]] = built
+    return made
 
 
 def _vector() -> int:

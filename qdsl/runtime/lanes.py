@@ -83,7 +83,7 @@ def _split(value: Pieces, at: int, inner: int) -> Pieces:
         parts = {(*key[:place], key[place] // inner, key[place] % inner, *key[place + 1:]): part
                  for key, part in value.parts.items()}
     else:
-        parts = value.each(lambda part: part.unflatten(place, (outer, inner)))
+        parts = value.each(lambda part: part.unflatten(place, (outer, inner)))  # type: ignore[no-untyped-call]
     axes, seen = [], 0
     for axis in value.axes:
         cut = at - seen
@@ -184,6 +184,18 @@ def _pick(value: Pieces, axis: int, at: int, index: int) -> Pieces:
         parts = value.each(lambda part: part.select(place, index))
     axes = (*value.axes[:axis], value.axes[axis][:-1], *value.axes[axis + 1:])
     return replace(value, axes=axes, parts=parts)
+
+
+def expand(value: Pieces, shape: Sequence[int]) -> Pieces:
+    """Axes of one entry repeated."""
+    value = replace(value, axes=((),) * (len(shape) - len(value.axes)) + value.axes)
+    for axis, extent in enumerate(shape):
+        if extent > 1 and not value.axes[axis]:
+            place = sum(not digit.lane for digit in _digits(value.axes[:axis]))
+            parts = {key: part.unsqueeze(place).expand(*part.shape[:place], extent, *part.shape[place:])
+                     for key, part in value.parts.items()}
+            value = replace(value, axes=(*value.axes[:axis], (Digit(extent),), *value.axes[axis + 1:]), parts=parts)
+    return value
 
 
 def cut(value: Pieces, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Pieces:
@@ -419,6 +431,8 @@ class Interpreter(fx.Interpreter):
         if packet is aten.squeeze:
             gone = {each % len(first.axes) for each in ([args[1]] if isinstance(args[1], int) else args[1])}
             return replace(first, axes=tuple(axis for i, axis in enumerate(first.axes) if i not in gone or axis))
+        if packet is aten.expand:
+            return expand(first, args[1])
         if packet is aten.select:
             return select(first, args[1], args[2])
         if packet is aten.slice:
