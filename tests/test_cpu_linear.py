@@ -40,7 +40,8 @@ def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
     info = torch.finfo(x.dtype)
     sums = 1.01 * (weight.shape[1] + 1) * 2.0 ** -24 * spread
     assert found.dtype == x.dtype and found.shape == wanted.shape
-    assert ((found.double() - wanted).abs() <= sums + info.eps / 2 * (wanted.abs() + sums) + info.smallest_normal * info.eps).all()
+    allowed = sums + info.eps / 2 * (wanted.abs() + sums) + info.smallest_normal * info.eps
+    assert ((found.double() - wanted).abs() <= allowed).all()
 
 
 def in_order(case: Case, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
