@@ -334,7 +334,7 @@ VARIANT = Variant(
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_safetensors, blocks=(), least=128)),
+                    lanes=Lanes(_few_safetensors, blocks=(), least=128, codes="weight", special=127)),
         ),
         "planar": Storage(
             tensors={
@@ -343,7 +343,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(_few_planar, many=_many_planar, blocks=())),
+                    lanes=Lanes(_few_planar, many=_many_planar, blocks=(), codes="q", special=127)),
         ),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse")},

@@ -111,6 +111,11 @@ class Plan:
         return not self.code.is_float
 
     @property
+    def special(self) -> int:
+        """Bits that all are set in codes that are no finite number; 0 where there are none."""
+        return {"e4m3": 0x7F, "e5m2": 0x7C}.get(self.code.name, 0)
+
+    @property
     def base(self) -> tuple[int, int]:
         """What operands have more than codes: with float16, and with bfloat16."""
         if not self.integer:

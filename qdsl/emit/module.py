@@ -270,7 +270,8 @@ def _storage(program: Program) -> list[str]:
         many = f", many=_many_{program.storage}" if made.has_many else ""
         blocks = _tuple(list(dict.fromkeys(made.blocks))) if made.blocks else "()"
         least = f", least={made.least}" if made.stored else ""
-        kernel.append(f"lanes=Lanes(_few_{program.storage}{row}{many}, blocks={blocks}{least})")
+        special = f', codes="{made.stored or made.affine.code}", special={made.special}' if made.special else ""
+        kernel.append(f"lanes=Lanes(_few_{program.storage}{row}{many}, blocks={blocks}{least}{special})")
     tail = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}"]
     if program.where:
         tail.append("where=(" + ", ".join(f'"{name}"' for name in program.where) + ("," if len(program.where) == 1 else "") + ")")

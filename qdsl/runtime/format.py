@@ -13,7 +13,7 @@ from torch import Tensor
 from qdsl.numbers import number
 from qdsl.runtime import launch, ops, tiles
 from qdsl.runtime.arrays import empty
-from qdsl.runtime.layout import Field, Storage, Variant
+from qdsl.runtime.layout import Field, Lanes, Storage, Variant
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.module import QuantizedLinear, linear_class
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -134,7 +134,8 @@ class Format:
         index = next((field for field in variant.fields.values() if field.type == "index"), None)
         in_order = {name for name, tensor in tensors.items() if variant.storages[storage].tensors[name].dtype == "index"
                     and index is not None and self._check_index(name, tensor, index, shape, params)}
-        return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names)
+        return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
+                            finite=_are_finite(variant.storages[storage].kernels.lanes, tensors))
 
     def checked(self, packed: PackedWeight) -> PackedWeight:
         """The same weight with its tensors looked at anew.  Raises FormatError for those that do not fit, and for groups that
@@ -360,6 +361,14 @@ class Format:
     def _own(self, packed: PackedWeight) -> None:
         if packed.format is not self:
             raise FormatError(f"this is a weight of {packed.format.name}, not of {self.name}")
+
+
+def _are_finite(lanes: Lanes | None, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether no code is NaN or infinite, which the kernels for matrix units would take for numbers."""
+    if lanes is None or not lanes.special:
+        return True
+    codes = tensors[lanes.codes]
+    return codes.is_meta or not bool(((codes.view(torch.uint8) & lanes.special) == lanes.special).any())
 
 
 def _in_order(index: Tensor, by: int) -> Tensor:

@@ -56,7 +56,7 @@ class Lanes:
     """Kernels for matrix units: `few` for up to 8 rows of x, `row` for one, `many` for more.
 
     blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters;
-    least: the fewest that the kernels serve.
+    least: the fewest that the kernels serve.  special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
     """
 
     few: Any
@@ -64,6 +64,8 @@ class Lanes:
     many: Any = None
     blocks: tuple[str, ...] = ()
     least: int = 16
+    codes: str = ""
+    special: int = 0
 
     def sizes(self, sizes: Mapping[str, int]) -> list[int]:
         """The blocks as numbers, for these size parameters."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdsl.runtime import launch
+from qdsl.runtime import cpu, launch
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tiles import decode_rows, row_tiles
 
@@ -37,6 +37,8 @@ def check_bias(bias: Tensor | None, shape: tuple[int, int]) -> None:
 
 
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    if x.device.type == "cpu":
+        return cpu.product(x, packed, bias)
     out = x.new_empty(x.shape[0], packed.shape[0])
     if x.device.type == "cuda" and x.shape[0] <= FUSED_ROWS:
         launch.linear(x, packed, bias, out)

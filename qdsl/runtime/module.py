@@ -72,7 +72,7 @@ class QuantizedLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return self._packed.derive(held, in_order=_ordered(held))
         if any(not hasattr(tensor, "_in_order") for tensor in held.values()) and is_plain(*held.values()):
-            _note(held, self.format.checked(self._packed.derive(held)).in_order)
+            self._note(held)
         return self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
 
     def _held(self) -> dict[str, Tensor]:
@@ -163,9 +163,15 @@ class QuantizedLinear(nn.Linear):
             vars(tensor).pop("_in_order", None)
         if is_plain(*held.values()):
             try:
-                _note(held, self.format.checked(self._packed.derive(held)).in_order)
+                self._note(held)
             except FormatError:
                 return
+
+    def _note(self, held: Mapping[str, Tensor]) -> None:
+        """Keep what the tensors say once they are looked at.  Raises FormatError for those that do not fit."""
+        found = self.format.checked(self._packed.derive(held))
+        self._packed.finite = found.finite
+        _note(held, found.in_order)
 
 
 def _note(held: Mapping[str, Tensor], in_order: frozenset[str]) -> None:

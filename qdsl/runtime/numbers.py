@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 def _codes(code: Tensor) -> Tensor:
@@ -25,7 +26,12 @@ def _scaled(code: Tensor, mantissa: int, bias: int, sign: int) -> Tensor:
 
 
 def _holds(codes: Tensor, code: int) -> bool:
-    """Whether the largest of some codes is `code`: one fast pass, so that special codes cost where they are."""
+    """Whether the largest of some codes is `code`: one fast pass, so that special codes cost where they are.
+
+    While a program is traced there are no codes to look at: then it may be.
+    """
+    if isinstance(codes, FakeTensor):
+        return True
     return bool(codes.numel()) and not codes.is_meta and int(codes.amax()) == code
 
 

@@ -41,6 +41,7 @@ class Words(NamedTuple):
     storage: str
     params: str
     names: str
+    finite: bool
 
 
 _formats: dict[str, Format] = {}
@@ -58,7 +59,7 @@ def words(packed: PackedWeight) -> tuple[list[Tensor], Words]:
     """A packed weight as operations take it; an index whose columns lie in order is left out, as it adds nothing."""
     given = {name: tensor for name, tensor in packed.tensors.items() if name not in packed.in_order}
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in given.values()]
-    return tensors, Words(packed.format.key, packed.storage, packed.params_text, " ".join(given))
+    return tensors, Words(packed.format.key, packed.storage, packed.params_text, " ".join(given), packed.finite)
 
 
 @lru_cache(maxsize=1024)
@@ -75,7 +76,8 @@ def _read(format: str, params: str) -> tuple[Format, dict[str, int | str]]:
 def _weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWeight:
     """The packed weight of an operation's arguments."""
     format, params = _read(words.format, words.params)
-    return PackedWeight(format, words.storage, dict(zip(words.names.split(), tensors, strict=True)), (n, k), params)
+    return PackedWeight(format, words.storage, dict(zip(words.names.split(), tensors, strict=True)), (n, k), params,
+                        finite=words.finite)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -213,35 +215,37 @@ def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("qdsl::linear", mutates_args=())
 def _linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-            n: int, k: int) -> Tensor:
-    return _computed(x, _weight(tensors, Words(format, storage, params, names), n, k), bias, turned=False)
+            finite: bool, n: int, k: int) -> Tensor:
+    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite), n, k), bias, turned=False)
 
 
 @torch.library.custom_op("qdsl::transposed", mutates_args=())
-def _turned(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, n: int, k: int) -> Tensor:
-    return _computed(x, _weight(tensors, Words(format, storage, params, names), n, k), None, turned=True)
+def _turned(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, n: int,
+            k: int) -> Tensor:
+    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite), n, k), None, turned=True)
 
 
 @torch.library.custom_op("qdsl::dequantize", mutates_args=())
-def _dequantize(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, n: int, k: int,
+def _dequantize(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, n: int, k: int,
                 dtype: torch.dtype) -> Tensor:
-    packed = _weight(tensors, Words(format, storage, params, names), n, k)
+    packed = _weight(tensors, Words(format, storage, params, names, finite), n, k)
     return packed.format._dequantized(packed, empty(packed.shape, dtype, packed.device))
 
 
 @_linear.register_fake
 def _(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-      n: int, k: int) -> Tensor:
+      finite: bool, n: int, k: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], n)
 
 
 @_turned.register_fake
-def _(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, n: int, k: int) -> Tensor:
+def _(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, n: int,
+            k: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], k)
 
 
 @_dequantize.register_fake
-def _(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, n: int, k: int,
+def _(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, n: int, k: int,
       dtype: torch.dtype) -> Tensor:
     return tensors[0].new_empty(n, k, dtype=dtype)
 

@@ -1,0 +1,91 @@
+"""x @ w.T on a CPU, x in bfloat16, two threads: compiled products, plain tiles, torch on the dense weight, gguf-py and matmul.
+
+GB/s are 1e9 bytes of packed weight per second.  Every side takes turns over copies of its weight that together are larger
+than a cache, as the layers of a model do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.figure import Figure, rates, ratios
+from bench.timing import Side, calls
+from bench.weights import SHAPE, floats, format_of, packed, storages, title
+
+THREADS = 2
+ROWS = (1, 2, 8, 32, 256)
+WHOLE = ("q8_0", "q4_0")                                         # measured at every M and beside gguf-py; the others at 1 and 32
+RATE_GOALS = {"q8_0": 15.0, "q4_0": 12.0}                        # GB/s at M = 1, compiled
+TIME_GOALS = {"q8_0": 2.5, "q4_0": 4.0}                          # times the time of F.linear on the dense weight, at M = 32
+CACHE = 96 << 20                                                 # bytes that the copies of a weight have together, at least
+
+
+def figures(rounds: int) -> Iterator[Figure]:
+    """For every storage: rates of the compiled products, and the time of both ways beside dense bfloat16."""
+    for name, storage, params in storages():
+        what = title(name, storage, params)
+        for rows in ROWS if name in WHOLE else (1, 32):
+            arguments = {"name": name, "storage": storage, "params": params, "rows": rows}
+            sides = [Side(dense, {"rows": rows}), Side(ours, {**arguments, "compiled": True}),
+                     Side(ours, {**arguments, "compiled": False})]
+            if name in WHOLE:
+                sides.append(Side(gguf_py, {"name": name, "rows": rows}))
+            torchs, loops, tiles, *theirs = calls(sides, rounds, same=False)
+            yield from _figures(what, rows, packed(name, storage, **params).nbytes, torchs, loops, tiles, *theirs)
+
+
+def _figures(what: str, rows: int, nbytes: int, dense: list[float], compiled: list[float], tiles: list[float],
+             gguf: list[float] | None = None) -> Iterator[Figure]:
+    times = Figure("", "s", dense)
+    note = f"dense bf16 F.linear {1000 * times.median:.2f} ms"
+    yield Figure(f"linear {what}, M = {rows}, compiled", "GB/s", rates(nbytes / 1e9, compiled),
+                 RATE_GOALS.get(what) if rows == 1 else None, note=f"{1000 * Figure('', 's', compiled).median:.2f} ms; {note}")
+    goal = TIME_GOALS.get(what) if rows == 32 else None
+    for way, seconds in (("compiled", compiled), ("tiles", tiles)):
+        yield Figure(f"linear {what}, M = {rows}, {way}, time to dense bf16", "x", ratios(seconds, dense), goal, more=False,
+                     note=note)
+    if gguf:
+        yield Figure(f"linear {what}, M = {rows}, compiled, to gguf-py and matmul", "x", ratios(gguf, compiled))
+
+
+def ours(name: str, storage: str, params: dict[str, Any], rows: int, compiled: bool) -> Callable[[], Tensor]:
+    """This project's linear."""
+    from qdsl.runtime import cpu
+
+    torch.set_num_threads(THREADS)
+    cpu.compile_products(compiled)
+    form, weight, x = format_of(name), packed(name, storage, **params), _x(rows)
+    turns = cycle([weight.apply(torch.clone) for _ in range(_copies(weight.nbytes))])
+    return lambda: form.linear(x, next(turns))
+
+
+def dense(rows: int) -> Callable[[], Tensor]:
+    """torch's own product with the weight in bfloat16."""
+    torch.set_num_threads(THREADS)
+    weight, x = floats(torch.bfloat16), _x(rows)
+    turns = cycle([weight.clone() for _ in range(_copies(weight.nbytes))])
+    return lambda: torch.nn.functional.linear(x, next(turns))
+
+
+def gguf_py(name: str, rows: int) -> Callable[[], Any]:
+    """gguf-py's dequantize and numpy's product, in float32."""
+    from gguf import GGMLQuantizationType, quants
+
+    blocks = packed(name).tensors["blocks"].numpy()
+    kind = GGMLQuantizationType[str(format_of(name).spec.detect["gguf"])]
+    x = _x(rows).float().numpy()
+    return lambda: x @ quants.dequantize(blocks, kind).T
+
+
+def _x(rows: int) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(rows, SHAPE[1], dtype=torch.bfloat16)
+
+
+def _copies(nbytes: int) -> int:
+    return -(-CACHE // nbytes)
