@@ -102,17 +102,21 @@ def _lane_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tenso
         rows = 16 * config["W"] * config["R"]
         yield Call(lanes.many, (*tensors, x, bias, out, m, n, k), {**packed.sizes, **config, "F": TYPES[x.dtype]},
                    (cdiv(n, rows), cdiv(m, config["BM"])),
-                   {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True})
+                   {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
+                   weights=min(rows, n) * k, step=rows * 128)
         return
     config = configure.lanes(n, k, x.device)
     constants = {**packed.sizes, **config, "F": TYPES[x.dtype]}
-    tiles = cdiv(n, 16 * config["R"] * config["WN"])
+    rows = 16 * config["R"] * config["WN"]
+    tiles = cdiv(n, rows)
+    taken = {"weights": min(rows, n) * k, "step": rows * 256 * config["WK"]}
     options = {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
     pairs = x.view(torch.int32)
     if m == 1 and lanes.row is not None and not invariant:
-        yield Call(lanes.row, (*tensors, pairs, bias, out, n, k), constants, (tiles,), options)
+        yield Call(lanes.row, (*tensors, pairs, bias, out, n, k), constants, (tiles,), options, **taken)
     else:
-        yield Call(lanes.few, (*tensors, pairs, bias, out, m, n, k), constants, (tiles, cdiv(m, 8)), options)
+        yield Call(lanes.few, (*tensors, pairs, bias, out, m, n, k), constants, (tiles, cdiv(m, 8)), options,
+                   **taken)
 
 
 def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdsl.runtime import cpu, launch
+from qdsl.runtime import configure, cpu, launch
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tiles import decode_rows, row_tiles
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FUSED_ROWS = 16                                                  # predicted, not measured: past it a weight is decoded too often
 
 
 def check_x(x: Tensor, bias: Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
@@ -40,7 +39,7 @@ def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     if x.device.type == "cpu":
         return cpu.product(x, packed, bias)
     out = x.new_empty(x.shape[0], packed.shape[0])
-    if x.device.type == "cuda" and x.shape[0] <= FUSED_ROWS:
+    if x.shape[0] <= configure.most_rows(packed, x.device):
         launch.linear(x, packed, bias, out)
         return out
     for start, stop in row_tiles(packed, weights=_tile_weights(x)):
