@@ -1,9 +1,9 @@
 """Matmul kernels for matrix units: the planar storage's codes as operands, and decode's line applied once per group.
 
 A storage gets up to three kernels, and two functions with which they load words and make numbers of them.  `few` multiplies
-up to 8 rows of x, which are the columns of the matrix instruction.  `row` is for one row of x and groups of fewer than 128
-columns: there the columns of the instruction are groups, so that one instruction serves eight of them.  `many` is for more
-rows of x, which pass through shared memory.  runtime/lanes.py says how the bits lie.
+up to 8 rows of x, which are the columns of the matrix instruction.  `row` is for one row of x and numbers that vary along K:
+there the columns of the instruction are runs of columns of w, so that one instruction serves eight of them.  `many` is for
+more rows of x, which pass through shared memory.  runtime/lanes.py says how the bits lie.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Plan:
 
     @property
     def has_row(self) -> bool:
-        return not self.stored and self.smallest < CHUNK
+        return not self.stored and not self.late
 
     @property
     def has_many(self) -> bool:
