@@ -42,6 +42,17 @@ def quantize_(model: nn.Module, format: ModuleType | Path | str, filter: Callabl
     return quantize_model(model, module.FORMAT, filter, **options)
 
 
+def planar_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+    """Store the weights of a model's qdsl layers as GPU kernels read them fastest, in place, one at a time; exact and reversible.
+
+    filter: whether a layer, given with its name, is looked at; all are without it.  Returns what was stored anew, and what was
+    left and why.
+    """
+    from qdsl.runtime.model import planar_model
+
+    return planar_model(model, filter)
+
+
 def _module(spec: str) -> ModuleType:
     """The module of a spec; of one that ships with qdsl the module that ships too."""
     from importlib import import_module

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -13,15 +16,36 @@ MULTIPROCESSORS = 132                                            # of a device t
 WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
 
 
-@cache
-def capability(device: torch.device) -> int:
-    """The first digit of the compute capability: 9 on Hopper."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.version.cuda else 0
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a launch depends on: the first digit of the compute capability (9: Hopper), 0 elsewhere, and multiprocessors."""
+
+    capability: int
+    multiprocessors: int
+
+
+_assumed = Target(0, MULTIPROCESSORS)
+
+
+@contextmanager
+def assumed(capability: int, multiprocessors: int) -> Iterator[None]:
+    """Launches with tensors that are on no GPU are those of such a device, for those who look at kernels without one."""
+    global _assumed
+    before, _assumed = _assumed, Target(capability, multiprocessors)
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def target(device: torch.device) -> Target:
+    return _target(device) if device.type == "cuda" else _assumed
 
 
 @cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
+def _target(device: torch.device) -> Target:
+    capability = torch.cuda.get_device_capability(device)[0] if torch.version.cuda else 0
+    return Target(capability, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def most_rows(packed: PackedWeight, device: torch.device) -> int:
@@ -30,7 +54,7 @@ def most_rows(packed: PackedWeight, device: torch.device) -> int:
     `many` keeps its weights in registers where a warp group can multiply them from there, as Hopper's do.
     """
     found = packed.layout.kernels.lanes
-    if found is None or found.many is None or capability(device) != 9:
+    if found is None or found.many is None or target(device).capability != 9:
         return 16
     return 64 if min(found.sizes(packed.sizes), default=128) >= 128 else 32
 
@@ -38,7 +62,7 @@ def most_rows(packed: PackedWeight, device: torch.device) -> int:
 def many(m: int, n: int, device: torch.device) -> dict[str, int]:
     """R tiles of 64 rows of w per program, and BM rows of x."""
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
-    r = 2 if 4 * cdiv(n, 128) >= 3 * multiprocessors(device) or (bm < 64 and 2 * cdiv(n, 128) >= multiprocessors(device)) else 1
+    r = 2 if (4 if bm < 64 else 2) * cdiv(n, 128) >= target(device).multiprocessors else 1
     return {"R": r, "W": 4, "BM": bm, "STAGES": 3}
 
 
@@ -48,7 +72,7 @@ def lanes(n: int, k: int, device: torch.device) -> dict[str, int]:
     Two tiles share what is made of x, so that fewer than two only pay where programs would not fill the device.  Warps share
     K until each multiprocessor has enough of them, evenly if they can.
     """
-    places = multiprocessors(device)
+    places = target(device).multiprocessors
     r = 2 if 4 * cdiv(n, 32) >= 3 * places else 1
     programs = cdiv(n, 16 * r)
     wk = 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,9 @@ from qdsl.runtime.layout import Field, Lanes, Storage, Variant
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.module import QuantizedLinear, linear_class
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.shapes import extents
+from qdsl.runtime.shapes import extents, granule
+
+PLANAR = "planar"                                                # the storage that the compiler derives
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +345,57 @@ class Format:
         return out
 
     def convert(self, packed: PackedWeight, storage: str) -> PackedWeight:
-        """The same numbers in another storage, exactly.  Raises FormatError where the other storage cannot hold them."""
+        """The same numbers in another storage, exactly.  Raises FormatError where the other storage cannot hold them.
+
+        Beside both weights it needs memory for a tile of rows, not for the fields of the whole weight.
+        """
         self._own(packed)
         if storage == packed.storage:
             return packed
-        return self.pack(self.unpack(packed), storage=storage, **packed.params)
+        found: dict[str, Tensor] = {}
+        for start, stop in self._converted_rows(packed, storage):
+            if (start, stop) == (0, packed.shape[0]):
+                return self.pack(self.unpack(packed), storage=storage, **packed.params)
+            part = self.pack(self.unpack(packed.cut("N", start, stop)), storage=storage, **packed.params)
+            found = found or self._room(part, packed.shape)
+            whole = part.derive(found, packed.shape).cut("N", start, stop)
+            for name, tensor in part.tensors.items():
+                whole.tensors[name].copy_(tensor)
+        return self._packed(storage, found, packed.shape, packed.params)
+
+    def planar(self, packed: PackedWeight) -> PackedWeight:
+        """The weight in the storage of the kernels for matrix units, exactly; the same object where it has no such form.
+
+        That is: another format's formula, columns that are no multiple of 128 or out of order, or a storage that would be
+        more than 4 % larger, 12 % for codes of fewer than 4 bits.
+        """
+        self._own(packed)
+        if PLANAR not in packed.variant.storages or packed.shape[1] % 128 or packed.storage == PLANAR:
+            return packed
+        wide = {key: value for key, value in packed.tensors.items() if key not in packed.in_order}
+        empty = self.empty(packed.shape, PLANAR, "meta", (), **packed.params)
+        bits = 8 * sum(tensor.nbytes for tensor in wide.values()) / max(1, math.prod(packed.shape))
+        if empty.nbytes > sum(tensor.nbytes for tensor in wide.values()) * (1.04 if bits >= 4 else 1.12):
+            return packed
+        index = any(packed.layout.tensors[key].dtype == "index" for key in wide)
+        return packed if index else self.convert(packed, PLANAR)
+
+    def _converted_rows(self, packed: PackedWeight, storage: str) -> Iterator[tuple[int, int]]:
+        """Rows that are converted together: whole blocks and records of both storages."""
+        self.storage(storage, packed.params)
+        other = PackedWeight(self, storage, {}, packed.shape, packed.params)
+        layout = other.layout.tensors
+        least = math.lcm(packed.step("N"), granule([axis for each in layout.values() for axis in each.axes], "N", packed.sizes,
+                                                   packed.shape[1]))
+        n, k = packed.shape
+        rows = max(1, tiles.TILE // max(1, k) // least) * least
+        return ((start, min(n, start + rows)) for start in range(0, n, rows)) if n > rows else iter([(0, n)])
+
+    def _room(self, part: PackedWeight, shape: tuple[int, int]) -> dict[str, Tensor]:
+        """The tensors of a whole weight, not filled, of which a part has some rows."""
+        wanted = self.stored(part.derive({}, shape))
+        return {name: torch.empty(wanted[name][1], dtype=tensor.dtype, device=tensor.device)
+                for name, tensor in part.tensors.items()}
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias."""

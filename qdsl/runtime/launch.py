@@ -97,7 +97,7 @@ def _lane_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tenso
     assert lanes is not None
     (m, k), n = x.shape, packed.shape[0]
     tensors = [tensor if tensor is None or tensor.shape != (n, k) else tensor.view(torch.int32) for tensor in _tensors(packed)]
-    if m > 8 and lanes.many is not None and configure.capability(x.device) == 9 and not invariant:
+    if m > 8 and lanes.many is not None and configure.target(x.device).capability == 9 and not invariant:
         config = configure.many(m, n, x.device)
         rows = 16 * config["W"] * config["R"]
         yield Call(lanes.many, (*tensors, x, bias, out, m, n, k), {**packed.sizes, **config, "F": TYPES[x.dtype]},

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Report:
-    """What became of a model's linear layers, by their names.
+    """What became of a model's linear layers, by their names; `done` says it in words.
 
     quantized: bytes of the weight before and after.  skipped: why a layer stayed as it was.  notes: what else to know of one.
     """
 
-    format: str
+    done: str
     quantized: dict[str, tuple[int, int]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         before, after = (sum(sizes[i] for sizes in self.quantized.values()) for i in (0, 1))
-        lines = [f"{len(self.quantized)} layers quantized to {self.format}: {before} bytes of weights are now {after}"]
+        lines = [f"{len(self.quantized)} layers {self.done}: {before} bytes of weights are now {after}"]
         lines += [f"  {name}: {note}" for name, note in self.notes.items()]
         lines += [f"{len(self.skipped)} layers left as they were"] if self.skipped else []
         return "\n".join([*lines, *(f"  {name}: {why}" for name, why in self.skipped.items())])
@@ -47,7 +47,7 @@ def quantize_model(model: nn.Module, format: Format, filter: Callable[[nn.Module
     format.chosen(options)
     if isinstance(model, nn.Linear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: use Linear(quantize(...))")
-    report = Report(format.name)
+    report = Report(f"quantized to {format.name}")
     for names in _places(model):
         if filter is None or filter(model.get_submodule(names[0]), names[0]):
             why = _reason(model.get_submodule(names[0])) or _replace(model, names, format, options, report)
@@ -96,3 +96,30 @@ def _replace(model: nn.Module, names: list[str], format: Format, options: Mappin
         if tied:
             report.notes[name] = f"its weight was also {', '.join(tied)}, and is no longer"
     return ""
+
+
+def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+    """Store the weights of a model's quantized layers as the kernels for matrix units want them, one after the other.
+
+    filter: whether a layer, given with its name, is looked at.  At no time is more than one weight there in both storages.
+    Layers that have no such storage, or would grow (Format.planar), are left, and the report says so.
+    """
+    if isinstance(model, QuantizedLinear):
+        raise FormatError("the model is itself a linear layer, which cannot be replaced in place: use Linear(planar(...))")
+    report = Report("stored for matrix units")
+    for names in _places(model):
+        old = model.get_submodule(names[0])
+        if not isinstance(old, QuantizedLinear) or (filter is not None and not filter(old, names[0])):
+            continue
+        packed = old.packed
+        planar = old.format.planar(packed)
+        if planar is packed:
+            report.skipped.update(dict.fromkeys(names, f"{packed.storage} stays: there is no planar form that fits"))
+            continue
+        new = type(old)(planar, old.bias, old.compute_dtype)
+        new.bias = old.bias
+        new.train(old.training)
+        for name in names:
+            model.set_submodule(name, new)
+            report.quantized[name] = (packed.nbytes, planar.nbytes)
+    return report
