@@ -1,13 +1,12 @@
 """x @ w.T on a CPU, x in bfloat16, two threads: compiled products, plain tiles, torch on the dense weight, gguf-py and matmul.
 
-GB/s are 1e9 bytes of packed weight per second.  Every side takes turns over copies of its weight that together are larger
-than a cache, as the layers of a model do.
+GB/s are 1e9 bytes of packed weight per second.  What is timed is a product with each of several copies of the weight, which
+together are larger than a cache, as the layers of a model are; a figure is the time of one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -15,28 +14,34 @@ from torch import Tensor
 
 from bench.figure import Figure, rates, ratios
 from bench.timing import Side, calls
-from bench.weights import SHAPE, floats, format_of, packed, storages, title
+from bench.weights import BF16_BYTES, SHAPE, floats, format_of, packed, storages, title
 
 THREADS = 2
 ROWS = (1, 2, 8, 32, 256)
-WHOLE = ("q8_0", "q4_0")                                         # measured at every M and beside gguf-py; the others at 1 and 32
+WHOLE = ("q8_0", "q4_0")                                         # measured at every M and beside gguf-py
+OTHERS = ("q4_k", "q6_k", "fp8_block", "int8_channel", "int_group bits=4 gptq_v2", "int_group bits=4 awq")    # at 1 and 32
 RATE_GOALS = {"q8_0": 15.0, "q4_0": 12.0}                        # GB/s at M = 1, compiled
 TIME_GOALS = {"q8_0": 2.5, "q4_0": 4.0}                          # times the time of F.linear on the dense weight, at M = 32
 CACHE = 96 << 20                                                 # bytes that the copies of a weight have together, at least
 
 
 def figures(rounds: int) -> Iterator[Figure]:
-    """For every storage: rates of the compiled products, and the time of both ways beside dense bfloat16."""
+    """Rates of the compiled products, and the time of both ways beside dense bfloat16."""
     for name, storage, params in storages():
         what = title(name, storage, params)
+        if what not in WHOLE + OTHERS:
+            continue
         for rows in ROWS if name in WHOLE else (1, 32):
             arguments = {"name": name, "storage": storage, "params": params, "rows": rows}
             sides = [Side(dense, {"rows": rows}), Side(ours, {**arguments, "compiled": True}),
                      Side(ours, {**arguments, "compiled": False})]
             if name in WHOLE:
                 sides.append(Side(gguf_py, {"name": name, "rows": rows}))
-            torchs, loops, tiles, *theirs = calls(sides, rounds, same=False)
-            yield from _figures(what, rows, packed(name, storage, **params).nbytes, torchs, loops, tiles, *theirs)
+            nbytes = packed(name, storage, **params).nbytes
+            counts = [_copies(BF16_BYTES), _copies(nbytes), _copies(nbytes), 1]
+            times = [[seconds / count for seconds in side]
+                     for side, count in zip(calls(sides, rounds, same=False), counts, strict=False)]
+            yield from _figures(what, rows, nbytes, *times)
 
 
 def _figures(what: str, rows: int, nbytes: int, dense: list[float], compiled: list[float], tiles: list[float],
@@ -60,16 +65,16 @@ def ours(name: str, storage: str, params: dict[str, Any], rows: int, compiled: b
     torch.set_num_threads(THREADS)
     cpu.compile_products(compiled)
     form, weight, x = format_of(name), packed(name, storage, **params), _x(rows)
-    turns = cycle([weight.apply(torch.clone) for _ in range(_copies(weight.nbytes))])
-    return lambda: form.linear(x, next(turns))
+    layers = [weight.apply(torch.clone) for _ in range(_copies(weight.nbytes))]
+    return lambda: torch.cat([form.linear(x, layer) for layer in layers])
 
 
 def dense(rows: int) -> Callable[[], Tensor]:
     """torch's own product with the weight in bfloat16."""
     torch.set_num_threads(THREADS)
     weight, x = floats(torch.bfloat16), _x(rows)
-    turns = cycle([weight.clone() for _ in range(_copies(weight.nbytes))])
-    return lambda: torch.nn.functional.linear(x, next(turns))
+    layers = [weight.clone() for _ in range(_copies(weight.nbytes))]
+    return lambda: torch.cat([torch.nn.functional.linear(x, layer) for layer in layers])
 
 
 def gguf_py(name: str, rows: int) -> Callable[[], Any]:

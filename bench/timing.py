@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PAUSE = 0.02                                                     # seconds; OpenMP's threads spin for some milliseconds
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
@@ -43,8 +44,9 @@ class _Worker:
         self.digest = self._answer()
 
     def seconds(self) -> float:
-        """One more call, timed inside the process."""
+        """One more call, timed inside the process, once the threads of the side before have stopped waiting for work."""
         assert self.process.stdin is not None
+        time.sleep(PAUSE)
         with suppress(BrokenPipeError):                          # a process that has ended gives no answer either
             self.process.stdin.write("\n")
             self.process.stdin.flush()

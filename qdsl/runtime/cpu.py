@@ -24,7 +24,7 @@ from qdsl.runtime.packed import PackedWeight
 from qdsl.runtime.shapes import axis
 from qdsl.runtime.tiles import decode_rows, row_tiles, unpack
 
-TILE = 1 << 20                                                   # weights decoded at a time: less, and calls cost more than work
+TILE = 1 << 21                                                   # weights decoded at a time: less, and calls cost more than work
 FEW = 8                                                          # rows of x for which one loop is faster than tiles
 TOGETHER = 4                                                     # rows that share a pass over the weight; one or two do not
 MOST = 256                                                       # programs kept: a model has a few shapes, not hundreds
@@ -93,6 +93,7 @@ def _is_whole(packed: PackedWeight) -> bool:
 def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None, asked: bool) -> Tensor:
     """The product by tiles of decoded weights, the whole weight never there at once."""
     out = x.new_empty(x.shape[0], packed.shape[0])
+    space = x.new_empty(0)                                       # for every tile the same: fresh pages cost more than decoding
     plain = packed.variant.copies if _is_plain(packed, x.dtype) else None
     for start, stop in row_tiles(packed, weights=TILE):
         part = packed.cut("N", start, stop)
@@ -100,7 +101,9 @@ def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None, asked: bool) ->
         if plain is not None:
             weight = unpack(part)[plain]
         elif decode is None:
-            weight = torch.empty(stop - start, packed.shape[1], dtype=x.dtype, device=x.device)
+            if space.shape != part.shape:
+                space = x.new_empty(part.shape)
+            weight = space
             decode_rows(packed, start, stop, weight)
         else:
             weight = decode(*part.tensors.values())
