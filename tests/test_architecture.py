@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime"},
     "analyze": {"runtime", "places", ""},
+    "tune": {"runtime", "files"},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
     "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", ""},
     "__main__": {"cli"},
@@ -47,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
 PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch"},
     "checkpoint": {"torch"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
-    "analyze": {"torch", "triton"},
+    "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.

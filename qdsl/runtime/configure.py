@@ -1,11 +1,18 @@
-"""How lane-tile kernels are launched, from the shape and the device alone: nothing is timed on first use."""
+"""How lane-tile kernels are launched: from the shape and the device alone, or as `qdsl.tune` once found to be faster there.
+
+Nothing is timed on first use.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -59,14 +66,64 @@ def most_rows(packed: PackedWeight, device: torch.device) -> int:
     return 64 if min(found.sizes(packed.sizes), default=128) >= 128 else 32
 
 
-def many(m: int, n: int, device: torch.device) -> dict[str, int]:
+def chosen(kind: str, packed: PackedWeight, m: int, x: torch.Tensor) -> dict[str, int]:
+    """How kernel `kind` ('row', 'few', 'many') is launched for x [m, K]: as it was tuned for on this device, else by rule."""
+    if not x.is_meta:
+        found = tuned(tuned_file(x.device)).get(key(kind, packed, x.dtype))
+        if found is not None and found in candidates(kind, packed, m):
+            return found
+    return candidates(kind, packed, m, x.device)[0]
+
+
+def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | None = None) -> list[dict[str, int]]:
+    """Configurations worth timing, the one by rule first."""
+    n, k = packed.shape
+    device = device or packed.device
+    if kind == "many":
+        rule = _many(m, n, device)
+        others = [{**rule, "R": r, "STAGES": stages} for r in (1, 2) for stages in (2, 3, 4)]
+    else:
+        rule = _lanes(n, k, device)
+        others = [_split(r, wk, k) for r in (2, 1) for wk in (8, 4, 2, 1) if 256 * wk <= k]
+    return [rule, *(other for other in others if other != rule)]
+
+
+def key(kind: str, packed: PackedWeight, dtype: torch.dtype) -> str:
+    """What a tuned configuration is kept under."""
+    n, k = packed.shape
+    return " ".join((kind, f"{packed.format.name}.{packed.storage}", packed.params_text, f"{n}x{k}", str(dtype)[6:]))
+
+
+def tuned_file(device: torch.device) -> Path:
+    """Where tuned configurations of a device are kept: in $QDSL_CACHE, or qdsl below the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+    return Path(os.environ.get("QDSL_CACHE") or Path(base) / "qdsl") / f"tuned-{name.lower()}.json"
+
+
+@cache
+def tuned(path: Path) -> dict[str, dict[str, int]]:
+    """What a file of tuned configurations holds; nothing where it is missing or is no such file."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def forget() -> None:
+    """Read the files of tuned configurations anew."""
+    tuned.cache_clear()
+
+
+def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
     """R tiles of 64 rows of w per program, and BM rows of x."""
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
     r = 2 if (4 if bm < 64 else 2) * cdiv(n, 128) >= target(device).multiprocessors else 1
     return {"R": r, "W": 4, "BM": bm, "STAGES": 3}
 
 
-def lanes(n: int, k: int, device: torch.device) -> dict[str, int]:
+def _lanes(n: int, k: int, device: torch.device) -> dict[str, int]:
     """R tiles of 16 rows per warp, and WK warps that share K, for a weight [n, k].
 
     Two tiles share what is made of x, so that fewer than two only pay where programs would not fill the device.  Warps share
@@ -74,8 +131,11 @@ def lanes(n: int, k: int, device: torch.device) -> dict[str, int]:
     """
     places = target(device).multiprocessors
     r = 2 if 4 * cdiv(n, 32) >= 3 * places else 1
-    programs = cdiv(n, 16 * r)
     wk = 1
-    while wk < 8 and programs * wk < WARPS * places and 512 * wk <= k:
+    while wk < 8 and cdiv(n, 16 * r) * wk < WARPS * places and 512 * wk <= k:
         wk *= 2
+    return _split(r, wk, k)
+
+
+def _split(r: int, wk: int, k: int) -> dict[str, int]:
     return {"R": r, "WN": 1, "WK": wk, "EVEN": k % (256 * wk) == 0}

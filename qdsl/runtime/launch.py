@@ -67,13 +67,18 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
                weights=min(bn, rows) * min(bk, units) * _unit(packed))
 
 
-def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False) -> Iterator[Call]:
-    """The launches of `linear`, for tensors on any device, meta too."""
+def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False,
+                 config: Mapping[str, int] | None = None) -> Iterator[Call]:
+    """The launches of `linear`, for tensors on any device, meta too; config: of a kernel for matrix units."""
     kernels, rows, units = _kernels(packed)
     if not rows or not x.shape[0]:
         return
     if has_lanes(x, packed):
-        yield from _lane_calls(x, packed, bias, out, invariant)
+        which = kind(x, packed, invariant)
+        # Bits may depend on how warps share K, so that what must not vary is launched by rule.
+        chosen = config or (configure.candidates(which, packed, x.shape[0])[0] if invariant else
+                            configure.chosen(which, packed, x.shape[0], x))
+        yield _lane_call(x, packed, bias, out, which, chosen)
         return
     bn, bk = _tile(kernels.last, rows, units, kernels.sums)
     for start in range(0, x.shape[0], ROWS_OF_X):
@@ -92,31 +97,35 @@ def has_lanes(x: Tensor, packed: PackedWeight) -> bool:
         tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *packed.tensors.values()))
 
 
-def _lane_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool) -> Iterator[Call]:
+def kind(x: Tensor, packed: PackedWeight, invariant: bool = False) -> str:
+    """Which of the kernels for matrix units serves x [M, K]."""
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None
+    if invariant:
+        return "few"
+    if x.shape[0] > 8 and lanes.many is not None and configure.target(x.device).capability == 9:
+        return "many"
+    return "row" if x.shape[0] == 1 and lanes.row is not None else "few"
+
+
+def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, which: str, config: Mapping[str, int]) -> Call:
     lanes = packed.layout.kernels.lanes
     assert lanes is not None
     (m, k), n = x.shape, packed.shape[0]
     tensors = [tensor if tensor is None or tensor.shape != (n, k) else tensor.view(torch.int32) for tensor in _tensors(packed)]
-    if m > 8 and lanes.many is not None and configure.target(x.device).capability == 9 and not invariant:
-        config = configure.many(m, n, x.device)
-        rows = 16 * config["W"] * config["R"]
-        yield Call(lanes.many, (*tensors, x, bias, out, m, n, k), {**packed.sizes, **config, "F": TYPES[x.dtype]},
-                   (cdiv(n, rows), cdiv(m, config["BM"])),
-                   {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
-                   weights=min(rows, n) * k, step=rows * 128)
-        return
-    config = configure.lanes(n, k, x.device)
     constants = {**packed.sizes, **config, "F": TYPES[x.dtype]}
-    rows = 16 * config["R"] * config["WN"]
-    tiles = cdiv(n, rows)
-    taken = {"weights": min(rows, n) * k, "step": rows * 256 * config["WK"]}
-    options = {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
+    options = {"num_warps": config.get("W") or config["WN"] * config["WK"], "num_stages": config.get("STAGES", 1),
+               "enable_fp_fusion": True}
+    rows = 16 * config["R"] * (config.get("W") or config["WN"])
+    columns = 128 if which == "many" else 256 * config["WK"]
+    taken = {"weights": min(rows, n) * k, "step": rows * columns}
+    if which == "many":
+        return Call(lanes.many, (*tensors, x, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, config["BM"])), options,
+                    **taken)
     pairs = x.view(torch.int32)
-    if m == 1 and lanes.row is not None and not invariant:
-        yield Call(lanes.row, (*tensors, pairs, bias, out, n, k), constants, (tiles,), options, **taken)
-    else:
-        yield Call(lanes.few, (*tensors, pairs, bias, out, m, n, k), constants, (tiles, cdiv(m, 8)), options,
-                   **taken)
+    if which == "row":
+        return Call(lanes.row, (*tensors, pairs, bias, out, n, k), constants, (cdiv(n, rows),), options, **taken)
+    return Call(lanes.few, (*tensors, pairs, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, 8)), options, **taken)
 
 
 def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:
