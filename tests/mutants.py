@@ -40,6 +40,9 @@ EQUAL: dict[str, dict[str, str]] = {
         "(d * (sc * q)) - (dmin * mn)":
             "11 bits of d, 6 of sc and 4 of q: every product is exact in float32, and a zero has the sign of d either way",
     },
+    "int4_rows": {
+        "rows.q: u8[n<N, t<K / 2 word] -> ue4m3[n<N, t<K / 2 word]": SAME_BYTE,
+    },
     "flat_nibbles": {
         "flat.codes: u8[e<(N * K) / 2, 1] -> ue4m3[e<(N * K) / 2, 1]": SAME_BYTE,
     },

@@ -271,7 +271,8 @@ def test_launches_say_how_many_weights_a_program_takes(case: Case) -> None:
     n, k = 1024, 5120
     packed = launches.weight(case.module, (n, k), case.storage, case.choice)
     for call in launches.calls(packed, "linear", 3, torch.bfloat16):
-        assert call.weights * math.prod(call.grid) == 3 * n * k and 0 < call.step <= call.weights
+        blocks = call.grid[1]                                    # of rows of x: each takes the whole weight
+        assert call.weights * math.prod(call.grid) == blocks * n * k and 0 < call.step <= call.weights
     for call in launches.calls(packed, "dequantize", 1, torch.bfloat16):
         assert n * k <= call.weights * math.prod(call.grid) < 2 * n * k and call.step == 0
 

@@ -80,7 +80,7 @@ def test_python_m_qdsl_is_the_command(folder: Path) -> None:
     wrong = wrong_spec(folder)
     done = process("check", "q4_0", wrong.name, cwd=folder)
     assert done.returncode == 1
-    assert done.stdout == "q4_0: ok, gguf\n"
+    assert done.stdout == "q4_0: ok, gguf, planar\n"
     assert done.stderr.startswith("wrong.yaml:7:6: error: ") and done.stderr.rstrip().endswith("2 problems")
     assert "Traceback" not in done.stderr
 
@@ -177,7 +177,7 @@ def test_check_says_what_is_right_and_what_is_wrong(folder: Path) -> None:
     assert everything.exit_code == 0 and not everything.stderr
     assert [line.split(":")[0] for line in everything.stdout.splitlines()] == NAMES
     found = run("check", "q8_0", wrong_spec(folder).name, "q4_0")
-    assert (found.exit_code, found.stdout) == (1, "q8_0: ok, gguf\nq4_0: ok, gguf\n")
+    assert (found.exit_code, found.stdout) == (1, "q8_0: ok, gguf, planar\nq4_0: ok, gguf, planar\n")
     assert re.findall(r"^wrong\.yaml:(\d+:\d+): error: ", found.stderr, re.MULTILINE) == ["7:6", "8:12"]
     assert found.stderr.endswith("\n2 problems\n")
 
@@ -187,7 +187,7 @@ def test_check_goes_on_after_a_spec_that_is_not_there(folder: Path) -> None:
     found = run("check", "no/such/file.yaml", wrong_spec(folder).name, "q4_0")
     assert found.exit_code != 0
     assert "no/such/file.yaml" in found.stderr and "wrong.yaml:7:6: error: " in found.stderr
-    assert found.stdout == "q4_0: ok, gguf\n"
+    assert found.stdout == "q4_0: ok, gguf, planar\n"
 
 
 def test_the_json_of_check_holds_what_the_text_holds(folder: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_json_of_check_holds_what_the_text_holds(folder: Path) -> None:
     found = run("check", "int_group", wrong, "--json")
     right, bad = json.loads(found.stdout)["specs"]
     assert (found.exit_code, found.stderr.strip()) == (1, "")
-    assert right == {"spec": "int_group", "ok": True, "format": "int_group", "storages": ["gptq_v2", "gptq_v1", "awq"]}
+    assert right == {"spec": "int_group", "ok": True, "format": "int_group", "storages": ["gptq_v2", "gptq_v1", "awq", "planar"]}
     assert bad["spec"] == wrong and bad["ok"] is False
     shown = [f"{wrong}:{p['line']}:{p['column']}: error: {p['message']}" for p in bad["problems"]]
     assert shown == [line for line in text.stderr.splitlines() if ": error: " in line]
@@ -282,7 +282,7 @@ def test_list_names_every_format() -> None:
         parts = [row["name"], row["bits"], *row["storages"], row["title"]]
         assert words(" ".join(parts)) <= words(shown), row["name"]
     by_name = {row["name"]: row for row in rows}
-    assert by_name["q4_0"]["bits"] == "4.5" and by_name["int_group"]["storages"] == ["gptq_v2", "gptq_v1", "awq"]
+    assert by_name["q4_0"]["bits"] == "4.5" and by_name["int_group"]["storages"] == ["gptq_v2", "gptq_v1", "awq", "planar"]
 
 
 def layouts(page: dict[str, Any]) -> list[str]:
@@ -345,7 +345,7 @@ def test_show_prints_the_program() -> None:
 
 def test_a_row_of_the_picture_holds_neighbours() -> None:
     """Q4_K's codes: 32 low nibbles and 32 high ones share 32 bytes, four times over."""
-    lines = [line for line in run("show", "q4_k").stdout.splitlines() if line.strip().startswith("byte ") and "q[" in line]
+    lines = [line for line in run("show", "q4_k").stdout.split("planar")[0].splitlines() if line.strip().startswith("byte ") and "q[" in line]
     rows = [line.split("|")[1:3] for line in lines]
     assert [[cell.strip() for cell in row] for row in rows] == [
         [f"q[{64 * c + 32}]..q[{64 * c + 63}] (4 bits)", f"q[{64 * c}]..q[{64 * c + 31}] (4 bits)"] for c in range(4)]

@@ -48,8 +48,11 @@ def folded(line: str, open: int = 0) -> list[str]:
     if len(line) <= WIDTH or '"""' in line:
         return [line]
     margin = len(line) - len(line.lstrip(" "))
-    depth, places = open, list[tuple[int, bool, int]]()
+    depth, quoted, places = open, False, list[tuple[int, bool, int]]()
     for at, letter in enumerate(line[:WIDTH]):
+        quoted ^= letter == '"' and line[at - 1] != "\\"
+        if quoted:
+            continue
         depth += (letter in "([{") - (letter in ")]}")
         if depth and letter == " " and at > margin + 8 and (line[at - 1] == "," or line[at + 1] in "|+-*&<>"):
             places.append((depth, line[at - 1] == ",", -at))

@@ -416,8 +416,10 @@ def _are_finite(lanes: Lanes | None, tensors: Mapping[str, Tensor]) -> bool:
     """Whether no code is NaN or infinite, which the kernels for matrix units would take for numbers."""
     if lanes is None or not lanes.special:
         return True
-    codes = tensors[lanes.codes]
-    return codes.is_meta or not bool(((codes.view(torch.uint8) & lanes.special) == lanes.special).any())
+    codes = tensors.get(lanes.codes)
+    if codes is None or codes.is_meta:
+        return True
+    return not bool(((codes.contiguous().view(torch.uint8) & lanes.special) == lanes.special).any())
 
 
 def _in_order(index: Tensor, by: int) -> Tensor:

@@ -93,6 +93,8 @@ def has_lanes(x: Tensor, packed: PackedWeight) -> bool:
     lanes = packed.layout.kernels.lanes
     if lanes is None or x.dtype not in TYPES or packed.shape[1] % 128 or not packed.shape[1] or not packed.finite:
         return False
+    if x.device.type == "cuda" and configure.target(x.device).capability < 8:
+        return False                                             # AMD's, and those before bfloat16: the plain kernel serves them
     return min(lanes.sizes(packed.sizes), default=lanes.least) >= lanes.least and all(
         tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *packed.tensors.values()))
 
