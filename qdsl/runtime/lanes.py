@@ -413,7 +413,8 @@ def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, 
 def of_chunk(plane, chunk, block: tl.constexpr, bits: tl.constexpr):
     """The 128 // block values of a chunk: a tuple of [8 * W, 4], the same in each lane of a row."""
     count: tl.constexpr = 128 // block
-    at = chunk * count + tl.arange(0, 4 * count)[None, :] % count
+    held: tl.constexpr = 2 if count == 2 else 4                  # by a load of at most 16 bytes of a lane
+    at = chunk * count + tl.arange(0, 4 * held)[None, :] % held
     value = number(tl.load(plane + at), bits)
     R: tl.constexpr = value.shape[0]
     if count == 2:
@@ -421,9 +422,8 @@ def of_chunk(plane, chunk, block: tl.constexpr, bits: tl.constexpr):
     elif count == 4:
         return in_four(value.reshape(R, 4, 2, 2))
     else:
-        even, odd = tl.split(value.reshape(R, 4, 2, 2, 2))
-        a, b = in_four(even), in_four(odd)
-        return a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]
+        other = number(tl.load(plane + (at + 4)), bits)
+        return in_four(value.reshape(R, 4, 2, 2)) + in_four(other.reshape(R, 4, 2, 2))
 
 
 @triton.jit
@@ -461,9 +461,17 @@ def turned(words, chunk, first: tl.constexpr, second: tl.constexpr, third: tl.co
     """The words of a chunk whose planes of fewer than 4 bits are brought to where the first chunk of a span lies."""
     moved = ()
     for i in tl.static_range(len(words)):
-        step: tl.constexpr = first if i == 0 else second if i == 1 else third
-        moved = moved + ((words[i] >> (chunk % 2 * step)) if step else words[i],)
+        moved = moved + (shifted_down(words[i], chunk % 2, first if i == 0 else second if i == 1 else third),)
     return moved
+
+
+@triton.jit
+def shifted_down(word, times, step: tl.constexpr):
+    """word >> times * step"""
+    if step == 0:
+        return word
+    else:
+        return word >> (times * step)
 
 
 @triton.jit
