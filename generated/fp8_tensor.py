@@ -364,5 +364,6 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+planar = FORMAT.planar
 linear = FORMAT.linear
 Linear = FORMAT.Linear
