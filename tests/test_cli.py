@@ -345,7 +345,8 @@ def test_show_prints_the_program() -> None:
 
 def test_a_row_of_the_picture_holds_neighbours() -> None:
     """Q4_K's codes: 32 low nibbles and 32 high ones share 32 bytes, four times over."""
-    lines = [line for line in run("show", "q4_k").stdout.split("planar")[0].splitlines() if line.strip().startswith("byte ") and "q[" in line]
+    shown = run("show", "q4_k").stdout.split("planar")[0].splitlines()
+    lines = [line for line in shown if line.strip().startswith("byte ") and "q[" in line]
     rows = [line.split("|")[1:3] for line in lines]
     assert [[cell.strip() for cell in row] for row in rows] == [
         [f"q[{64 * c + 32}]..q[{64 * c + 63}] (4 bits)", f"q[{64 * c}]..q[{64 * c + 31}] (4 bits)"] for c in range(4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -51,7 +50,8 @@ def test_there_and_back(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
                          ids=str)
 def test_no_larger_than_promised(case: Case) -> None:
     for chosen in params(case):
-        packed, planar = (case.module.FORMAT.empty((4096, 4096), storage, "meta", (), **chosen) for storage in (case.storage, PLANAR))
+        packed, planar = (case.module.FORMAT.empty((4096, 4096), storage, "meta", (), **chosen)
+                          for storage in (case.storage, PLANAR))
         bits = 8 * packed.nbytes / 4096 ** 2
         assert planar.nbytes <= packed.nbytes * (1.04 if bits >= 4 else 1.12), chosen
 
@@ -69,10 +69,8 @@ def test_repacking_needs_a_tile_beside_both_weights() -> None:
     layout = q4_0.FORMAT.variants[()].storages[PLANAR]
     object.__setattr__(layout, "pack", watched)
     try:
-        tracemalloc.start()
         planar = q4_0.convert(packed, PLANAR)
     finally:
-        tracemalloc.stop()
         object.__setattr__(layout, "pack", pack)
     assert len(sizes) > 8 and max(sizes) < allowed
     assert same_bits(q4_0.convert(planar, "gguf").tensors["blocks"], packed.tensors["blocks"])
