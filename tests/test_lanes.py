@@ -131,3 +131,16 @@ def test_other_products_take_the_plain_kernel(case: Case) -> None:
     assert kernels_of(x_of(1, 256, torch.float32), packed) == {"linear"}
     odd = packed_of(case, (16, 320), next(choices(case)))
     assert kernels_of(x_of(1, 320, torch.float16), odd) == {"linear"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if str(case) in ("q4_0.planar", "int8_channel.safetensors-scale_typebf16")],
+                         ids=str)
+def test_parts_of_a_weight(case: Case) -> None:
+    """Rows cut out of a weight: a scale may begin anywhere; codes and x must be aligned, or the plain kernel takes them."""
+    packed = packed_of(case, (48, 384), next(choices(case)), seed=4)
+    x = x_of(2, 384, torch.float16, 4)
+    part = packed.cut("N", 5, 40)
+    assert kernels_of(x, part) == {"few"}
+    assert torch.equal(product(x, part), product(x, packed)[:, 5:40])
+    shifted = torch.empty(2 * 384 + 1, dtype=torch.float16, device=DEVICE)[1:].view(2, 384).copy_(x)
+    assert kernels_of(shifted, packed) == {"linear"}

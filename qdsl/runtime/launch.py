@@ -95,8 +95,9 @@ def has_lanes(x: Tensor, packed: PackedWeight) -> bool:
         return False
     if x.device.type == "cuda" and configure.target(x.device).capability < 8:
         return False                                             # AMD's, and those before bfloat16: the plain kernel serves them
+    wide = [tensor for tensor in packed.tensors.values() if tensor.dtype == torch.int32 or tensor.shape == packed.shape]
     return min(lanes.sizes(packed.sizes), default=lanes.least) >= lanes.least and all(
-        tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *packed.tensors.values()))
+        tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *wide))
 
 
 def kind(x: Tensor, packed: PackedWeight, invariant: bool = False) -> str:
