@@ -344,8 +344,8 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(
-                    _numbers_planar, words, u, columns[u], flip, ZERO, HIGH, 8, 0, SIZE, F)
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                                         None, 8, 0, SIZE, F)
                 s_g = lanes.of_rows(s, n // bn, lanes.count(K, bk), chunk * 128 + u * SIZE, bk, 0)
                 sum *= s_g
                 total += sum

@@ -364,8 +364,8 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(
-                    _numbers_planar, words, u, columns[u], flip, ZERO, HIGH, 8, 8, SIZE, F)
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                                         None, 8, 8, SIZE, F)
                 sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
                 if r == 0:
                     ones += sums

@@ -373,8 +373,8 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(
-                    _numbers_planar, words, u, columns[u], flip, ZERO, HIGH, 4, 4, SIZE, F)
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                                         None, 4, 4, SIZE, F)
                 sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
                 d_g = lanes.of_rows(d, n, lanes.count(K, 256), chunk * 128 + u * SIZE, 256, 0)
                 sc_g = lanes.of_rows(sc, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 6)

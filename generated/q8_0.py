@@ -305,8 +305,8 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(
-                    _numbers_planar, words, u, columns[u], flip, ZERO, HIGH, 8, 8, SIZE, F)
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                                         None, 8, 8, SIZE, F)
                 d_g = lanes.of_rows(d, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 0)
                 sum *= d_g
                 total += sum

@@ -133,7 +133,10 @@ def test_other_products_take_the_plain_kernel(case: Case) -> None:
     assert kernels_of(x_of(1, 320, torch.float16), odd) == {"linear"}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if str(case) in ("q4_0.planar", "int8_channel.safetensors-scale_typebf16")],
+CUT = ("q4_0.planar", "int8_channel.safetensors-scale_typebf16")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if str(case) in CUT],
                          ids=str)
 def test_parts_of_a_weight(case: Case) -> None:
     """Rows cut out of a weight: a scale may begin anywhere; codes and x must be aligned, or the plain kernel takes them."""

@@ -361,7 +361,7 @@ def _few_planar(
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
     EVEN says that they all have as much to do.
     """
-    SIZE: tl.constexpr = 128 if group >= 128 and group >= 128 else 32
+    SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     BASE: tl.constexpr = 0 if F == tl.float16 else 128
     w, g, c = lanes.warps(WN * WK)
@@ -439,9 +439,9 @@ def _many_planar(
 
     A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x.
     """
-    SIZE: tl.constexpr = 128 if group >= 128 and group >= 128 else 32
+    SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = 0 if F == tl.float16 else -128
+    ZERO: tl.constexpr = 0
     HIGH: tl.constexpr = 0
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
@@ -458,12 +458,10 @@ def _many_planar(
             words = lanes.by_size(lanes.turned(_words_planar(q, row, K, chunk), chunk, 4, 0, 0), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(
-                    _numbers_planar, words, u, columns[u], flip, ZERO, HIGH, 2, 2, SIZE, F)
-                sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
+                point = lanes.points(z, row, lanes.count(K, group), chunk * 128 + u * SIZE, group, SIZE, F)
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                                         point, 2, 2, SIZE, F)
                 s_g = lanes.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
-                z_g = lanes.of_rows(z, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 2)
-                sum += (-z_g) * sums
                 sum *= s_g
                 total += sum
             new = new + (total,)

@@ -346,7 +346,7 @@ def _few_planar(
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
     EVEN says that they all have as much to do.
     """
-    SIZE: tl.constexpr = 128 if group >= 128 and group >= 128 else 32
+    SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     BASE: tl.constexpr = 0 if F == tl.float16 else 2176
     w, g, c = lanes.warps(WN * WK)
@@ -424,7 +424,7 @@ def _many_planar(
 
     A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x.
     """
-    SIZE: tl.constexpr = 128 if group >= 128 and group >= 128 else 32
+    SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     ZERO: tl.constexpr = 0 if F == tl.float16 else -128
     HIGH: tl.constexpr = -128
@@ -443,8 +443,8 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(
-                    _numbers_planar, words, u, columns[u], flip, ZERO, HIGH, 8, 8, SIZE, F)
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                                         None, 8, 8, SIZE, F)
                 sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
                 s_g = lanes.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
                 z_g = lanes.of_rows(z, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 8)

@@ -85,7 +85,7 @@ class Plan:
             return str(CHUNK)
         if all(v < CHUNK for found in self.sizes.values() for v in found if len(found) > 1):
             return str(small)
-        named = [block for block in self.blocks if not block.isdigit()]
+        named = dict.fromkeys(block for block in self.blocks if not block.isdigit())
         if any(block.isdigit() and int(block) < CHUNK for block in self.blocks):
             return str(small)
         return f"{CHUNK} if {' and '.join(f'{block} >= {CHUNK}' for block in named)} else {small}"
@@ -162,8 +162,18 @@ class Plan:
         return int(value) if self.integer and [p for _, p in zero] == [()] and value == int(value) and abs(value) < 256 else None
 
     @property
+    def point(self) -> Group | None:
+        """The zero point, where operands can have it taken off their codes: an unsigned integer per group, of few bits."""
+        zero = self.affine.zero
+        if not self.integer or self.code.bits == 8 or self.code.kind != "unsigned" or [c for c, _ in zero] != [-1.0] or len(zero[0][1]) != 1:
+            return None
+        group = next(g for g in self.groups if g.name == argument(zero[0][1][0]))
+        number = self.program.field(zero[0][1][0]).number
+        return group if group.varies and not group.optional and number is not None and number.kind == "unsigned" else None
+
+    @property
     def sums_in_many(self) -> bool:
-        return self.exact_zero is None or bool(self.affine.offset)
+        return (self.exact_zero is None and self.point is None) or bool(self.affine.offset)
 
     @property
     def late(self) -> bool:
@@ -236,6 +246,7 @@ def lanes(program: Program) -> list[str]:
         ones=made.integer or bool(made.affine.zero or made.affine.offset),
         loads=lambda how: _loads(made, how), apply=lambda index, ones, exact=False: _apply(made, index, ones, exact),
         finish=_finish(made), many=made.has_many, many_ones=made.sums_in_many, many_zero=_zeros(made),
+        point=_point(made),
         many_words=_many_words(made), many_finish=_finish(made, True),
         many_blocks=not made.late and any(group.rows for group in made.groups if group not in made.outer),
         many_rows=any(group.rows for group in (made.groups if made.late else made.outer)),
@@ -267,9 +278,18 @@ def _many_words(made: Plan) -> str:
     return call if not any(steps) else f"lanes.turned({call}, chunk, {', '.join(map(str, [*steps, 0, 0][:3]))})"
 
 
+def _point(made: Plan) -> str:
+    """The pairs that are taken off the codes of a chunk or group, or None."""
+    group = made.point
+    if group is None:
+        return "None"
+    return (f"lanes.points({group.tensor}, {_row_of(group)}, lanes.count(K, {group.columns}), chunk * 128 + u * SIZE, "
+            f"{group.columns}, SIZE, F)")
+
+
 def _zeros(made: Plan) -> tuple[str, str]:
     """What is added to a code, less what operands have more than it, and to its second digit."""
-    if not made.integer:
+    if not made.integer or made.point is not None:               # a zero point has what operands have more, too
         return "0", "0"
     constant = made.exact_zero or 0
     sign = made.base[0]
@@ -344,7 +364,8 @@ def _value(group: Group, text: str) -> list[str]:
 
 def _loads(made: Plan, how: str) -> list[str]:
     """Lines that load the fields of groups which a sum is scaled with inside the loop."""
-    return [line for group in ([] if made.late else made.groups) if group not in made.outer
+    left = [*made.outer, *([made.point] if how == "many" else [])]
+    return [line for group in ([] if made.late else made.groups) if group not in left
             for line in _value(group, _load(made, group, how))]
 
 
@@ -369,7 +390,7 @@ def _line_of(made: Plan, index: Mapping[str, str], without: list[Group], ones: s
     affine = made.affine
     lines: list[str] = []
     if many:
-        if affine.zero and made.exact_zero is None:
+        if affine.zero and made.exact_zero is None and made.point is None:
             lines.append(f"sum += {_text(affine.zero, index, [], True)} * {ones}")
     elif affine.zero:
         zero = _text(affine.zero, index, [])

@@ -504,17 +504,39 @@ def group_operand(v00, v01, v10, v11):
 
 
 @triton.jit
-def matrix(codes: tl.constexpr, w, flip, digit: tl.constexpr, zero: tl.constexpr, width: tl.constexpr, bits: tl.constexpr,
-           F: tl.constexpr):
-    """w's rows of a chunk, or of a group of 32 columns, as numbers: codes (or a digit of them) plus zero."""
+def points(plane, row, count, column, block: tl.constexpr, size: tl.constexpr, F: tl.constexpr):
+    """Unsigned zero points of rows g and g + 8 at a column, as pairs of numbers like the codes' own: [8 * W, 16 or 4, 2, 2]."""
+    at = column // block + tl.zeros((1, 4), tl.int32)
+    v = tl.join(tl.load(plane + (row[0] * count + at)), tl.load(plane + (row[1] * count + at))).to(tl.int32)
+    if size == 128:
+        v = tl.join(tl.join(v, v), tl.join(v, v)).permute(0, 1, 3, 4, 2).reshape(v.shape[0], 16, 2)
+    v = v | (v << 16)
+    if F == tl.bfloat16:
+        v = v | 0x43004300
+    return halves(v, F)
+
+
+@triton.jit
+def less(value, point):
+    """value - point, or value where there is none."""
+    if point is None:
+        return value
+    else:
+        return value - point
+
+
+@triton.jit
+def matrix(codes: tl.constexpr, w, flip, digit: tl.constexpr, zero: tl.constexpr, point, width: tl.constexpr,
+           bits: tl.constexpr, F: tl.constexpr):
+    """w's rows of a chunk, or of a group of 32 columns, as numbers: codes (or a digit of them) plus zero, less a zero point."""
     place: tl.constexpr = width if F == tl.float16 and width < 8 and width + bits <= 10 else 0
     f = flip[digit]
     l: tl.constexpr = 1 if place else 0
-    v00 = scaled(codes(w, 0, 0, digit, 0, f, F), 0, zero, F)
-    v01 = scaled(codes(w, 0, 1, digit, 0, f, F), 0, zero, F)
+    v00 = less(scaled(codes(w, 0, 0, digit, 0, f, F), 0, zero, F), point)
+    v01 = less(scaled(codes(w, 0, 1, digit, 0, f, F), 0, zero, F), point)
     f = flip[l + digit]
-    v10 = scaled(codes(w, 1, 0, digit, place, f, F), place, zero, F)
-    v11 = scaled(codes(w, 1, 1, digit, place, f, F), place, zero, F)
+    v10 = less(scaled(codes(w, 1, 0, digit, place, f, F), place, zero, F), point)
+    v11 = less(scaled(codes(w, 1, 1, digit, place, f, F), place, zero, F), point)
     if w[0].shape[1] == 16:
         return chunk_operand(v00, v01, v10, v11)
     else:
@@ -522,18 +544,19 @@ def matrix(codes: tl.constexpr, w, flip, digit: tl.constexpr, zero: tl.constexpr
 
 
 @triton.jit
-def rows_product(codes: tl.constexpr, words, u: tl.constexpr, x, flip, zero: tl.constexpr, high: tl.constexpr,
+def rows_product(codes: tl.constexpr, words, u: tl.constexpr, x, flip, zero: tl.constexpr, high: tl.constexpr, point,
                  width: tl.constexpr, bits: tl.constexpr, size: tl.constexpr, F: tl.constexpr):
     """The product of a chunk's rows of w, or of its group u of columns, with x [size, BM]: [16 * W, BM].
 
-    zero is added to every code, less what operands have more than codes; high, to its second digit.
+    zero is added to every code, less what operands have more than codes; high, to its second digit.  point, or None, is taken
+    off.
     """
     w = words if size == 128 else words[u]
     if bits == 8 and F == tl.bfloat16:
-        return (tl.dot(matrix(codes, w, flip, 0, zero, width, bits, F), x)
-                + tl.dot(matrix(codes, w, flip, 1, high, width, bits, F), x) * 16.0)
+        return (tl.dot(matrix(codes, w, flip, 0, zero, point, width, bits, F), x)
+                + tl.dot(matrix(codes, w, flip, 1, high, None, width, bits, F), x) * 16.0)
     else:
-        return tl.dot(matrix(codes, w, flip, 0, zero, width, bits, F), x)
+        return tl.dot(matrix(codes, w, flip, 0, zero, point, width, bits, F), x)
 
 
 @triton.jit
