@@ -165,7 +165,7 @@ class Plan:
     def point(self) -> Group | None:
         """The zero point, where operands can have it taken off their codes: an unsigned integer per group, of few bits."""
         zero = self.affine.zero
-        if not self.integer or self.code.bits == 8 or self.code.kind != "unsigned" or [c for c, _ in zero] != [-1.0] or len(zero[0][1]) != 1:
+        if self.code.kind != "unsigned" or self.code.bits == 8 or [(c, len(fields)) for c, fields in zero] != [(-1.0, 1)]:
             return None
         group = next(g for g in self.groups if g.name == argument(zero[0][1][0]))
         number = self.program.field(zero[0][1][0]).number
