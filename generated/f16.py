@@ -121,4 +121,5 @@ pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
 linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
 Linear = FORMAT.Linear

@@ -137,18 +137,23 @@ def _numbers_safetensors(
 
 @triton.jit
 def _few_safetensors(
-    weight, weight_scale, x, bias, out, M, N, K,
+    weight, weight_scale, x, bias, out, M, N, K, tiles,
     R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
 
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
     """
     SIZE: tl.constexpr = 128
     UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
     w, g, c = lanes.warps(WN * WK)
-    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 8, 0, False, F)
     acc = lanes.zeros(R, WN * WK)
@@ -159,7 +164,7 @@ def _few_safetensors(
             chunk = lanes.within(chunk, K // 128, EVEN)
             new = ()
             for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
+                row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_safetensors(weight, row, K, chunk), SIZE)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
@@ -169,10 +174,10 @@ def _few_safetensors(
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        row = lanes.rows(first + 16 * r, N)
+        row = lanes.rows(first + 16 * r, N, start)
         s_g = lanes.of_row(weight_scale, row, 0)
         sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
 
 
 @triton.jit
@@ -246,18 +251,23 @@ def _numbers_planar(
 
 @triton.jit
 def _few_planar(
-    q, s, x, bias, out, M, N, K,
+    q, s, x, bias, out, M, N, K, tiles,
     R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
 
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
     """
     SIZE: tl.constexpr = 128
     UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
     w, g, c = lanes.warps(WN * WK)
-    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 8, 0, False, F)
     acc = lanes.zeros(R, WN * WK)
@@ -268,7 +278,7 @@ def _few_planar(
             chunk = lanes.within(chunk, K // 128, EVEN)
             new = ()
             for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
+                row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
@@ -278,10 +288,10 @@ def _few_planar(
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        row = lanes.rows(first + 16 * r, N)
+        row = lanes.rows(first + 16 * r, N, start)
         s_g = lanes.of_row(s, row, 0)
         sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
 
 
 @triton.jit
@@ -370,4 +380,5 @@ pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
 linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
 Linear = FORMAT.Linear

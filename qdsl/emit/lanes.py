@@ -21,7 +21,7 @@ CHUNK = 128                                                      # columns that 
 LOCALS = frozenset((
     "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "HIGH", "EVEN", "STAGES",
     "w", "g", "c", "n", "m", "first", "flip", "acc", "ones", "step", "j", "chunk", "columns", "sums", "new", "r", "row", "words",
-    "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range"))
+    "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ def _numbers(made: Plan) -> list[str]:
 
 
 def _row_of(group: Group) -> str:
-    return "row" if group.rows == "1" else f"lanes.blocks(row, {group.rows or 'N'})"
+    return "row" if group.rows == "1" else f"lanes.blocks(row, {group.rows})" if group.rows else "lanes.same(row)"
 
 
 def _load(made: Plan, group: Group, how: str) -> str:

@@ -302,7 +302,7 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
     if spec.detect:
         lines.append(f"    detect={_data(dict(spec.detect))},")
     lines.append(f'    digest="{_digest(spec)}",')
-    surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linear", "Linear"]
+    surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linear", "grouped_linear", "Linear"]
     return [*lines, ")", "SPEC = FORMAT.spec", *(f"{name} = FORMAT.{name}" for name in surface)]
 
 

@@ -83,6 +83,21 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
                    weights=min(bn, rows) * units * _unit(packed), step=bn * bk * _unit(packed))
 
 
+def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Run the kernel for few rows over experts: x [M, K], weight [E * N, K], bias [E, N], out [M, N], all contiguous.
+
+    tiles: int32 [T, 3] of (expert, first row of x, one past the last of at most 8); where first >= last there is no work.
+    """
+    for call in grouped_calls(x, packed, tiles, bias, out):
+        call.run()
+
+
+def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+    """The launch of `grouped`, for tensors on any device, meta too; has_lanes(x, packed) must hold."""
+    if out.numel():
+        yield _few_call(x, packed, bias, out, tiles)
+
+
 def has_lanes(x: Tensor, packed: PackedWeight) -> bool:
     """Whether the kernels for matrix units serve x [M, K]: 16-bit floats, whole chunks of columns, codes that are numbers."""
     lanes = packed.layout.kernels.lanes
@@ -96,27 +111,51 @@ def _lane_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tenso
     lanes = packed.layout.kernels.lanes
     assert lanes is not None
     (m, k), n = x.shape, packed.shape[0]
-    tensors = [tensor if tensor is None or tensor.shape != (n, k) else tensor.view(torch.int32) for tensor in _tensors(packed)]
     if m > 8 and lanes.many is not None and configure.capability(x.device) == 9 and not invariant:
         config = configure.many(m, n, x.device)
         rows = 16 * config["W"] * config["R"]
-        yield Call(lanes.many, (*tensors, x, bias, out, m, n, k), {**packed.sizes, **config, "F": TYPES[x.dtype]},
+        yield Call(lanes.many, (*_lane_tensors(packed), x, bias, out, m, n, k), {**packed.sizes, **config, "F": TYPES[x.dtype]},
                    (cdiv(n, rows), cdiv(m, config["BM"])),
                    {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
                    weights=min(rows, n) * k, step=rows * 128)
         return
-    config = configure.lanes(n, k, x.device)
-    constants = {**packed.sizes, **config, "F": TYPES[x.dtype]}
-    rows = 16 * config["R"] * config["WN"]
-    tiles = cdiv(n, rows)
-    taken = {"weights": min(rows, n) * k, "step": rows * 256 * config["WK"]}
-    options = {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
-    pairs = x.view(torch.int32)
     if m == 1 and lanes.row is not None and not invariant:
-        yield Call(lanes.row, (*tensors, pairs, bias, out, n, k), constants, (tiles,), options, **taken)
+        config = configure.lanes(n, k, x.device)
+        yield Call(lanes.row, (*_lane_tensors(packed), x.view(torch.int32), bias, out, n, k),
+                   {**packed.sizes, **config, "F": TYPES[x.dtype]}, (cdiv(n, _lane_rows(config)),), _lane_options(config),
+                   **_lane_weights(config, n, k))
     else:
-        yield Call(lanes.few, (*tensors, pairs, bias, out, m, n, k), constants, (tiles, cdiv(m, 8)), options,
-                   **taken)
+        yield _few_call(x, packed, bias, out)
+
+
+def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, tiles: Tensor | None = None) -> Call:
+    """The launch of `few`, with or without experts: in both a program of the grid's second axis has up to 8 rows of x."""
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None
+    (m, k), n = x.shape, out.shape[1]
+    config = configure.lanes(n if tiles is None else n * cdiv(m, 8), k, x.device)
+    return Call(lanes.few, (*_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
+                {**packed.sizes, **config, "F": TYPES[x.dtype]},
+                (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config),
+                **_lane_weights(config, n, k))
+
+
+def _lane_tensors(packed: PackedWeight) -> list[Tensor | None]:
+    """Kernel arguments in storage order: codes of 8 bits as words."""
+    return [tensor if tensor is None or tensor.shape != packed.shape else tensor.view(torch.int32) for tensor in _tensors(packed)]
+
+
+def _lane_rows(config: Mapping[str, int]) -> int:
+    """Rows of w per program."""
+    return 16 * config["R"] * config["WN"]
+
+
+def _lane_options(config: Mapping[str, int]) -> dict[str, Any]:
+    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
+
+
+def _lane_weights(config: Mapping[str, int], n: int, k: int) -> dict[str, int]:
+    return {"weights": min(_lane_rows(config), n) * k, "step": _lane_rows(config) * 256 * config["WK"]}
 
 
 def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:

@@ -94,7 +94,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tenso
     x = autocast(x)
     if _is_recorded():
         return _operation(x, packed, bias, turned=False)
-    if _is_differentiated(x, bias):
+    if is_differentiated(x, bias):
         result: Tensor = _Times.apply(x, bias, packed, False)  # type: ignore[no-untyped-call]
         return result
     return _times(x, packed, bias, turned=False)
@@ -134,7 +134,7 @@ def _is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
-def _is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
+def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
     """Whether autograd, forward mode or a transform of torch.func has to hear of the product."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return True
