@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, narrow, pad
 from qdsl.runtime.numbers import e4m3
 
 
@@ -177,6 +177,28 @@ def _few_safetensors(
     for r in tl.static_range(R):
         sum = acc[r]
         lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _narrow_safetensors(
+    weight, weight_scale_inv, x, x_scale, bias, out, M, N, K,
+    bn: tl.constexpr, bk: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):
+    """out[m, n] = sum over k of x_scale[k // 128, m] * x[m, k] * w[n, k], plus bias[n], with w = s * q.
+
+    x is E4M3, or float16 where codes of w are uint8.  A program multiplies BN rows of w with BM rows of x.
+    """
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N, False).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    x += m * K + tl.arange(0, 128)[:, None]
+    w = weight + (n * K + tl.arange(0, 128)[None, :])
+    acc = narrow.zeros(BN, BM, False)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        sum = narrow.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+        s_g = lanes.of_rows(weight_scale_inv, narrow.block(n, m, bn, BN), lanes.count(K, bk), chunk * 128, bk, 0)
+        acc += sum * (tl.load(x_scale + (chunk * M + m)) * s_g)
+    sum = acc.to(tl.float32)
+    lanes.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
 
 
 @triton.jit
@@ -381,7 +403,8 @@ VARIANT = Variant(
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_safetensors, blocks=("bk",), least=128, codes="weight", special=127)),
+                    lanes=Lanes(_few_safetensors, blocks=("bk",), least=128, codes="weight", special=127,
+                        narrow=Narrow(_narrow_safetensors, "e4m3", "weight", groups=True))),
         ),
         "planar": Storage(
             tensors={

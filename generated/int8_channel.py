@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, narrow, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -211,6 +211,34 @@ def _few_safetensors(
         sum += lanes.shifted(-z_g, BASE) * ones
         sum *= s_g
         lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _narrow_safetensors(
+    weight, weight_scale, weight_zero_point, x, x_scale, x_sum, bias, out, M, N, K,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):
+    """out[m, n] = sum over k of x_scale[0, m] * x[m, k] * w[n, k], plus bias[n], with w = s * (q - z).
+
+    x is int8, and x_sum [1, M] are the sums of its rows.  A program multiplies BN rows of w with BM rows of x.
+    """
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N, False).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    x += m * K + tl.arange(0, 128)[:, None]
+    w = weight + (n * K + tl.arange(0, 128)[None, :])
+    acc = narrow.zeros(BN, BM, True)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+    sum = acc.to(tl.float32)
+    ones = tl.load(x_sum + m)
+    s_g = lanes.of_rows(weight_scale, n, 1, 0, 1, 0)
+    if weight_zero_point is None:
+        z_g = 0.0
+    else:
+        z_g = lanes.of_rows(weight_zero_point, n, 1, 0, 1, 8)
+    sum += (-z_g) * ones
+    sum *= s_g
+    lanes.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
 
 
 @triton.jit
@@ -412,7 +440,8 @@ VARIANT = Variant(
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_safetensors, blocks=(), least=128)),
+                    lanes=Lanes(_few_safetensors, blocks=(), least=128,
+                        narrow=Narrow(_narrow_safetensors, "i8", "weight", sums=True))),
         ),
         "planar": Storage(
             tensors={

@@ -348,10 +348,14 @@ class Format:
             return packed
         return self.pack(self.unpack(packed), storage=storage, **packed.params)
 
-    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias."""
+    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False) -> Tensor:
+        """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias.
+
+        quantize_x: first quantize each row of x to 8 bits, as runtime/eight.py says, for a weight with codes of 8 bits; matrix
+        units then multiply 8 bits with 8 bits.  Gradients are those without.  Raises FormatError for other weights.
+        """
         self._own(packed)
-        return ops.linear(x, packed, bias)
+        return ops.linear(x, packed, bias, quantize_x)
 
     def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None,
                        ) -> Tensor:

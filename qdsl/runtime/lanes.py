@@ -467,7 +467,7 @@ def store_row(sum, bias, out, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.
 @triton.jit
 def store_columns(sum, bias, out, token, M, start, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.constexpr,
                   WK: tl.constexpr):
-    """Store the sums [W, 16, 8] of rows `token` onwards of x, added up over the WK warps of a tile; the bias is from `start` on."""
+    """Store the sums [W, 16, 8] of rows `token` onwards of x, added up over the WK warps of a tile; the bias from `start` on."""
     m = token + tl.arange(0, 8)[None, None, :]
     n = (tile + tl.arange(0, WN)[:, None, None]) * (16 * R) + 16 * r + tl.arange(0, 16)[None, :, None]
     total = tl.sum(sum.reshape(WN, WK, 16, 8), axis=1)

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import configure
+from qdsl.runtime import configure, eight, narrow
 from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.packed import PackedWeight
 from qdsl.runtime.shapes import axis
@@ -18,6 +18,7 @@ from qdsl.runtime.shapes import axis
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 WARPS = 4
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
+SHORT = 1 << 17                                                  # columns up to which sums of products of int8 are exact in int32
 ROWS_OF_X = 65535                                                # the most that a grid's second axis can count
 
 
@@ -86,7 +87,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
 def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Run the kernel for few rows over experts: x [M, K], weight [E * N, K], bias [E, N], out [M, N], all contiguous.
 
-    tiles: int32 [T, 3] of (expert, first row of x, one past the last of at most 8); where first >= last there is no work.
+    tiles: int32 [T, 3] of (expert, first row of x, one past the expert's last); a program takes up to 8 of these rows.
     """
     for call in grouped_calls(x, packed, tiles, bias, out):
         call.run()
@@ -96,6 +97,50 @@ def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor |
     """The launch of `grouped`, for tensors on any device, meta too; has_lanes(x, packed) must hold."""
     if out.numel():
         yield _few_call(x, packed, bias, out, tiles)
+
+
+def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """Quantize x [M, K] to 8 bits and multiply it with codes of 8 bits, plus bias [N], into out [M, N]; all contiguous."""
+    for call in quantized_calls(x, packed, bias, out):
+        call.run()
+
+
+def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+    """The launches of `quantized`, for tensors on any device, meta too; has_narrow(x, packed) must hold."""
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None and lanes.narrow is not None
+    made, (m, k), n = lanes.narrow, x.shape, packed.shape[0]
+    if not m or not n:
+        return
+    stored = torch.int8 if made.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
+    groups = k // eight.CHUNK if made.groups else 1
+    codes = x.new_empty(m, k, dtype=stored)
+    scales = x.new_empty(groups, m, dtype=torch.float32)
+    sums = torch.empty_like(scales) if made.sums else None
+    bytes_ = codes.view(torch.uint8) if stored == torch.float8_e4m3fn else codes
+    br, bk = (16, eight.CHUNK) if made.groups else (1, min(4096, _power(k)))
+    yield Call(narrow.quantize, (x, bytes_, scales, sums, m, k, k // groups),
+               {"LARGEST": eight.LARGEST[made.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
+               {"num_warps": WARPS, "enable_fp_fusion": False})  # contracted additions would skip a rounding
+    tensors = dict(zip(packed.layout.tensors, _tensors(packed), strict=True))
+    if stored == torch.float8_e4m3fn:
+        tensors[made.codes] = packed.tensors[made.codes].contiguous()
+    config, warps = configure.narrow(m, n, stored == torch.float16, x.device)
+    yield Call(made.kernel, (*tensors.values(), codes, scales, *([sums] if made.sums else []), bias, out, m, n, k),
+               {**packed.sizes, **config}, (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
+               {"num_warps": warps, "num_stages": config["STAGES"]},
+               weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
+
+
+def has_narrow(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether a kernel serves x [M, K] in 8 bits: whole chunks of columns, sums that int32 holds, codes that are numbers."""
+    lanes = packed.layout.kernels.lanes
+    if lanes is None or lanes.narrow is None or x.dtype not in (*TYPES, torch.float32) or not packed.finite:
+        return False
+    if not x.shape[1] or x.shape[1] % eight.CHUNK or (lanes.narrow.type == "i8" and x.shape[1] > SHORT):
+        return False
+    return all(size % eight.CHUNK == 0 for size in lanes.sizes(packed.sizes)) and all(
+        tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *packed.tensors.values()))
 
 
 def has_lanes(x: Tensor, packed: PackedWeight) -> bool:
