@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -10,7 +14,7 @@ import torch
 
 from qdsl.generated import bf16, fp8_block, fp8_channel, fp8_tensor, int8_channel, int8_tensor, q4_0
 from qdsl.runtime import FormatError, PackedWeight, configure, eight, launch
-from tests.support.formats import Case, cases, random_packed
+from tests.support.formats import ROOT, Case, cases, random_packed
 from tests.support.interpreter import INTERPRETED, guarded, times
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -209,6 +213,30 @@ def test_tiles(m: int, n: int) -> None:
         assert config["BN"] % 64 == 0 and config["BM"] % 16 == 0 and config["BN"] * config["BM"] <= 2048 * warps
         bytes_ = config["STAGES"] * 128 * (config["BN"] + config["BM"] * (2 if wide else 1))
         assert bytes_ + 2560 <= 99 * 1024, (config, bytes_)
+
+
+# Instructions per weight in the loop, and the matrix unit's instruction.
+COUNTS = {
+    "fp8_block 16 sm_90": (1.9, "QGMMA.64x16x32.F32.E4M3.E4M3"), "fp8_block 512 sm_90": (3.8, "QGMMA.64x128x32.F32.E4M3.E4M3"),
+    "fp8_channel 512 sm_90": (2.3, "QGMMA.64x128x32.F32.E4M3.E4M3"), "int8_channel 16 sm_90": (1.2, "IGMMA.64x16x32.S8.S8"),
+    "int8_channel 512 sm_90": (1.3, "IGMMA.64x128x32.S8.S8"), "int8_channel 512 sm_80": (2.3, "IMMA.16832.S8.S8.SAT"),
+    "fp8_block 512 sm_80": (14.5, "HMMA.16816.F32"), "one sm_90": (2.21, "HMMA.16816.F32"),
+    "experts sm_90": (2.23, "HMMA.16816.F32"),
+}
+
+
+def test_compiled() -> None:
+    """For GPUs that are not there: 8 bits meet 8 bits, nothing is spilled, and experts cost what one weight does."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    made = subprocess.run([sys.executable, "-m", "tests.narrow_kernels"], cwd=ROOT, capture_output=True, text=True,
+                          env={**environment, "PYTHONPATH": str(ROOT)})
+    assert made.returncode == 0, made.stderr[-4000:]
+    found = {f"{each['title']} {each['arch']}": each for each in map(json.loads, made.stdout.splitlines())}
+    assert found.keys() == COUNTS.keys()
+    for title, each in found.items():
+        most, instruction = COUNTS[title]
+        assert each["tensor"] == [instruction] and each["hot"] <= most, (title, each)
+        assert each["spills"] == each["stack"] == 0 and each["shared"] <= 99 * 1024, (title, each)
 
 
 # -- the functions -----------------------------------------------------------------------------------------------------

@@ -263,7 +263,8 @@ def _(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: 
 
 def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """What the gradients need: the packed tensors and what they are, never the weight."""
-    _, tensors, bias, *ctx.rest, _ = inputs
+    _, tensors, bias, *ctx.rest, quantize_x = inputs
+    ctx.others = len(ctx.rest) + bool(quantize_x)                # torch counts no argument that has its default
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(*tensors)
 
@@ -277,7 +278,7 @@ def _of_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     tensors = list(ctx.saved_tensors)
     to_x = _turned(gradient, tensors, *ctx.rest) if ctx.needs_input_grad[0] else None
     to_bias = _bias_gradient(gradient, ctx.bias) if ctx.needs_input_grad[2] else None
-    return to_x, [None] * len(tensors), to_bias, *[None] * len(ctx.rest), None
+    return to_x, [None] * len(tensors), to_bias, *[None] * ctx.others
 
 
 def _of_turned(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
