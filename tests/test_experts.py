@@ -110,6 +110,21 @@ def test_grouped_linear(module: object, rows: tuple[int, ...]) -> None:
     assert torch.equal(found, module.grouped_linear(x, packed, torch.tensor(offsets, device=DEVICE), bias))
 
 
+def test_one_launch_serves_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens on a GPU: the kernel's bits, from offsets as they come; and the loop where gradients are wanted."""
+    packed, offsets = experts_of(CASES[0], 4, 128, 256), offsets_of(ROWS[0])
+    x, bias = x_of(offsets[-1], 256, torch.float16), x_of(4, 128, torch.float16, 3)
+    assert experts._is_fused(x, packed, bias, 4) is not INTERPRETED
+    assert not experts._is_fused(x.float().requires_grad_(), packed, bias, 4)
+    monkeypatch.setattr(experts, "_is_fused", lambda *arguments: True)
+    out = torch.empty(offsets[-1], 128, dtype=x.dtype, device=DEVICE)
+    launch.grouped(x, packed, experts.tile_map(torch.tensor(offsets, device=DEVICE), offsets[-1]), bias, out)
+    for given in (offsets, torch.tensor(offsets, device=DEVICE)):
+        found = experts.linear(x.t().contiguous().t(), packed, given, bias)
+        assert torch.equal(found, out)
+    close(found, x, packed, offsets, bias)
+
+
 def test_gradients() -> None:
     packed = q4_0.quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0))).to(DEVICE)
     x = torch.randn(5, 64, dtype=torch.float64, device=DEVICE, requires_grad=True)

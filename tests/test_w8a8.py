@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qdsl.generated import bf16, fp8_block, fp8_channel, fp8_tensor, int8_channel, int8_tensor, q4_0
-from qdsl.runtime import FormatError, PackedWeight, configure, eight, launch
+from qdsl.runtime import FormatError, PackedWeight, configure, eight, launch, ops
 from tests.support.formats import ROOT, Case, cases, random_packed
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -308,6 +308,15 @@ def test_compilers_see_it() -> None:
     x.requires_grad_()
     to_x, = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum(), x)
     assert torch.equal(to_x, torch.autograd.grad(layer(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("quantize_x", [True, False])
+def test_the_operation_is_what_torch_asks_of_one(quantize_x: bool) -> None:
+    packed = weight_of(int8_channel)
+    tensors, words = ops.words(packed)
+    x = x_of(3, 256, torch.float32).requires_grad_()
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(ops._linear, (x, tensors, None, *words, *packed.shape, quantize_x), test_utils=checks)
 
 
 def test_other_weights_are_refused() -> None:
