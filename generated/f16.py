@@ -122,4 +122,5 @@ unpack = FORMAT.unpack
 convert = FORMAT.convert
 planar = FORMAT.planar
 linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
 Linear = FORMAT.Linear

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, narrow, pad
 from qdsl.runtime.numbers import e4m3
 
 
@@ -137,18 +137,23 @@ def _numbers_safetensors(
 
 @triton.jit
 def _few_safetensors(
-    weight, weight_scale_inv, x, bias, out, M, N, K,
+    weight, weight_scale_inv, x, bias, out, M, N, K, tiles,
     bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
 
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
     """
     SIZE: tl.constexpr = 128
     UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
     w, g, c = lanes.warps(WN * WK)
-    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 8, 0, False, F)
     acc = lanes.zeros(R, WN * WK)
@@ -159,7 +164,7 @@ def _few_safetensors(
             chunk = lanes.within(chunk, K // 128, EVEN)
             new = ()
             for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
+                row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_safetensors(weight, row, K, chunk), SIZE)
                 s_g = lanes.by_group(weight_scale_inv, lanes.blocks(row, bn), lanes.count(K, bk), chunk, SIZE, bk, 0)
                 total = acc[r]
@@ -171,7 +176,29 @@ def _few_safetensors(
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _narrow_safetensors(
+    weight, weight_scale_inv, x, x_scale, bias, out, M, N, K,
+    bn: tl.constexpr, bk: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):
+    """out[m, n] = sum over k of x_scale[k // 128, m] * x[m, k] * w[n, k], plus bias[n], with w = s * q.
+
+    x is E4M3, or float16 where codes of w are uint8.  A program multiplies BN rows of w with BM rows of x.
+    """
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N, False).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    x += m * K + tl.arange(0, 128)[:, None]
+    w = weight + (n * K + tl.arange(0, 128)[None, :])
+    acc = narrow.zeros(BN, BM, False)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        sum = narrow.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+        s_g = lanes.of_rows(weight_scale_inv, narrow.block(n, m, bn, BN), lanes.count(K, bk), chunk * 128, bk, 0)
+        acc += sum * (tl.load(x_scale + (chunk * M + m)) * s_g)
+    sum = acc.to(tl.float32)
+    lanes.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
 
 
 @triton.jit
@@ -245,18 +272,23 @@ def _numbers_planar(
 
 @triton.jit
 def _few_planar(
-    q, s, x, bias, out, M, N, K,
+    q, s, x, bias, out, M, N, K, tiles,
     bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
 
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
     """
     SIZE: tl.constexpr = 128 if bk >= 128 else 32
     UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
     w, g, c = lanes.warps(WN * WK)
-    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 8, 0, False, F)
     acc = lanes.zeros(R, WN * WK)
@@ -267,7 +299,7 @@ def _few_planar(
             chunk = lanes.within(chunk, K // 128, EVEN)
             new = ()
             for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
+                row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
                 s_g = lanes.by_group(s, lanes.blocks(row, bn), lanes.count(K, bk), chunk, SIZE, bk, 0)
                 total = acc[r]
@@ -279,7 +311,7 @@ def _few_planar(
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
 
 
 @triton.jit
@@ -371,7 +403,8 @@ VARIANT = Variant(
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_safetensors, blocks=("bk",), least=128, codes="weight", special=127)),
+                    lanes=Lanes(_few_safetensors, blocks=("bk",), least=128, codes="weight", special=127,
+                        narrow=Narrow(_narrow_safetensors, "e4m3", "weight", groups=True))),
         ),
         "planar": Storage(
             tensors={
@@ -405,4 +438,5 @@ unpack = FORMAT.unpack
 convert = FORMAT.convert
 planar = FORMAT.planar
 linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
 Linear = FORMAT.Linear

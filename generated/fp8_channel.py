@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, narrow, pad
 from qdsl.runtime.numbers import e4m3
 
 
@@ -137,18 +137,23 @@ def _numbers_safetensors(
 
 @triton.jit
 def _few_safetensors(
-    weight, weight_scale, x, bias, out, M, N, K,
+    weight, weight_scale, x, bias, out, M, N, K, tiles,
     R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
 
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
     """
     SIZE: tl.constexpr = 128
     UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
     w, g, c = lanes.warps(WN * WK)
-    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 8, 0, False, F)
     acc = lanes.zeros(R, WN * WK)
@@ -159,7 +164,7 @@ def _few_safetensors(
             chunk = lanes.within(chunk, K // 128, EVEN)
             new = ()
             for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
+                row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_safetensors(weight, row, K, chunk), SIZE)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
@@ -169,10 +174,32 @@ def _few_safetensors(
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        row = lanes.rows(first + 16 * r, N)
+        row = lanes.rows(first + 16 * r, N, start)
         s_g = lanes.of_row(weight_scale, row, 0)
         sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _narrow_safetensors(
+    weight, weight_scale, x, x_scale, bias, out, M, N, K,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):
+    """out[m, n] = sum over k of x_scale[0, m] * x[m, k] * w[n, k], plus bias[n], with w = s * q.
+
+    x is E4M3, or float16 where codes of w are uint8.  A program multiplies BN rows of w with BM rows of x.
+    """
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N, False).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    x += m * K + tl.arange(0, 128)[:, None]
+    w = weight + (n * K + tl.arange(0, 128)[None, :])
+    acc = narrow.zeros(BN, BM, False)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+    sum = acc.to(tl.float32)
+    s_g = lanes.of_rows(weight_scale, n, 1, 0, 1, 0)
+    sum *= s_g
+    lanes.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
 
 
 @triton.jit
@@ -246,18 +273,23 @@ def _numbers_planar(
 
 @triton.jit
 def _few_planar(
-    q, s, x, bias, out, M, N, K,
+    q, s, x, bias, out, M, N, K, tiles,
     R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
 
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
     """
     SIZE: tl.constexpr = 128
     UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
     w, g, c = lanes.warps(WN * WK)
-    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 8, 0, False, F)
     acc = lanes.zeros(R, WN * WK)
@@ -268,7 +300,7 @@ def _few_planar(
             chunk = lanes.within(chunk, K // 128, EVEN)
             new = ()
             for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
+                row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
@@ -278,10 +310,10 @@ def _few_planar(
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        row = lanes.rows(first + 16 * r, N)
+        row = lanes.rows(first + 16 * r, N, start)
         s_g = lanes.of_row(s, row, 0)
         sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
 
 
 @triton.jit
@@ -339,7 +371,8 @@ VARIANT = Variant(
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_safetensors, blocks=(), least=128, codes="weight", special=127)),
+                    lanes=Lanes(_few_safetensors, blocks=(), least=128, codes="weight", special=127,
+                        narrow=Narrow(_narrow_safetensors, "e4m3", "weight"))),
         ),
         "planar": Storage(
             tensors={
@@ -371,4 +404,5 @@ unpack = FORMAT.unpack
 convert = FORMAT.convert
 planar = FORMAT.planar
 linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
 Linear = FORMAT.Linear

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, narrow, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -158,19 +158,24 @@ def _numbers_safetensors(
 
 @triton.jit
 def _few_safetensors(
-    weight, weight_scale, weight_zero_point, x, bias, out, M, N, K,
+    weight, weight_scale, weight_zero_point, x, bias, out, M, N, K, tiles,
     R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
 
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
     """
     SIZE: tl.constexpr = 128
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     BASE: tl.constexpr = 128 if F == tl.float16 else 2304
     w, g, c = lanes.warps(WN * WK)
-    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 8, 8, True, F)
     acc = lanes.zeros(R, WN * WK)
@@ -183,7 +188,7 @@ def _few_safetensors(
             ones += sums[0]
             new = ()
             for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
+                row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_safetensors(weight, row, K, chunk), SIZE)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
@@ -193,7 +198,7 @@ def _few_safetensors(
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        row = lanes.rows(first + 16 * r, N)
+        row = lanes.rows(first + 16 * r, N, start)
         s_g = lanes.number(tl.load(weight_scale), 0)
         if weight_zero_point is None:
             z_g = 0.0
@@ -201,7 +206,35 @@ def _few_safetensors(
             z_g = lanes.number(tl.load(weight_zero_point), 8)
         sum += lanes.shifted(-z_g, BASE) * ones
         sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _narrow_safetensors(
+    weight, weight_scale, weight_zero_point, x, x_scale, x_sum, bias, out, M, N, K,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):
+    """out[m, n] = sum over k of x_scale[0, m] * x[m, k] * w[n, k], plus bias[n], with w = s * (q - z).
+
+    x is int8, and x_sum [1, M] are the sums of its rows.  A program multiplies BN rows of w with BM rows of x.
+    """
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N, False).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    x += m * K + tl.arange(0, 128)[:, None]
+    w = weight + (n * K + tl.arange(0, 128)[None, :])
+    acc = narrow.zeros(BN, BM, True)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+    sum = acc.to(tl.float32)
+    ones = tl.load(x_sum + m)
+    s_g = lanes.number(tl.load(weight_scale), 0)
+    if weight_zero_point is None:
+        z_g = 0.0
+    else:
+        z_g = lanes.number(tl.load(weight_zero_point), 8)
+    sum += (-z_g) * ones
+    sum *= s_g
+    lanes.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
 
 
 @triton.jit
@@ -282,19 +315,24 @@ def _numbers_planar(
 
 @triton.jit
 def _few_planar(
-    q, s, z, x, bias, out, M, N, K,
+    q, s, z, x, bias, out, M, N, K, tiles,
     R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
 
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
     """
     SIZE: tl.constexpr = 128
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     BASE: tl.constexpr = 128 if F == tl.float16 else 2304
     w, g, c = lanes.warps(WN * WK)
-    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 8, 8, True, F)
     acc = lanes.zeros(R, WN * WK)
@@ -307,7 +345,7 @@ def _few_planar(
             ones += sums[0]
             new = ()
             for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
+                row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
@@ -317,7 +355,7 @@ def _few_planar(
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        row = lanes.rows(first + 16 * r, N)
+        row = lanes.rows(first + 16 * r, N, start)
         s_g = lanes.number(tl.load(s), 0)
         if z is None:
             z_g = 0.0
@@ -325,7 +363,7 @@ def _few_planar(
             z_g = lanes.number(tl.load(z), 8)
         sum += lanes.shifted(-z_g, BASE) * ones
         sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
 
 
 @triton.jit
@@ -393,7 +431,8 @@ VARIANT = Variant(
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_safetensors, blocks=(), least=128)),
+                    lanes=Lanes(_few_safetensors, blocks=(), least=128,
+                        narrow=Narrow(_narrow_safetensors, "i8", "weight", sums=True))),
         ),
         "planar": Storage(
             tensors={
@@ -427,4 +466,5 @@ unpack = FORMAT.unpack
 convert = FORMAT.convert
 planar = FORMAT.planar
 linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
 Linear = FORMAT.Linear

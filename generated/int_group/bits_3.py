@@ -386,19 +386,24 @@ def _numbers_planar(
 
 @triton.jit
 def _few_planar(
-    q_0, q_1, s, z, x, bias, out, M, N, K,
+    q_0, q_1, s, z, x, bias, out, M, N, K, tiles,
     group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
 
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
     """
     SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     BASE: tl.constexpr = 0 if F == tl.float16 else 128
     w, g, c = lanes.warps(WN * WK)
-    x = lanes.token_rows(x, tl.program_id(1) * 8 + g, M, K)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 2, 3, False, F)
     acc = lanes.zeros(R, WN * WK)
@@ -409,7 +414,7 @@ def _few_planar(
             chunk = lanes.within(chunk, K // 128, EVEN)
             new = ()
             for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
+                row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_planar(q_0, q_1, row, K, chunk), SIZE)
                 s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
                 z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 3)
@@ -423,7 +428,7 @@ def _few_planar(
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        lanes.store_columns(sum * UNIT, bias, out, tl.program_id(1) * 8, M, tl.program_id(0) * WN, r, R, N, WN, WK)
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
 
 
 @triton.jit

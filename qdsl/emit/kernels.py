@@ -6,16 +6,16 @@ from math import prod
 
 from qdsl.emit.body import Body, guarded, nest
 from qdsl.emit.kernel import Decoder, Tile, offset_text, shown, tile, unrolled
-from qdsl.emit.lanes import lanes
+from qdsl.emit.lanes import lanes, narrow
 from qdsl.emit.templates import render
 from qdsl.ir.index import Index, name, substitute
 from qdsl.ir.program import Program
 
 
 def kernels(program: Program) -> list[str]:
-    """The lines of a storage's dequantize and linear kernels."""
+    """The lines of a storage's kernels."""
     coordinates = tile(program)
-    made = [_dequantize(program, coordinates), _linear(program, coordinates), *(part for part in (lanes(program),) if part)]
+    made = [_dequantize(program, coordinates), _linear(program, coordinates), *filter(None, (lanes(program), narrow(program)))]
     return [line for i, part in enumerate(made) for line in (*(["", ""] if i else []), *part)]
 
 

@@ -21,7 +21,8 @@ CHUNK = 128                                                      # columns that 
 LOCALS = frozenset((
     "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "HIGH", "EVEN", "STAGES",
     "w", "g", "c", "n", "m", "first", "flip", "acc", "ones", "step", "j", "chunk", "columns", "sums", "new", "r", "row", "words",
-    "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range"))
+    "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start",
+    "BN", "x_scale", "x_sum", "narrow"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,20 @@ class Plan:
         return not self.stored and self.smallest >= 32
 
     @property
+    def narrow(self) -> str:
+        """The type in which 8 bits of x meet codes of 8 bits; '' where there is no such kernel.
+
+        Zeros and offsets ask for sums of x, which are made for whole rows.
+        """
+        simple = self.late or not (self.affine.zero or self.affine.offset)
+        return self.code.name if self.stored and simple and self.code.name in ("e4m3", "i8") else ""
+
+    @property
+    def takes_sums(self) -> bool:
+        """Whether something is added to codes, or to weights."""
+        return bool(self.affine.zero or self.affine.offset)
+
+    @property
     def exact_zero(self) -> int | None:
         """The zero, where it is an integer that operands can have on top of codes."""
         zero = self.affine.zero
@@ -253,6 +268,20 @@ def lanes(program: Program) -> list[str]:
         unit=f"{unit[0]} if F == tl.float16 else {unit[1]}" if unit[0] != unit[1] else unit[0])
 
 
+def narrow(program: Program) -> list[str]:
+    """The lines of the kernel that multiplies 8 bits of x with codes of 8 bits; none where a storage has none."""
+    made = plan(program)
+    if made is None or not made.narrow:
+        return []
+    scale = _text(made.affine.scale, {}, made.outer)
+    factor = "" if scale == "1.0" else f" * ({scale})" if " + " in scale or " - " in scale else f" * {scale}"
+    return render(
+        "narrow", storage=program.storage, arguments=", ".join(argument(t.name) for t in program.tensors), code=made.affine.code,
+        sizes="".join(f"{size}: tl.constexpr, " for size in program.sizes), codes=argument(made.stored), line=_line(made),
+        integer=made.integer, exact=made.integer and made.late, late=made.late, ones=made.takes_sums,
+        loads=_loads(made, "narrow"), scale=factor, finish=_finish(made, True))
+
+
 # -- codes ------------------------------------------------------------------------------------------------------------
 
 
@@ -329,13 +358,17 @@ def _numbers(made: Plan) -> list[str]:
 
 
 def _row_of(group: Group) -> str:
-    return "row" if group.rows == "1" else f"lanes.blocks(row, {group.rows or 'N'})"
+    return "row" if group.rows == "1" else f"lanes.blocks(row, {group.rows})" if group.rows else "lanes.same(row)"
 
 
 def _load(made: Plan, group: Group, how: str) -> str:
     """A field's value per column of the instruction ('row'), or a tuple of values per group of a chunk ('few')."""
     if not group.varies:
-        return _constant(group, how == "many")
+        return _constant(group, how in ("many", "narrow"))
+    if how == "narrow":
+        where = "n" if group.rows == "1" else f"narrow.block(n, m, {group.rows}, BN)" if group.rows else "tl.zeros_like(m)"
+        return (f"lanes.of_rows({group.tensor}, {where}, lanes.count(K, {group.columns}), chunk * 128, {group.columns}, "
+                f"{group.bits})")
     head = f"{group.tensor}, {_row_of(group)}, lanes.count(K, {group.columns}), chunk"
     if how == "many":
         where = "n" if group.rows == "1" else f"n // {group.rows or 'N'}"

@@ -16,7 +16,7 @@ from qdsl.emit.axes import axis_text, field_axes, field_kinds, tensor_axes
 from qdsl.emit.decode import Decode, decode
 from qdsl.emit.kernel import tile
 from qdsl.emit.kernels import kernels
-from qdsl.emit.lanes import plan
+from qdsl.emit.lanes import Plan, plan
 from qdsl.emit.lines import folded, indent, wrapped
 from qdsl.emit.pack import pack_body
 from qdsl.emit.tensors import Unsupported, is_plain, tensor_dtype
@@ -30,8 +30,8 @@ from qdsl.spec.model import Data, Spec
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Storage", "Stored", "Variant", "as_type", "cdiv", "device", "empty", "integer",
-           "lanes", "pad")
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Variant", "as_type", "cdiv", "device", "empty",
+           "integer", "lanes", "narrow", "pad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +271,19 @@ def _storage(program: Program) -> list[str]:
         blocks = _tuple(list(dict.fromkeys(made.blocks))) if made.blocks else "()"
         least = f", least={made.least}" if made.stored else ""
         special = f', codes="{made.stored or made.affine.code}", special={made.special}' if made.special else ""
-        kernel.append(f"lanes=Lanes(_few_{program.storage}{row}{many}, blocks={blocks}{least}{special})")
+        narrow = f", narrow={_narrow(program, made)}" if made.narrow else ""
+        kernel.append(f"lanes=Lanes(_few_{program.storage}{row}{many}, blocks={blocks}{least}{special}{narrow})")
     tail = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}"]
     if program.where:
         tail.append("where=(" + ", ".join(f'"{name}"' for name in program.where) + ("," if len(program.where) == 1 else "") + ")")
     if needs_shape(program):
         tail.append("needs_shape=True")
     return [*lines, "    " + ", ".join(tail) + ",", *indent(wrapped("kernels=Kernels(", kernel, "),", level=1)), "),"]
+
+
+def _narrow(program: Program, made: Plan) -> str:
+    more = (", groups=True" if not made.late else "") + (", sums=True" if made.takes_sums else "")
+    return f'Narrow(_narrow_{program.storage}, "{made.narrow}", "{made.stored}"{more})'
 
 
 def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program]) -> list[str]:
@@ -302,7 +308,7 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
     if spec.detect:
         lines.append(f"    detect={_data(dict(spec.detect))},")
     lines.append(f'    digest="{_digest(spec)}",')
-    surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "planar", "linear", "Linear"]
+    surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "planar", "linear", "grouped_linear", "Linear"]
     return [*lines, ")", "SPEC = FORMAT.spec", *(f"{name} = FORMAT.{name}" for name in surface)]
 
 

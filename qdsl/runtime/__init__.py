@@ -2,9 +2,9 @@
 
 from qdsl.runtime.arrays import as_type, cdiv, empty, integer, pad
 from qdsl.runtime.format import Format, Spec
-from qdsl.runtime.layout import Field, Kernels, Lanes, Storage, Stored, Variant
+from qdsl.runtime.layout import Field, Kernels, Lanes, Narrow, Storage, Stored, Variant
 from qdsl.runtime.module import QuantizedLinear
 from qdsl.runtime.packed import FormatError, PackedWeight
 
-__all__ = ["Field", "Format", "FormatError", "Kernels", "Lanes", "PackedWeight", "QuantizedLinear", "Spec", "Storage", "Stored",
-           "Variant", "as_type", "cdiv", "empty", "integer", "pad"]
+__all__ = ["Field", "Format", "FormatError", "Kernels", "Lanes", "Narrow", "PackedWeight", "QuantizedLinear", "Spec", "Storage",
+           "Stored", "Variant", "as_type", "cdiv", "empty", "integer", "pad"]

@@ -83,7 +83,7 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
         rule = _many(m, n, device)
         others = [{**rule, "R": r, "STAGES": stages} for r in (1, 2) for stages in (2, 3, 4)]
     else:
-        rule = _lanes(n, k, device)
+        rule = lanes(n, k, device)
         others = [_split(r, wk, k) for r in (2, 1) for wk in (8, 4, 2, 1) if 256 * wk <= k]
     return [rule, *(other for other in others if other != rule)]
 
@@ -123,7 +123,24 @@ def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
     return {"R": r, "W": 4, "BM": bm, "STAGES": 3}
 
 
-def _lanes(n: int, k: int, device: torch.device) -> dict[str, int]:
+@cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether matrix units take E4M3; of a device that is not there, an H100's do."""
+    return device.type != "cuda" or bool(torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+def narrow(m: int, n: int, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
+    """BN rows of w and BM rows of x per program, and warps; wide: x's codes have 16 bits.
+
+    64 rows of w are the fewest that Hopper's instructions take.  Stages fill what shared memory every device has, 99 KB.
+    """
+    bm = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 or wide else 128
+    if bm < 64 or 4 * cdiv(n, 128) * cdiv(m, bm) < 3 * target(device).multiprocessors:
+        return {"BN": 64, "BM": min(bm, 64), "STAGES": 6 if bm < 64 else 4}, 4
+    return {"BN": 128, "BM": bm, "STAGES": 4 if bm == 64 and not wide else 3}, 4 if bm == 64 else 8
+
+
+def lanes(n: int, k: int, device: torch.device) -> dict[str, int]:
     """R tiles of 16 rows per warp, and WK warps that share K, for a weight [n, k].
 
     Two tiles share what is made of x, so that fewer than two only pay where programs would not fill the device.  Warps share

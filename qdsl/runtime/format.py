@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.numbers import number
-from qdsl.runtime import launch, ops, tiles
+from qdsl.runtime import experts, launch, ops, tiles
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Field, Lanes, Storage, Variant
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
@@ -397,10 +397,25 @@ class Format:
         return {name: torch.empty(wanted[name][1], dtype=tensor.dtype, device=tensor.device)
                 for name, tensor in part.tensors.items()}
 
-    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias."""
+    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False) -> Tensor:
+        """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias.
+
+        quantize_x: first quantize each row of x to 8 bits, as runtime/eight.py says, for a weight with codes of 8 bits; matrix
+        units then multiply 8 bits with 8 bits.  Gradients are those without.  Raises FormatError for other weights.
+        """
         self._own(packed)
-        return ops.linear(x, packed, bias)
+        return ops.linear(x, packed, bias, quantize_x)
+
+    def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None,
+                       ) -> Tensor:
+        """x [M, K], sorted by expert, times the transposed weights [E * N, K] of E experts, plus bias [E, N]: [M, N].
+
+        Expert e has rows [offsets[e], offsets[e + 1]) of x and [e * N, (e + 1) * N) of the weight; offsets are E + 1 integers, a
+        list or a tensor.  On a GPU few rows per expert take one launch, without waiting for the offsets, which are trusted.
+        Differentiable in x and bias.  Raises FormatError where something does not fit.
+        """
+        self._own(packed)
+        return experts.linear(x, packed, offsets, bias)
 
     @cached_property
     def Linear(self) -> type[QuantizedLinear]:

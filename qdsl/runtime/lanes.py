@@ -38,9 +38,22 @@ def warps(W: tl.constexpr):
 
 
 @triton.jit
-def rows(n, N):
-    """Rows n and n + 8, the last row in place of those past it: [8 * W, 1] int64."""
-    return tl.minimum(n, N - 1).to(tl.int64), tl.minimum(n + 8, N - 1).to(tl.int64)
+def tile(tiles, M, N):
+    """A program's rows of x, the first and one past the last, and the row of w at which those that they meet begin.
+
+    tiles: int32 [T, 3] of (expert, first row, one past the last); None for a weight that all rows of x meet.
+    """
+    if tiles is None:
+        return tl.program_id(1) * 8, M, 0
+    else:
+        p = tiles + tl.program_id(1) * 3
+        return tl.load(p + 1), tl.load(p + 2), tl.load(p).to(tl.int64) * N
+
+
+@triton.jit
+def rows(n, N, start=0):
+    """Rows n and n + 8 from `start` on, the last of N in place of those past it: [8 * W, 1] int64."""
+    return tl.minimum(n, N - 1).to(tl.int64) + start, tl.minimum(n + 8, N - 1).to(tl.int64) + start
 
 
 @triton.jit
@@ -299,6 +312,12 @@ def blocks(row, size):
 
 
 @triton.jit
+def same(row):
+    """Row 0 in place of two rows: the one that a field has which rows share."""
+    return tl.zeros_like(row[0]), tl.zeros_like(row[1])
+
+
+@triton.jit
 def count(K, block: tl.constexpr):
     """How many blocks of columns there are; K is a multiple of 128."""
     if block <= 128:
@@ -446,13 +465,14 @@ def store_row(sum, bias, out, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.
 
 
 @triton.jit
-def store_columns(sum, bias, out, token, M, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.constexpr, WK: tl.constexpr):
-    """Store the sums [W, 16, 8] of rows `token` onwards of x, added up over the WK warps of a tile."""
+def store_columns(sum, bias, out, token, M, start, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.constexpr,
+                  WK: tl.constexpr):
+    """Store the sums [W, 16, 8] of rows `token` onwards of x, added up over the WK warps of a tile; the bias from `start` on."""
     m = token + tl.arange(0, 8)[None, None, :]
     n = (tile + tl.arange(0, WN)[:, None, None]) * (16 * R) + 16 * r + tl.arange(0, 16)[None, :, None]
     total = tl.sum(sum.reshape(WN, WK, 16, 8), axis=1)
     if bias is not None:
-        total += tl.load(bias + n, n < N, 0).to(tl.float32)
+        total += tl.load(bias + start + n, n < N, 0).to(tl.float32)
     tl.store(out + m.to(tl.int64) * N + n, total, (n < N) & (m < M))
 
 

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import configure
+from qdsl.runtime import configure, eight, narrow
 from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.packed import PackedWeight
 from qdsl.runtime.shapes import axis
@@ -18,6 +18,7 @@ from qdsl.runtime.shapes import axis
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 WARPS = 4
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
+SHORT = 1 << 17                                                  # columns up to which sums of products of int8 are exact in int32
 ROWS_OF_X = 65535                                                # the most that a grid's second axis can count
 
 
@@ -88,6 +89,66 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
                    weights=min(bn, rows) * units * _unit(packed), step=bn * bk * _unit(packed))
 
 
+def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Run the kernel for few rows over experts: x [M, K], weight [E * N, K], bias [E, N], out [M, N], all contiguous.
+
+    tiles: int32 [T, 3] of (expert, first row of x, one past the expert's last); a program takes up to 8 of these rows.
+    """
+    for call in grouped_calls(x, packed, tiles, bias, out):
+        call.run()
+
+
+def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+    """The launch of `grouped`, for tensors on any device, meta too; has_lanes(x, packed) must hold."""
+    if out.numel():
+        config = configure.lanes(out.shape[1] * cdiv(x.shape[0], 8), x.shape[1], x.device)
+        yield _few_call(x, packed, bias, out, config, tiles)
+
+
+def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """Quantize x [M, K] to 8 bits and multiply it with codes of 8 bits, plus bias [N], into out [M, N]; all contiguous."""
+    for call in quantized_calls(x, packed, bias, out):
+        call.run()
+
+
+def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+    """The launches of `quantized`, for tensors on any device, meta too; has_narrow(x, packed) must hold."""
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None and lanes.narrow is not None
+    made, (m, k), n = lanes.narrow, x.shape, packed.shape[0]
+    if not m or not n:
+        return
+    stored = torch.int8 if made.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
+    groups = k // eight.CHUNK if made.groups else 1
+    codes = x.new_empty(m, k, dtype=stored)
+    scales = x.new_empty(groups, m, dtype=torch.float32)
+    sums = torch.empty_like(scales) if made.sums else None
+    bytes_ = codes.view(torch.uint8) if stored == torch.float8_e4m3fn else codes
+    br, bk = (16, eight.CHUNK) if made.groups else (1, min(4096, _power(k)))
+    yield Call(narrow.quantize, (x, bytes_, scales, sums, m, k, k // groups),
+               {"LARGEST": eight.LARGEST[made.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
+               {"num_warps": WARPS, "enable_fp_fusion": False})  # contracted additions would skip a rounding
+    tensors = dict(zip(packed.layout.tensors, _tensors(packed), strict=True))
+    if stored == torch.float8_e4m3fn:
+        tensors[made.codes] = packed.tensors[made.codes].contiguous()
+    config, warps = configure.narrow(m, n, stored == torch.float16, x.device)
+    yield Call(made.kernel, (*tensors.values(), codes, scales, *([sums] if made.sums else []), bias, out, m, n, k),
+               {**packed.sizes, **config}, (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
+               {"num_warps": warps, "num_stages": config["STAGES"]},
+               weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
+
+
+def has_narrow(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether a kernel serves x [M, K] in 8 bits: whole chunks of columns, sums that int32 holds, codes that are numbers."""
+    lanes = packed.layout.kernels.lanes
+    if lanes is None or lanes.narrow is None or x.dtype not in (*TYPES, torch.float32) or not packed.finite:
+        return False
+    if not x.shape[1] or x.shape[1] % eight.CHUNK or (lanes.narrow.type == "i8" and x.shape[1] > SHORT):
+        return False
+    return all(size % eight.CHUNK == 0 for size in lanes.sizes(packed.sizes)) and all(
+        tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *packed.tensors.values()))
+
+
 def has_lanes(x: Tensor, packed: PackedWeight) -> bool:
     """Whether the kernels for matrix units serve x [M, K]: 16-bit floats, whole chunks of columns, codes that are numbers."""
     lanes = packed.layout.kernels.lanes
@@ -115,20 +176,47 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     lanes = packed.layout.kernels.lanes
     assert lanes is not None
     (m, k), n = x.shape, packed.shape[0]
-    tensors = [tensor if tensor is None or tensor.shape != (n, k) else tensor.view(torch.int32) for tensor in _tensors(packed)]
+    tensors = _lane_tensors(packed)
     constants = {**packed.sizes, **config, "F": TYPES[x.dtype]}
-    options = {"num_warps": config.get("W") or config["WN"] * config["WK"], "num_stages": config.get("STAGES", 1),
-               "enable_fp_fusion": True}
-    rows = 16 * config["R"] * (config.get("W") or config["WN"])
-    columns = 128 if which == "many" else 256 * config["WK"]
-    taken = {"weights": min(rows, n) * k, "step": rows * columns}
     if which == "many":
-        return Call(lanes.many, (*tensors, x, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, config["BM"])), options,
-                    **taken)
-    pairs = x.view(torch.int32)
+        rows = 16 * config["R"] * config["W"]
+        return Call(lanes.many, (*tensors, x, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, config["BM"])),
+                    {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
+                    weights=min(rows, n) * k, step=rows * 128)
     if which == "row":
-        return Call(lanes.row, (*tensors, pairs, bias, out, n, k), constants, (cdiv(n, rows),), options, **taken)
-    return Call(lanes.few, (*tensors, pairs, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, 8)), options, **taken)
+        return Call(lanes.row, (*tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
+                    _lane_options(config), **_lane_weights(config, n, k))
+    return _few_call(x, packed, bias, out, config)
+
+
+def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Mapping[str, int],
+              tiles: Tensor | None = None) -> Call:
+    """The launch of `few`, with or without experts: in both a program of the grid's second axis has up to 8 rows of x."""
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None
+    (m, k), n = x.shape, out.shape[1]
+    return Call(lanes.few, (*_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
+                {**packed.sizes, **config, "F": TYPES[x.dtype]},
+                (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config),
+                **_lane_weights(config, n, k))
+
+
+def _lane_tensors(packed: PackedWeight) -> list[Tensor | None]:
+    """Kernel arguments in storage order: codes of 8 bits as words."""
+    return [tensor if tensor is None or tensor.shape != packed.shape else tensor.view(torch.int32) for tensor in _tensors(packed)]
+
+
+def _lane_rows(config: Mapping[str, int]) -> int:
+    """Rows of w per program."""
+    return 16 * config["R"] * config["WN"]
+
+
+def _lane_options(config: Mapping[str, int]) -> dict[str, Any]:
+    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
+
+
+def _lane_weights(config: Mapping[str, int], n: int, k: int) -> dict[str, int]:
+    return {"weights": min(_lane_rows(config), n) * k, "step": _lane_rows(config) * 256 * config["WK"]}
 
 
 def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:

@@ -52,11 +52,27 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Narrow:
+    """A kernel that multiplies 8 bits of x with a weight's codes of 8 bits.
+
+    type: of both, 'e4m3' or 'i8'.  codes: the tensor of the weight's.  groups: x has a scale per 128 columns, else per row.
+    sums: the kernel takes the sums of x's codes, too.
+    """
+
+    kernel: Any
+    type: str
+    codes: str
+    groups: bool = False
+    sums: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Lanes:
     """Kernels for matrix units: `few` for up to 8 rows of x, `row` for one, `many` for more.
 
     blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters;
     least: the fewest that the kernels serve.  special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
+    narrow: the kernel for x in 8 bits.
     """
 
     few: Any
@@ -66,6 +82,7 @@ class Lanes:
     least: int = 16
     codes: str = ""
     special: int = 0
+    narrow: Narrow | None = None
 
     def sizes(self, sizes: Mapping[str, int]) -> list[int]:
         """The blocks as numbers, for these size parameters."""

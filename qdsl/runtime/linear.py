@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdsl.runtime import configure, cpu, launch
+from qdsl.runtime import configure, cpu, eight, launch
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tiles import decode_rows, row_tiles
 
@@ -35,7 +35,9 @@ def check_bias(bias: Tensor | None, shape: tuple[int, int]) -> None:
                           f"expected floats [{n}]")
 
 
-def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, quantize_x: bool = False) -> Tensor:
+    if quantize_x:
+        return _narrow_product(x, packed, bias)
     if x.device.type == "cpu":
         return cpu.product(x, packed, bias)
     out = x.new_empty(x.shape[0], packed.shape[0])
@@ -45,6 +47,15 @@ def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     for start, stop in row_tiles(packed, weights=_tile_weights(x)):
         weight = _weights(packed, start, stop, x.dtype)
         out[:, start:stop] = torch.nn.functional.linear(x, weight, None if bias is None else bias[start:stop].to(x.dtype))
+    return out
+
+
+def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    """The product with x quantized to 8 bits: by a kernel, or where there is none with x as it then is, in float32."""
+    if x.device.type == "cpu" or not launch.has_narrow(x, packed):
+        return _product(eight.rounded(x, packed), packed, bias).to(x.dtype)
+    out = x.new_empty(x.shape[0], packed.shape[0])
+    launch.quantized(x, packed, bias, out)
     return out
 
 

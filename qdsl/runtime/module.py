@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qdsl.runtime import eight
 from qdsl.runtime.linear import check_bias
 from qdsl.runtime.ops import is_plain
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -32,13 +33,18 @@ class QuantizedLinear(nn.Linear):
     """
 
     format: Format
+    quantize_x: bool = False                                     # as in `linear`; may be set at any time
 
-    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
+                 quantize_x: bool = False) -> None:
         nn.Module.__init__(self)                                 # not nn.Linear's, which would allocate a dense weight
         if packed.format is not self.format:
             raise FormatError(f"a {type(self).__name__} of {self.format.name} cannot hold a weight of {packed.format.name}")
         self.out_features, self.in_features = packed.shape
         check_bias(bias, packed.shape)
+        if quantize_x:
+            eight.check(packed)
+            self.quantize_x = True
         self.compute_dtype = dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
         self._packed = packed.derive({})
         self._names = {name: self._attribute(packed.names.get(name, name)) for name in packed.tensors}
@@ -96,14 +102,14 @@ class QuantizedLinear(nn.Linear):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.format.linear(input, self.packed, self.bias)
+        return self.format.linear(input, self.packed, self.bias, self.quantize_x)
 
     def reset_parameters(self) -> None:
         raise FormatError(f"a {self.format.name} weight is loaded or quantized, not initialised")
 
     def extra_repr(self) -> str:
         return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-                f"format={self.format.name}.{self._packed.storage}")
+                f"format={self.format.name}.{self._packed.storage}{', quantize_x=True' if self.quantize_x else ''}")
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 

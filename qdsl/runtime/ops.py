@@ -1,6 +1,6 @@
 """The operations as torch sees them: opaque, with shapes and gradients, for torch.compile, torch.export and the like.
 
-    qdsl::linear       x [..., K], bias [N]    ->  [..., N]
+    qdsl::linear       x [..., K], bias [N]    ->  [..., N], with quantize_x of x in 8 bits
     qdsl::transposed   gradient [..., N]       ->  [..., K], the gradient with respect to x
     qdsl::dequantize                           ->  [N, K]
 
@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from qdsl.runtime import eight
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.linear import _product, _transposed, check_x
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -83,21 +84,24 @@ def _weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWe
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False) -> Tensor:
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
 
     Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or on a CPU float64
     for x in float64.  On a GPU up to 16 rows of x meet exact float32 weights; in every other case weights are first rounded
-    to x's dtype.  Raises FormatError where x does not fit.
+    to x's dtype.  quantize_x: of x in 8 bits; gradients are those of the product without.  Raises FormatError where x does not
+    fit, or codes are no 8 bits.
     """
     check_x(x, bias, packed.shape, packed.device)
+    if quantize_x:
+        eight.check(packed)
     x = autocast(x)
     if _is_recorded():
-        return _operation(x, packed, bias, turned=False)
-    if _is_differentiated(x, bias):
-        result: Tensor = _Times.apply(x, bias, packed, False)  # type: ignore[no-untyped-call]
+        return _operation(x, packed, bias, False, quantize_x)
+    if is_differentiated(x, bias):
+        result: Tensor = _Times.apply(x, bias, packed, False, quantize_x)  # type: ignore[no-untyped-call]
         return result
-    return _times(x, packed, bias, turned=False)
+    return _times(x, packed, bias, False, quantize_x)
 
 
 def dequantize(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -134,23 +138,24 @@ def _is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
-def _is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
+def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
     """Whether autograd, forward mode or a transform of torch.func has to hear of the product."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool) -> Tensor:
+def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, quantize_x: bool) -> Tensor:
     """x [..., K] @ w.T + bias, or where `turned` x [..., N] @ w; without gradients."""
-    return _computed(x, packed, bias, turned) if is_plain(x, bias) else _operation(x, packed, bias, turned)
+    compute = _computed if is_plain(x, bias) else _operation
+    return compute(x, packed, bias, turned, quantize_x)
 
 
-def _computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool) -> Tensor:
+def _computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, quantize_x: bool = False) -> Tensor:
     """The work itself."""
     with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
-        out = _transposed(rows, packed) if turned else _product(rows, packed, bias)
+        out = _transposed(rows, packed) if turned else _product(rows, packed, bias, quantize_x)
         return out.view(*x.shape[:-1], packed.shape[turned])
 
 
@@ -159,48 +164,51 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool) -> Tensor:
+def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, quantize_x: bool) -> Tensor:
     tensors, described = words(packed)
     result: Tensor = _turned(x, tensors, *described, *packed.shape) if turned else \
-        _linear(x, tensors, bias, *described, *packed.shape)
+        _linear(x, tensors, bias, *described, *packed.shape, quantize_x)
     return result
 
 
 class _Times(torch.autograd.Function):
-    """The product with its derivatives, for autograd and torch.func: linear in x, so that each direction is the other's."""
+    """The product with its derivatives, for autograd and torch.func: linear in x, so that each direction is the other's.
+
+    Derivatives of a quantized x are 1, as if it were not.
+    """
 
     @staticmethod
-    def forward(x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool) -> Tensor:
-        return _times(x, packed, bias, turned)
+    def forward(x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool, quantize_x: bool) -> Tensor:
+        return _times(x, packed, bias, turned, quantize_x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, bias, ctx.packed, ctx.turned = inputs
+        _, bias, ctx.packed, ctx.turned, _ = inputs
         ctx.bias = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         to_x = to_bias = None
         if ctx.needs_input_grad[0]:
-            to_x = _Times.apply(gradients[0], None, ctx.packed, not ctx.turned)  # type: ignore[no-untyped-call]
+            to_x = _Times.apply(gradients[0], None, ctx.packed, not ctx.turned, False)  # type: ignore[no-untyped-call]
         if ctx.needs_input_grad[1]:
             to_bias = _bias_gradient(gradients[0], ctx.bias)
-        return to_x, to_bias, None, None
+        return to_x, to_bias, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor, bias: Tensor | None, *_: None) -> Tensor:
-        out: Tensor = _Times.apply(x, None, ctx.packed, ctx.turned)  # type: ignore[no-untyped-call]
+        out: Tensor = _Times.apply(x, None, ctx.packed, ctx.turned, False)  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias.to(out.dtype)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool,
-             ) -> tuple[Tensor, int]:
+             quantize_x: bool) -> tuple[Tensor, int]:
         """A batch of x is one more axis of x; a batch of biases is added afterwards, in the product's dtype."""
         of_x, of_bias, *_ = in_dims
         x = x.unsqueeze(0) if of_x is None else x.movedim(of_x, 0)
         if bias is None or of_bias is None:
-            return _Times.apply(x, bias, packed, turned), 0  # type: ignore[no-untyped-call]
-        out: Tensor = _Times.apply(x, None, packed, turned)  # type: ignore[no-untyped-call]
+            return _Times.apply(x, bias, packed, turned, quantize_x), 0  # type: ignore[no-untyped-call]
+        out: Tensor = _Times.apply(x, None, packed, turned, quantize_x)  # type: ignore[no-untyped-call]
         biases = bias.movedim(of_bias, 0).to(out.dtype)
         return out + biases.view(len(biases), *[1] * (out.dim() - 2), -1), 0
 
@@ -215,8 +223,8 @@ def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("qdsl::linear", mutates_args=())
 def _linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-            finite: bool, n: int, k: int) -> Tensor:
-    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite), n, k), bias, turned=False)
+            finite: bool, n: int, k: int, quantize_x: bool = False) -> Tensor:
+    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite), n, k), bias, False, quantize_x)
 
 
 @torch.library.custom_op("qdsl::transposed", mutates_args=())
@@ -234,7 +242,7 @@ def _dequantize(tensors: Sequence[Tensor], format: str, storage: str, params: st
 
 @_linear.register_fake
 def _(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-      finite: bool, n: int, k: int) -> Tensor:
+      finite: bool, n: int, k: int, quantize_x: bool = False) -> Tensor:
     return x.new_empty(*x.shape[:-1], n)
 
 
@@ -255,7 +263,8 @@ def _(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: 
 
 def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """What the gradients need: the packed tensors and what they are, never the weight."""
-    _, tensors, bias, *ctx.rest = inputs
+    _, tensors, bias, *ctx.rest, quantize_x = inputs
+    ctx.others = len(ctx.rest) + bool(quantize_x)                # torch counts no argument that has its default
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(*tensors)
 
@@ -269,7 +278,7 @@ def _of_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     tensors = list(ctx.saved_tensors)
     to_x = _turned(gradient, tensors, *ctx.rest) if ctx.needs_input_grad[0] else None
     to_bias = _bias_gradient(gradient, ctx.bias) if ctx.needs_input_grad[2] else None
-    return to_x, [None] * len(tensors), to_bias, *[None] * len(ctx.rest)
+    return to_x, [None] * len(tensors), to_bias, *[None] * ctx.others
 
 
 def _of_turned(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -1,0 +1,59 @@
+"""x in 8 bits, for weights with codes of 8 bits: what it is, by torch.  runtime/narrow.py makes the same bits in a kernel.
+
+A group of columns of a row of x has a scale, its largest magnitude by the type's largest number (448 of e4m3, 127 of i8), at
+least 2^-126; and codes, x times 1 / scale, rounded to nearest even.  Each step is rounded to float32.  A group is 128 columns
+where the weight's scales vary along K, else the whole row.  Where a number is not finite the scale is NaN, and codes are 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.arrays import cdiv
+from qdsl.runtime.layout import Narrow
+from qdsl.runtime.packed import FormatError, PackedWeight
+
+CHUNK = 128                                                      # columns of a group
+LARGEST = {"e4m3": 448.0, "i8": 127.0}
+SMALLEST = 2.0 ** -126                                           # normal, so that nothing depends on how subnormals are treated
+
+
+def check(packed: PackedWeight) -> None:
+    """Raises FormatError unless the weight can be multiplied with x in 8 bits."""
+    lanes = packed.layout.kernels.lanes
+    name = f"{packed.format.name}.{packed.storage}"
+    if lanes is None or lanes.narrow is None:
+        raise FormatError(f"quantize_x: {name} does not hold its codes as rows of 8 bits, e4m3 or i8")
+    for text, size in zip(lanes.blocks, lanes.sizes(packed.sizes), strict=True):
+        if size % CHUNK and size < packed.shape[1]:
+            raise FormatError(f"quantize_x: x is quantized in groups of {CHUNK} columns, and {text} = {size} is no multiple")
+
+
+def quantized(x: Tensor, kind: str, groups: bool) -> tuple[Tensor, Tensor]:
+    """x [M, K] as codes [M, K], float8_e4m3fn or int8, and scales float32 [M, ceil(K/128)], or [M, 1] without groups."""
+    size = CHUNK if groups else max(1, x.shape[1])
+    wide = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size)).view(len(x), cdiv(x.shape[1], size), size)
+    top = wide.abs().amax(2)
+    finite = top < torch.inf
+    scales = (top / LARGEST[kind]).clamp(min=SMALLEST).masked_fill(~finite, torch.nan)
+    values = (wide * (1 / scales)[..., None]).masked_fill(~finite[..., None], 0)
+    codes = values.round().to(torch.int8) if kind == "i8" else values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, :x.shape[1]].contiguous(), scales
+
+
+def rounded(x: Tensor, packed: PackedWeight) -> Tensor:
+    """What x [M, K] is for a weight once it is quantized: float32 [M, K], or float64 for x in float64."""
+    narrow = _narrow(packed)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if not x.numel():
+        return x.to(dtype)
+    codes, scales = quantized(x, narrow.type, narrow.groups)
+    wide = scales.to(dtype).repeat_interleave(CHUNK if narrow.groups else x.shape[1], 1)[:, :x.shape[1]]
+    return codes.to(dtype) * wide
+
+
+def _narrow(packed: PackedWeight) -> Narrow:
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None and lanes.narrow is not None
+    return lanes.narrow

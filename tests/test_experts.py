@@ -1,0 +1,157 @@
+"""Products with experts' weights: the fused kernel in the interpreter or on a GPU, and the loop over experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+
+from qdsl.generated import fp8_block, int8_channel, q4_0
+from qdsl.runtime import FormatError, PackedWeight, experts, launch
+from tests.support.formats import Case, cases, random_packed
+from tests.support.interpreter import INTERPRETED, guarded, times
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# Groups by values of their own and none at all, codes as rows have them and in planes, zero points, blocks of rows.
+NAMES = ("q4_0.planar", "fp8_block.safetensors-bn128-bk128-scale_typef32", "int8_channel.safetensors-scale_typebf16",
+         "int_group.planar-bits4-group128", "q6_k.planar")
+CASES = [case for case in cases() if str(case) in NAMES]
+# Empty experts first, between and last; a tile of 8, more than a tile, rows that begin anywhere.
+ROWS = ((0, 3, 0, 9), (8, 0, 1, 0), (0, 0, 0, 2))
+
+
+def offsets_of(rows: Sequence[int]) -> list[int]:
+    return [sum(rows[:i]) for i in range(len(rows) + 1)]
+
+
+def experts_of(case: Case, count: int, n: int, k: int) -> PackedWeight:
+    return random_packed(case, (count * n, k), 1).to(DEVICE)
+
+
+def x_of(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / 64).to(dtype).to(DEVICE)
+
+
+def close(found: torch.Tensor, x: torch.Tensor, packed: PackedWeight, offsets: Sequence[int], bias: torch.Tensor | None) -> None:
+    """Every row within what rounding the result once and float32 sums of K terms may lose, by its own expert in float64."""
+    weight = packed.format.dequantize(packed.to("cpu"), torch.float32).double().unflatten(0, (len(offsets) - 1, -1))
+    wide, eps = x.cpu().double(), torch.finfo(x.dtype).eps
+    for e, (start, stop) in enumerate(pairwise(offsets)):
+        added = torch.zeros(1, dtype=torch.float64) if bias is None else bias[e].cpu().double()
+        exact = wide[start:stop] @ weight[e].t() + added
+        spread = wide[start:stop].abs() @ weight[e].abs().t() + added.abs()
+        bound = exact.abs() * eps / 2 + spread * x.shape[1] * 2.0 ** -24 + torch.finfo(x.dtype).tiny
+        assert ((found[start:stop].cpu().double() - exact).abs() <= bound).all(), (e, start, stop)
+
+
+def test_the_cases_are_there() -> None:
+    assert len(CASES) == len(NAMES)
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel(case: Case, rows: tuple[int, ...]) -> None:
+    """It reads nothing else, stores every element once, and what it adds up is within the bound."""
+    n, k = (128, 256) if case.path.stem == "fp8_block" else (24, 384) if case.path.stem != "q6_k" else (24, 256)
+    packed, offsets = experts_of(case, len(rows), n, k), offsets_of(rows)
+    dtype = torch.bfloat16 if rows[0] else torch.float16
+    x, bias = x_of(offsets[-1], k, dtype), x_of(len(rows), n, dtype, 3) if rows[1] else None
+    out = torch.full((offsets[-1], n), torch.nan, dtype=dtype, device=DEVICE)
+    tiles = experts.tile_map(torch.tensor(offsets, device=DEVICE), offsets[-1])
+    with guarded(*packed.tensors.values(), x, bias, tiles, out) as trace:
+        launch.grouped(x, packed, tiles, bias, out)
+    assert not INTERPRETED or (times(trace.stores, out) == 1).all()
+    close(out, x, packed, offsets, bias)
+
+
+def test_a_row_has_the_bits_of_its_expert_alone() -> None:
+    """The map moves work between programs, and changes no sum."""
+    packed, offsets = experts_of(next(c for c in CASES if c.path.stem == "q4_0"), 3, 32, 256), [0, 5, 5, 12]
+    x = x_of(12, 256, torch.float16)
+    whole, alone = torch.empty(12, 32, dtype=x.dtype, device=DEVICE), torch.empty(7, 32, dtype=x.dtype, device=DEVICE)
+    launch.grouped(x, packed, experts.tile_map(torch.tensor(offsets, device=DEVICE), 12), None, whole)
+    own = packed.cut("N", 64, 96)
+    own = own.derive({name: tensor.clone() for name, tensor in own.tensors.items()})
+    launch.linear(x[5:].clone(), own, None, alone, invariant=True)
+    assert torch.equal(whole[5:], alone)
+
+
+@pytest.mark.parametrize("offsets", [[0, 0], [0, 1], [0, 8, 8, 9, 26], [0, 0, 0, 40], [0, 16, 16, 16], [0, *range(1, 20)]],
+                         ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_map_covers_every_row_once(offsets: list[int], dtype: torch.dtype) -> None:
+    rows, count = offsets[-1], len(offsets) - 1
+    tiles = experts.tile_map(torch.tensor(offsets, dtype=dtype), rows)
+    assert tiles.dtype == torch.int32 and tiles.shape == (-(-rows // 8) + count, 3)
+    seen = [(e, row) for e, first, last in tiles.tolist() for row in range(first, min(first + 8, last))]
+    assert seen == [(e, row) for e in range(count) for row in range(offsets[e], offsets[e + 1])]
+
+
+def test_offsets_that_lie_stay_inside() -> None:
+    tiles = experts.tile_map(torch.tensor([-5, 99, 3, 1 << 40]), 20)
+    live = tiles[tiles[:, 1] < tiles[:, 2]]
+    assert len(live) and (live[:, 1] >= 0).all() and (live[:, 2] <= 20).all() and (live[:, 0] < 3).all()
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("module", [q4_0, fp8_block, int8_channel], ids=lambda module: module.SPEC.name)
+def test_grouped_linear(module: object, rows: tuple[int, ...]) -> None:
+    """The function of a format, from a list and from a tensor, is each expert's own product."""
+    n, offsets = 128, offsets_of(rows)
+    packed = module.quantize(torch.randn(len(rows) * n, 256, generator=torch.Generator().manual_seed(0))).to(DEVICE)
+    x, bias = x_of(offsets[-1], 256, torch.bfloat16), x_of(len(rows), n, torch.bfloat16, 4)
+    found = module.grouped_linear(x, packed, offsets, bias)
+    parts = [module.linear(x[a:b], packed.cut("N", e * n, (e + 1) * n), bias[e])
+             for e, (a, b) in enumerate(pairwise(offsets))]
+    if INTERPRETED:
+        assert torch.equal(found, torch.cat(parts))
+    assert torch.equal(found, module.grouped_linear(x, packed, torch.tensor(offsets, device=DEVICE), bias))
+
+
+def test_one_launch_serves_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens on a GPU: the kernel's bits, from offsets as they come; and the loop where gradients are wanted."""
+    packed, offsets = experts_of(CASES[0], 4, 128, 256), offsets_of(ROWS[0])
+    x, bias = x_of(offsets[-1], 256, torch.float16), x_of(4, 128, torch.float16, 3)
+    assert experts._is_fused(x, packed, bias, 4) is not INTERPRETED
+    assert not experts._is_fused(x.float().requires_grad_(), packed, bias, 4)
+    monkeypatch.setattr(experts, "_is_fused", lambda *arguments: True)
+    out = torch.empty(offsets[-1], 128, dtype=x.dtype, device=DEVICE)
+    launch.grouped(x, packed, experts.tile_map(torch.tensor(offsets, device=DEVICE), offsets[-1]), bias, out)
+    for given in (offsets, torch.tensor(offsets, device=DEVICE)):
+        found = experts.linear(x.t().contiguous().t(), packed, given, bias)
+        assert torch.equal(found, out)
+    close(found, x, packed, offsets, bias)
+
+
+def test_gradients() -> None:
+    packed = q4_0.quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0))).to(DEVICE)
+    x = torch.randn(5, 64, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    bias = torch.randn(3, 16, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    to_x, to_bias = torch.autograd.grad(q4_0.grouped_linear(x, packed, [0, 2, 2, 5], bias).sum(), (x, bias))
+    weight = q4_0.dequantize(packed, torch.float32).double().unflatten(0, (3, 16)).sum(1)
+    torch.testing.assert_close(to_x, weight[[0, 0, 2, 2, 2]])
+    assert torch.equal(to_bias, torch.tensor([2., 0, 3], dtype=torch.float64, device=DEVICE)[:, None].expand(3, 16))
+
+
+def test_no_rows() -> None:
+    packed = q4_0.quantize(torch.ones(4, 32)).to(DEVICE)
+    assert q4_0.grouped_linear(x_of(0, 32, torch.float16), packed, [0, 0, 0]).shape == (0, 2)
+
+
+@pytest.mark.parametrize(("offsets", "x", "bias", "message"), [
+    ([0], (4, 256), None, "offsets for 0 experts do not fit a weight of 384 rows"),
+    ([0] * 6, (4, 256), None, "offsets for 5 experts do not fit a weight of 384 rows"),
+    ([0, 1, 2, 4, 4, 4, 4], (4, 256), None, "experts of 64 rows cannot be told apart"),
+    ([0, 3, 2, 4], (4, 256), None, "do not divide 4 rows of x among 3 experts"),
+    ([0, 1, 2, 3], (4, 256), None, "do not divide 4 rows"),
+    ([1, 1, 2, 4], (4, 256), None, "do not divide 4 rows"),
+    ([0, 1, 2, 4], (4, 128), None, "does not fit a weight"),
+    ([0, 1, 2, 4], (1, 4, 256), None, "does not fit a weight"),
+    ([0, 1, 2, 4], (4, 256), (128,), "expected floats \\[3, 128\\]"),
+])
+def test_what_does_not_fit_is_refused(offsets: list[int], x: tuple[int, ...], bias: tuple[int, ...] | None, message: str) -> None:
+    packed = fp8_block.quantize(torch.ones(384, 256))
+    with pytest.raises(FormatError, match=message):
+        fp8_block.grouped_linear(torch.zeros(x), packed, offsets, None if bias is None else torch.zeros(bias))
