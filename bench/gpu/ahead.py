@@ -95,7 +95,7 @@ class Ahead:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
             try:
                 self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start, (facts,))
-                self._futures.update({_Nothing(place): self._pool.submit(compile_job, _Nothing(place)) for place in range(processes)})
+                self.submit(map(_Nothing, range(processes)))
             finally:
                 if before is None:
                     del os.environ["CUDA_VISIBLE_DEVICES"]

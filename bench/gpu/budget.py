@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SHARES = {"checks": 0.5, "answers": 0.65, "times": 0.97}         # of the whole time, by when each part ends; the rest is for writing
+SHARES = {"checks": 0.5, "answers": 0.65, "times": 0.97}         # of the whole time, by when a part ends
 LATE = 20.0                                                      # seconds that a part may take even where earlier ones were late
 
 

@@ -112,7 +112,8 @@ class Examined:
         """A row's bits are its own: among others, among fewer, alone, and in another place."""
         x = self._x(max(INVARIANT), DTYPES[check.x])
         whole = product(x, self.weight, None, invariant=True)
-        parts = [("alone", x[2:3], whole[2:3]), ("among three", x[2:5], whole[2:5]), ("in another place", x.flip(0), whole.flip(0))]
+        parts = [("alone", x[2:3], whole[2:3]), ("among three", x[2:5], whole[2:5]),
+                 ("in another place", x.flip(0), whole.flip(0))]
         wrong = [what for what, rows, wanted in parts
                  if not torch.equal(product(rows.contiguous(), self.weight, None, invariant=True), wanted)]
         return self._outcome(check, "few", 0.0 if not wrong else float("inf"),

@@ -83,11 +83,9 @@ def cases(quick: bool = False) -> list[Case]:
     for grid, checks in ((RAGGED, _ragged()), (ODD, _odd())):
         found += [_case(weight, grid, checks) for weight in every()]
     if not quick:
-        found += [_case(weight, RAGGED, (Check(1, "bf16"), Check(5, "f16"), Check(12, "bf16"), Check(100, "bf16"), Check(0, "f32")))
-                  for weight in others()]
+        found += [_case(weight, RAGGED, _others()) for weight in others()]
         lanes = [weight for weight in every() if has_lanes(weight)]
-        found += [_case(weight, TALL, (Check(1, "bf16"), Check(8, "f16"), Check(33, "f16"))) for weight in lanes]
-        found += [_case(weight, WIDE, (Check(1, "f16"), Check(6, "bf16"), Check(16, "bf16"), Check(64, "bf16"))) for weight in lanes]
+        found += [_case(weight, grid, checks) for grid, checks in ((TALL, _tall()), (WIDE, _wide())) for weight in lanes]
     return [case for case in found if case is not None]
 
 
@@ -136,6 +134,18 @@ def _ragged() -> tuple[Check, ...]:
 
 def _odd() -> tuple[Check, ...]:
     return Check(1, "bf16"), Check(3, "f32", bias=True), Check(7, "f16"), Check(12, "bf16"), Check(77, "bf16"), Check(0, "f32")
+
+
+def _others() -> tuple[Check, ...]:
+    return Check(1, "bf16"), Check(5, "f16"), Check(12, "bf16"), Check(100, "bf16"), Check(0, "f32")
+
+
+def _tall() -> tuple[Check, ...]:
+    return Check(1, "bf16"), Check(8, "f16"), Check(33, "f16")
+
+
+def _wide() -> tuple[Check, ...]:
+    return Check(1, "f16"), Check(6, "bf16"), Check(16, "bf16"), Check(64, "bf16")
 
 
 def others() -> Iterator[Weight]:

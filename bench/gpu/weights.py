@@ -41,7 +41,7 @@ class Weight:
         """Without data."""
         layout = format_of(self.name).storage(self.storage, self.chosen)[1]
         given = [key for key, stored in layout.tensors.items() if stored.optional] if self.optional else []
-        return format_of(self.name).empty(self.shape, self.storage, optional=given, **self.chosen)
+        return format_of(self.name).empty(self.shape, self.storage, "meta", given, **self.chosen)
 
 
 def every(shape: tuple[int, int] = (0, 0)) -> list[Weight]:
@@ -97,9 +97,7 @@ def large(weight: Weight, device: torch.device | str) -> PackedWeight:
     rows = min(n, ROWS)
     assert n % rows == 0
     made = packed(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional))
-    form = made.format
-    wanted = form.empty(weight.shape, weight.storage, optional=[
-        key for key in made.tensors if made.layout.tensors[key].optional], **weight.chosen)
+    wanted = weight.meta()
     tensors = {}
     for key, tensor in made.tensors.items():
         whole = wanted.tensors[key].shape
