@@ -60,11 +60,10 @@ class Run:
             report.say(f"{self.facts.name}, {self.facts.multiprocessors} multiprocessors, {self.facts.l2 >> 20} MB of L2")
             if "checks" in self.parts:
                 self._checks(cases)
-            if {"answers", "times"} & set(self.parts):
-                self._bandwidth()
             if "answers" in self.parts:
                 self._answers()
             if "times" in self.parts:
+                self._bandwidth()
                 self._times()
         except Exception as error:                               # what was found before is kept
             self.data["ended"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
@@ -96,7 +95,7 @@ class Run:
         report.say(f"a copy moves {self.bandwidth / 1e9:.0f} GB/s, read and written")
 
     def _answers(self) -> None:
-        asked = answers.Asked(self.facts, self.bandwidth, self.ahead)
+        asked = answers.Asked(self.facts, self.ahead)
         found, left_out = answers.run(asked, self.budget.part("answers"))
         self.data["answers"], self.data["answers_left_out"] = found, left_out
         self._keep()

@@ -24,15 +24,15 @@ Answer = dict[str, Any]
 SCHEDULERS = 4                                                   # of a multiprocessor
 TRIPS = 400                                                      # of the loops; a launch takes some tenths of a millisecond
 ROUNDS = 5
-LEAD = "q4_0.planar"                                             # the 4-bit format whose kernels are asked about
+LEAD = "q4_0.planar"                                             # whose kernel for one row is asked about
+GROUPED = "int_group.planar"                                     # with 4 bits and groups of 128: whose kernel for many rows is
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Where questions are asked.  bandwidth: of a copy, in bytes per second."""
+    """Where questions are asked."""
 
     facts: Facts
-    bandwidth: float
     ahead: Ahead
 
 
@@ -40,6 +40,8 @@ def run(asked: Asked, part: Part) -> tuple[list[Answer], list[str]]:
     """Answers in order of value while there is time, and what was not asked."""
     answers: list[Answer] = []
     left_out: list[str] = []
+    for job in jobs():
+        asked.ahead.wait(job, part.left)
     for question, ask in QUESTIONS.items():
         if not part.allows(1.0):
             left_out.append(f"question {question}, {ask.__name__.replace('_', ' ')}: no time")
@@ -61,15 +63,16 @@ def jobs() -> list[Job]:
 
 
 def _launched() -> list[probes.Launched]:
-    return [probes.Launched(lead((4096, 4096)), 1, x, warps=probes.WARPS_ALONG_K) for x in ("bf16", "f16")] + [
-        probes.Launched(lead((16896, 8192)), rows, "bf16", stages=STAGED) for rows in (16, 64)]
+    return [probes.Launched(weight((4096, 4096)), 1, x, warps=probes.WARPS_ALONG_K) for x in ("bf16", "f16")] + [
+        probes.Launched(weight((16896, 8192), GROUPED), rows, "bf16", stages=STAGED) for rows in (16, 64)]
 
 
 STAGED = ((2, 1), (3, 1), (4, 1), (3, 2))                        # STAGES and R
 
 
-def lead(shape: tuple[int, int]) -> Weight:
-    return next(weight for weight in every(shape) if f"{weight.name}.{weight.storage}" == LEAD)
+def weight(shape: tuple[int, int], name: str = LEAD) -> Weight:
+    """A format's storage at its default parameters."""
+    return next(each for each in every(shape) if f"{each.name}.{each.storage}" == name)
 
 
 def _short(value: float) -> float:
@@ -163,9 +166,9 @@ def warps(asked: Asked) -> Answer:
 
 def _row_calls(x: str, asked: Asked) -> tuple[list[Call], int]:
     """Launches for one row on copies of the weight, and how many warps the runtime has chosen."""
-    weight = large(lead((4096, 4096)), "cuda")
+    held = large(weight((4096, 4096)), "cuda")
     vector = torch.randn(1, 4096, device="cuda").to(DTYPES[x])
-    calls = [call for each in clones(weight, clock.copies(weight.nbytes, asked.facts.l2))
+    calls = [call for each in clones(held, clock.copies(held.nbytes, asked.facts.l2))
              for call in launch.linear_calls(vector, each, None, torch.empty(1, 4096, dtype=DTYPES[x], device="cuda"))]
     return calls, int(calls[0].constants["WK"])
 
@@ -179,12 +182,12 @@ def overlap(asked: Asked) -> Answer:
     full = 64 * asked.facts.multiprocessors
     if 2 * full % 256:
         return {"values": {}, "answer": f"not asked: {asked.facts.multiprocessors} multiprocessors give no whole weight"}
-    weight = large(lead((2 * full, 8192)), "cuda")
+    held = large(weight((2 * full, 8192), GROUPED), "cuda")
     for rows in (16, 64):
         graphs, names = [], []
         x = torch.randn(rows, 8192, dtype=torch.bfloat16, device="cuda")
         for per, taken in ((1, full), (2, 2 * full)):
-            part = weight.cut("N", 0, taken)
+            part = held.cut("N", 0, taken)
             out = torch.empty(rows, taken, dtype=torch.bfloat16, device="cuda")
             copies = clones(part, clock.copies(part.nbytes, asked.facts.l2))
             calls = [call for each in copies for call in launch.linear_calls(x, each, None, out)]
@@ -202,13 +205,13 @@ def overlap(asked: Asked) -> Answer:
 
 def launches(asked: Asked) -> Answer:
     """What a launch costs: the same product eagerly, launched by hand, and in a CUDA graph."""
-    weight = large(lead((4096, 4096)), "cuda")
+    held = large(weight((4096, 4096)), "cuda")
     x = torch.randn(1, 4096, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(1, 4096, dtype=torch.bfloat16, device="cuda")
-    [call] = launch.linear_calls(x, weight, None, out)
+    [call] = launch.linear_calls(x, held, None, out)
     dense = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
-    form = format_of(weight.format.name)
-    values = {"linear, eager us": _eager(lambda: form.linear(x, weight)), "launch, eager us": _eager(call.run),
+    form = format_of(held.format.name)
+    values = {"linear, eager us": _eager(lambda: form.linear(x, held)), "launch, eager us": _eager(call.run),
               "F.linear bf16, eager us": _eager(lambda: torch.nn.functional.linear(x, dense)),
               "launch, graph us": _short(clock.seconds([call.run], ROUNDS) * 1e6),
               "F.linear bf16, graph us": _short(clock.seconds([lambda: torch.nn.functional.linear(x, dense)], ROUNDS) * 1e6)}

@@ -16,6 +16,7 @@ import torch
 from bench.gpu import clock, peers
 from bench.gpu.ahead import Ahead, Job
 from bench.gpu.budget import Part
+from bench.gpu.checks import STUCK
 from bench.gpu.device import Facts
 from bench.gpu.probes import Launched
 from bench.gpu.report import say
@@ -136,16 +137,17 @@ def run(facts: Facts, bandwidth: float, ahead: Ahead, part: Part, rounds: int, q
             torch.cuda.empty_cache()
             loaded = Loaded(shape, facts, quick, found)
         for side in loaded.sides:
-            ahead.wait(Launched(side.weight, rows, side.x), part.left)
+            ahead.wait(Launched(side.weight, rows, side.x), min(part.left, STUCK))
         timed, missed = _group(loaded, rows, rounds, part, found)
         dense = {each.x: median(each.seconds) for each in timed if each.what == DENSE}
-        rows_of += [each.data(dense, bandwidth) for each in timed]
+        made = [each.data(dense, bandwidth) for each in timed if each.x in dense]
+        rows_of += made
         left_out += missed
         keep()
-        longest = max(longest if rows < 256 else 0.0, 1.2 * (begun - part.left))
-        best = max((each for each in rows_of[-len(timed):] if each["what"] != DENSE), key=lambda each: float(each["times_dense"]))
-        say(f"times: {shape[0]} x {shape[1]}, M = {rows}: {len(timed)} sides, best {best['what']} ({best['x']}) {best['us']} us, "
-            f"{best['times_dense']} x dense, {best['of_copy']:.0%} of a copy's bandwidth")
+        longest = max(longest, 1.2 * (begun - part.left))
+        say(f"times: N x K = {shape[0]} x {shape[1]}, M = {rows}: " + "; ".join(
+            f"{each['what']} ({each['x']}) {each['us']} us, {each['times_dense']} x dense, {each['of_copy']:.0%} of a copy"
+            for each in made))
     return left_out
 
 

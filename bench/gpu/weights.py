@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ def large(weight: Weight, device: torch.device | str) -> PackedWeight:
     n, k = weight.shape
     rows = min(n, ROWS)
     assert n % rows == 0
-    made = packed(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional))
+    made = _rows(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional))
     wanted = weight.meta()
     tensors = {}
     for key, tensor in made.tensors.items():
@@ -104,6 +105,12 @@ def large(weight: Weight, device: torch.device | str) -> PackedWeight:
         tensors[key] = tensor.to(device).repeat([there // here for here, there in zip(tensor.shape, whole, strict=True)])
         assert tensors[key].shape == whole
     return made.derive(tensors, weight.shape)
+
+
+@lru_cache(maxsize=64)
+def _rows(weight: Weight) -> PackedWeight:
+    """Shapes of one K share their rows."""
+    return packed(weight)
 
 
 def clones(packed: PackedWeight, count: int) -> list[PackedWeight]:

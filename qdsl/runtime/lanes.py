@@ -461,9 +461,17 @@ def turned(words, chunk, first: tl.constexpr, second: tl.constexpr, third: tl.co
     """The words of a chunk whose planes of fewer than 4 bits are brought to where the first chunk of a span lies."""
     moved = ()
     for i in tl.static_range(len(words)):
-        step: tl.constexpr = first if i == 0 else second if i == 1 else third
-        moved = moved + ((words[i] >> (chunk % 2 * step)) if step else words[i],)
+        moved = moved + (turned_plane(words[i], chunk, first if i == 0 else second if i == 1 else third),)
     return moved
+
+
+@triton.jit
+def turned_plane(words, chunk, step: tl.constexpr):
+    """The words of one plane, `step` bits lower in the second chunk of a span."""
+    if step:
+        return words >> (chunk % 2 * step)
+    else:
+        return words
 
 
 @triton.jit
