@@ -45,8 +45,9 @@ class Run:
         self.parts = tuple(options.only or PARTS)
         self.path: Path = options.json or RESULTS / report.name_of(self.facts)
         self.ahead = Ahead(self.facts, options.processes)
-        self.data = report.head(command, self.facts, self.quick) | {"minutes": options.minutes}
+        self.data = report.head(command, self.facts, self.quick) | {"minutes": options.minutes, "left_out": {}}
         self.wrong = 0
+        self.device = torch.device("cuda")
 
     def all(self) -> int:
         cases = plan.cases(self.quick)
@@ -82,10 +83,10 @@ class Run:
     def _checks(self, cases: list[plan.Case]) -> None:
         checked = checks.Checked(sum(len(case.checks) for case in cases), 0, [], [])
         try:
-            checks.run(cases, plan.left_out(), self.ahead, self.budget.part("checks"), torch.device("cuda"), checked)
+            checks.run(cases, plan.left_out(), self.ahead, self.budget.part("checks"), self.device, checked)
         finally:
             self.wrong += len(checked.wrong)
-            self.data["checks"] = checked.data()
+            self.data["checks"], self.data["left_out"]["checks"] = checked.data(), checked.left_out
             self._keep()
         report.say(f"checks: {checked.done} of {checked.planned} made, {len(checked.wrong)} wrong; ahead: {checked.ahead}")
 
@@ -97,7 +98,7 @@ class Run:
     def _answers(self) -> None:
         asked = answers.Asked(self.facts, self.ahead)
         found, left_out = answers.run(asked, self.budget.part("answers"))
-        self.data["answers"], self.data["answers_left_out"] = found, left_out
+        self.data["answers"], self.data["left_out"]["answers"] = found, left_out
         self._keep()
 
     def _times(self) -> None:
@@ -106,7 +107,7 @@ class Run:
         self.data["times"] = rows
         left_out = times.run(self.facts, self.bandwidth, self.ahead, self.budget.part("times"),
                              QUICK_ROUNDS if self.quick else ROUNDS, self.quick, rows, found, self._keep)
-        self.data["times_left_out"], self.data["peers"] = left_out, found.data()
+        self.data["left_out"]["times"], self.data["peers"] = left_out, found.data()
         for name, each in found.data().items():
             report.say(f"{name}: {each['version'] or ''} {each['note']}".rstrip())
         self._keep()

@@ -169,7 +169,7 @@ class Checked:
         return {"planned": self.planned, "done": self.done, "wrong": [finite(asdict(outcome)) for outcome in self.wrong],
                 "by_kernel": [finite({"storage": storage, "kernel": kernel, "checks": len(found), "worst": max(found)})
                               for (storage, kernel), found in sorted(by.items())],
-                "compiled_ahead": self.ahead, "left_out": self.left_out}
+                "compiled_ahead": self.ahead}
 
 
 def finite(row: dict[str, object]) -> dict[str, object]:
