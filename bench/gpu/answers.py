@@ -81,6 +81,7 @@ def _short(value: float) -> float:
 
 def _under_load(call: Call, seconds: float) -> float | None:
     """The clock in the middle of some 50 ms of a launch's replays, None where the driver does not say."""
+    clock_rate()                                                 # the first time it has to be found
     for _ in range(max(2, int(0.05 / seconds))):
         call.run()
     rate = clock_rate()

@@ -101,12 +101,12 @@ def _gemlite(shape: tuple[int, int], l2: int) -> list[Peer]:
     for x, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
         scales = torch.rand(n, k // GROUP, device="cuda").to(dtype) / 64 + 1 / 64
         zeros = torch.randint(0, 16, (n, k // GROUP), device="cuda").to(dtype)
-        layer = gemlite.helper.A16Wn(device="cuda:0", dtype=dtype).from_weights(
-            codes, scales.reshape(-1, 1), zeros.reshape(-1, 1), 4, GROUP, None)
         nbytes = n * k // 2 + 2 * 2 * n * (k // GROUP)
         dense = (codes.view(n, -1, GROUP).float() - zeros[:, :, None].float()) * scales[:, :, None].float()
-        _checked("gemlite", layer, dense.view(n, k), dtype)
-        found.append(Peer("gemlite 4 bits, group 128", x, _layers(layer, clock.copies(nbytes, l2)), nbytes))
+        layers = [gemlite.helper.A16Wn(device="cuda:0", dtype=dtype).from_weights(
+            codes, scales.reshape(-1, 1), zeros.reshape(-1, 1), 4, GROUP, None) for _ in range(clock.copies(nbytes, l2))]
+        _checked("gemlite", layers[0], dense.view(n, k), dtype)
+        found.append(Peer("gemlite 4 bits, group 128", x, layers, nbytes))
     return found
 
 

@@ -145,10 +145,16 @@ def run(facts: Facts, bandwidth: float, ahead: Ahead, part: Part, rounds: int, q
         left_out += missed
         keep()
         longest = max(longest, 1.2 * (begun - part.left))
-        say(f"times: N x K = {shape[0]} x {shape[1]}, M = {rows}: " + "; ".join(
-            f"{each['what']} ({each['x']}) {each['us']} us, {each['times_dense']} x dense, {each['of_copy']:.0%} of a copy"
-            for each in made))
+        say(f"times: N x K = {shape[0]} x {shape[1]}, M = {rows}, us and speed by dense: " + "; ".join(
+            f"{each['what']} ({each['x']}) {each['us']}, {each['times_dense']} x" for each in _shown(made)))
     return left_out
+
+
+def _shown(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that a person follows a run by: torch's, the leading formats, other packages."""
+    ours = {side.name for side in sides(SHAPES[0])}
+    leading = {f"{where}{' bits=4' * ('bits' in params)}" for where, params, _ in SIDES[:4]}
+    return [each for each in made if each["what"] in leading or each["what"] not in ours]
 
 
 def _group(loaded: Loaded, rows: int, rounds: int, part: Part, found: peers.Found) -> tuple[list[Timed], list[str]]:
