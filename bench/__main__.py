@@ -1,4 +1,4 @@
-"""`python -m bench`: measure, print one table, and say which goals are met."""
+"""`python -m bench`: measure on the CPU, print one table, and say which goals are met.  `python -m bench.gpu` is the GPU's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from bench import command_line, dequantize, effort, kernels, linear, pack, quantize, report
+from bench import command_line, dequantize, effort, linear, pack, quantize, report
 from bench.figure import Figure
 from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "quantize": quantize,
-          "linear": linear, "kernels": kernels}
+          "linear": linear}
 ROUNDS, QUICK = 15, 3
 
 
@@ -23,9 +23,6 @@ def main() -> int:
     load = os.getloadavg()[0]
     figures: list[Figure] = []
     for name in options.only or GROUPS:
-        if name == "kernels" and not kernels.available():
-            print("kernels: skipped, there is no CUDA device", file=sys.stderr)
-            continue
         try:
             for figure in GROUPS[name].figures(QUICK if options.quick else ROUNDS):
                 print(f"{name}: {figure.what}", file=sys.stderr)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from qdsl import places
 from qdsl.emit.page import summary
@@ -15,7 +16,9 @@ from qdsl.passes.schemes import SCHEMES
 from qdsl.spec import grammar, marked, schema
 from qdsl.spec.schema import load
 
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu-amd-epyc.json"
+FOLDER = Path(__file__).resolve().parents[2] / "bench" / "results"
+RESULTS = FOLDER / "cpu-amd-epyc.json"
+PREDICTED = FOLDER / "predicted-h200.json"
 
 
 def rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
@@ -94,5 +97,43 @@ def figures() -> list[str]:
             f"Device: {found['device']['cpu']}, `{found['command']}`, {found['date']}."]
 
 
+def speeds() -> list[str]:
+    """Linear on a GPU: what was measured, beside what is predicted; while no GPU has been measured, that alone."""
+    found = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("gpu-*.json"))]
+    return speed_lines(json.loads(PREDICTED.read_text()), max(found, key=lambda each: (each["date"], len(each.get("times", []))),
+                                                              default=None))
+
+
+def speed_lines(predicted: dict[str, Any], measured: dict[str, Any] | None) -> list[str]:
+    """A line for each format in the storage for matrix units, bfloat16 x, the shape and the rows that are predicted."""
+    shape = {(each["n"], each["k"]) for each in predicted["times"]}
+    [(n, k)] = shape
+    counts = sorted({each["rows"] for each in predicted["times"]})
+    expected = {(each["what"], each["rows"]): each for each in predicted["times"] if each["x"] == "bf16"}
+    times = {(each["what"], each["rows"]): each for each in (measured or {}).get("times", [])
+             if each["x"] == "bf16" and (each["n"], each["k"]) == (n, k)}
+    names = [name for name in dict.fromkeys(name for name, _ in expected) if ".planar" in name]
+    heads = ["linear, bfloat16 x", *(f"M = {count}" for count in counts)]
+    lines = [[name, *(_speed(expected.get((name, count)), times.get((name, count))) for count in counts)] for name in names]
+    gpu, triton = predicted["device"]["gpu"], predicted["versions"]["triton"]
+    how = (f"Predicted: microseconds by `qdsl analyze` for {gpu}, triton {triton}, and the "
+           "share of the data sheet's bandwidth. Where nothing is predicted, a matmul of torch's does most of the work.")
+    if not times:
+        return [*rows(heads, lines), "", f"N x K = {n} x {k}. No number here is measured: there is no result of a GPU yet. {how}"]
+    assert measured is not None
+    made = (f"Measured on {measured['device']['gpu']}: microseconds, the share of a copy's {measured['copy_gbps']:.0f} GB/s, and "
+            f"the speed by that of torch's F.linear with the weight in bfloat16; `{measured['command']}`, torch "
+            f"{measured['versions']['torch']}, triton {measured['versions']['triton']}, {measured['date']}.")
+    return [*rows(heads, lines), "", f"N x K = {n} x {k}. {made} {how}"]
+
+
+def _speed(expected: dict[str, Any] | None, found: dict[str, Any] | None) -> str:
+    """A cell: what is measured first, then what is predicted, each called so."""
+    cells = [f"measured {found['us']:.1f} us, {found['of_copy']:.0%}, {found['times_dense']:.2f} x"] if found else []
+    cells += [f"predicted {expected['us']:.1f} us, {expected['of_bandwidth']:.0%}"] if expected else []
+    return "; ".join(cells) or "-"
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
-    function.__name__: function for function in (keys, tensor_keys, floats, schemes, limits, reserved, passes, formats, figures)}
+    function.__name__: function for function in (
+        keys, tensor_keys, floats, schemes, limits, reserved, passes, formats, figures, speeds)}

@@ -1,0 +1,143 @@
+"""Kernels compiled ahead by processes that have no GPU, into the cache on disk in which the launcher looks first.
+
+A process makes the same launches with tensors that have no data, and hands them to Triton's own launcher, which compiles what
+it would run: what it is specialised on, and with it the entry in the cache, is the same by construction.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from bench.gpu.device import Facts, launches_for
+from qdsl.runtime.launch import Call
+
+
+class Job(Protocol):
+    """What another process can be sent: hashable, picklable, and known by its launches."""
+
+    def calls(self) -> Iterator[Call]: ...
+
+
+@dataclass(frozen=True)
+class Made:
+    """How many launches were compiled, in how many seconds, and what went wrong."""
+
+    launches: int
+    seconds: float
+    error: str = ""
+
+
+class _Absent:
+    """In place of Triton's driver: a device of a capability, which is never used."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+_facts: Facts | None = None
+
+
+def start(facts: Facts) -> None:
+    """In a process that only compiles."""
+    import torch
+    import triton
+
+    global _facts
+    _facts = facts
+    torch.set_num_threads(1)
+    triton.runtime.driver.set_active(_Absent(facts.capability))
+
+
+def compile_job(job: Job) -> Made:
+    """Compile all launches of a job; one that fails does not keep the others from it."""
+    assert _facts is not None
+    begun, launches, errors = time.monotonic(), 0, []
+    try:
+        with launches_for(_facts):
+            for call in job.calls():
+                launches += 1
+                try:
+                    call.kernel.warmup(*call.arguments, grid=call.grid, **call.constants, **call.options)
+                except Exception as error:
+                    errors.append(f"{call.kernel.__name__}: {type(error).__name__}: {str(error).strip()[:300]}")
+    except Exception as error:                                   # of the launches themselves
+        errors.append(f"{type(error).__name__}: {error}")
+    return Made(launches, time.monotonic() - begun, "; ".join(errors))
+
+
+class Ahead:
+    """Processes that compile; without any, each kernel is compiled when it is launched."""
+
+    def __init__(self, facts: Facts, processes: int) -> None:
+        self._futures: dict[Job, Future[Made]] = {}
+        self._pool: ProcessPoolExecutor | None = None
+        if processes:
+            # Spawned, for a forked process would inherit the GPU's context; without a GPU in sight, lest one is made.
+            before = os.environ.get("CUDA_VISIBLE_DEVICES")
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            try:
+                self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start, (facts,))
+                self.submit(map(_Nothing, range(processes)))
+            finally:
+                if before is None:
+                    del os.environ["CUDA_VISIBLE_DEVICES"]
+                else:
+                    os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Compile these, in order, when a process is free."""
+        for job in jobs:
+            if self._pool is not None and job not in self._futures:
+                self._futures[job] = self._pool.submit(compile_job, job)
+
+    def wait(self, job: Job, seconds: float) -> Made | None:
+        """When it is compiled, or None where it is not after so many seconds, or never will be ahead."""
+        future = self._futures.get(job)
+        if future is None:
+            return None
+        try:
+            return future.result(timeout=max(0.0, seconds))
+        except (TimeoutError, CancelledError, BrokenProcessPool):
+            return None
+
+    def drop(self, jobs: Iterable[Job]) -> None:
+        """Those that have not begun are no longer wanted."""
+        for job in jobs:
+            if job in self._futures:
+                self._futures[job].cancel()
+
+    def close(self) -> None:
+        """Ends what runs, too."""
+        if self._pool is not None:
+            running = list((self._pool._processes or {}).values())
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.terminate()
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """A job that makes the pool start a process now: it starts one for each job that finds none idle."""
+
+    place: int
+
+    def calls(self) -> Iterator[Call]:
+        yield from ()

@@ -1,0 +1,142 @@
+"""Other packages' 4-bit and 8-bit linears, each where it can be imported; where not, that is said.
+
+Each gets a weight of its own kind.  Before it is timed its result is held against a product with its own dense weight: a side
+that computes something else is not a side.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu import clock
+
+TOLERANCE = 0.03                                                 # of the result's norm
+GROUP = 128
+
+
+@dataclass
+class Peer:
+    """name: with what is compared.  layers: its linear with weights of their own memory.  nbytes: of one."""
+
+    name: str
+    x: str
+    layers: list[Callable[[torch.Tensor], torch.Tensor]]
+    nbytes: int
+
+
+@dataclass
+class Found:
+    """Which packages are there, and what is to be said of each."""
+
+    versions: dict[str, str | None] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def made(self, shape: tuple[int, int], l2: int) -> list[Peer]:
+        """Those that can be made for a shape."""
+        peers = []
+        for name, make in MAKERS.items():
+            if self.versions.get(name) is None or name in self.notes:
+                continue
+            try:
+                peers += make(shape, l2)
+            except Exception as error:                           # whatever another package needs and does not find
+                self.notes[name] = f"not timed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+                torch.cuda.synchronize()
+        return peers
+
+    def data(self) -> dict[str, Any]:
+        return {name: {"version": found, "note": self.notes.get(name, "" if found else "not installed")}
+                for name, found in self.versions.items()}
+
+
+def find() -> Found:
+    """Look for the packages; nothing is timed yet."""
+    found = Found()
+    for name in (*MAKERS, "dfloat11"):
+        try:
+            importlib.import_module(name)
+            found.versions[name] = version(name)
+        except PackageNotFoundError:
+            found.versions[name] = "unknown"
+        except Exception as error:
+            found.versions[name] = None
+            if not isinstance(error, ModuleNotFoundError) or error.name != name:
+                found.notes[name] = f"cannot be imported: {type(error).__name__}: {str(error)[:200]}"
+    if found.versions["dfloat11"]:
+        found.notes["dfloat11"] = "not timed: it has no linear of its own, it decompresses a model's blocks"
+    return found
+
+
+def _layers(first: Any, count: int) -> list[Any]:
+    return [first, *(copy.deepcopy(first) for _ in range(count - 1))]
+
+
+def _checked(name: str, layer: Callable[[torch.Tensor], torch.Tensor], dense: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises ValueError where the layer's product is not that of its dense weight."""
+    x = torch.randn(4, dense.shape[1], device="cuda").to(dtype)
+    wanted = x.float() @ dense.float().t()
+    off = float((layer(x).float() - wanted).norm() / wanted.norm())
+    if not off <= TOLERANCE:
+        raise ValueError(f"{name} is {off:.2g} of the norm away from its dense weight")
+
+
+def _gemlite(shape: tuple[int, int], l2: int) -> list[Peer]:
+    """4 bits, groups of 128, with the configurations that it ships for the H100 where it has none for this device."""
+    gemlite = importlib.import_module("gemlite")
+    shipped = Path(str(gemlite.__file__)).parent / "configs"
+    name = torch.cuda.get_device_name().lower().replace(" ", "_")
+    if not any(path.stem in name for path in shipped.glob("*.json")):
+        gemlite.load_config(str(shipped / "h100.json"))
+    n, k = shape
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+    found = []
+    for x, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
+        scales = torch.rand(n, k // GROUP, device="cuda").to(dtype) / 64 + 1 / 64
+        zeros = torch.randint(0, 16, (n, k // GROUP), device="cuda").to(dtype)
+        nbytes = n * k // 2 + 2 * 2 * n * (k // GROUP)
+        dense = (codes.view(n, -1, GROUP).float() - zeros[:, :, None].float()) * scales[:, :, None].float()
+        layers = [gemlite.helper.A16Wn(device="cuda:0", dtype=dtype).from_weights(
+            codes, scales.reshape(-1, 1), zeros.reshape(-1, 1), 4, GROUP, None) for _ in range(clock.copies(nbytes, l2))]
+        _checked("gemlite", layers[0], dense.view(n, k), dtype)
+        found.append(Peer("gemlite 4 bits, group 128", x, layers, nbytes))
+    return found
+
+
+def _torchao(shape: tuple[int, int], l2: int) -> list[Peer]:
+    """int4 weight only, groups of 128, by its default way of packing."""
+    quantization = importlib.import_module("torchao.quantization")
+    n, k = shape
+    linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+    dense = linear.weight.detach().clone()
+    model = torch.nn.Sequential(linear)
+    quantization.quantize_(model, quantization.Int4WeightOnlyConfig(group_size=GROUP))
+    nbytes = n * k // 2 + 2 * 2 * n * (k // GROUP)
+    x = torch.randn(4, k, device="cuda", dtype=torch.bfloat16)
+    off = float((model(x).float() - x.float() @ dense.float().t()).norm() / (x.float() @ dense.float().t()).norm())
+    if not off < 0.2:                                            # rounding to 4 bits is part of it
+        raise ValueError(f"torchao is {off:.2g} of the norm away from the weight it was given")
+    return [Peer("torchao int4, group 128", "bf16", _layers(model, clock.copies(nbytes, l2)), nbytes)]
+
+
+def _bitsandbytes(shape: tuple[int, int], l2: int) -> list[Peer]:
+    """NF4, its blocks of 64, scales not quantized again."""
+    nn = importlib.import_module("bitsandbytes.nn")
+    functional = importlib.import_module("bitsandbytes.functional")
+    n, k = shape
+    layer = nn.Linear4bit(k, n, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16, compress_statistics=False).cuda()
+    nbytes = n * k // 2 + 4 * n * k // 64
+    dense = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    _checked("bitsandbytes", layer, dense.view(n, k), torch.bfloat16)
+    return [Peer("bitsandbytes nf4", "bf16", _layers(layer, clock.copies(nbytes, l2)), nbytes)]
+
+
+MAKERS: dict[str, Callable[[tuple[int, int], int], list[Peer]]] = {
+    "gemlite": _gemlite, "torchao": _torchao, "bitsandbytes": _bitsandbytes}

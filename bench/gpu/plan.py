@@ -1,0 +1,164 @@
+"""What is checked: every storage of every format, in every regime of rows and on ragged shapes, in order of value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from bench.gpu.weights import DTYPES, Weight, every, fits
+from bench.weights import format_of
+from qdsl.runtime import PackedWeight, configure, launch
+from qdsl.runtime.launch import Call
+from qdsl.runtime.linear import _tile_weights
+from qdsl.runtime.tiles import row_tiles
+
+INVARIANT = (1, 3, 8)                                            # rows of x that the kernel for few must not tell apart
+# Candidates for N and K; the first pair that a storage can hold is taken.  Tall ones reach tiles of two and eight warps along K.
+WHOLE = (64, 96), (512,)
+RAGGED = (40, 33, 56, 72, 24, 96), (384,)                        # N no multiple of 16, K one of 128 but not of 256
+ODD = (33, 40, 24, 32), (320, 288, 352)                          # K no multiple of 128
+TALL = (3208, 3232), (2176,)
+WIDE = (12680, 12704), (384,)
+QUICK_ROWS = (1, 5, 12, 100)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One product, or one dequantization with rows = 0; invariant: of several numbers of rows, whose bits must agree."""
+
+    rows: int
+    x: str
+    bias: bool = False
+    invariant: bool = False
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"dequantize to {self.x}"
+        return f"{self.rows} rows of x in {self.x}{' + bias' * self.bias}{', invariant' * self.invariant}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A weight and what is checked with it: packed once, and its kernels compiled by one process."""
+
+    weight: Weight
+    checks: tuple[Check, ...]
+
+    def calls(self) -> Iterator[Call]:
+        """The launches of all checks, without data."""
+        packed = self.weight.meta()
+        for check in self.checks:
+            yield from check_calls(packed, check)
+
+
+def check_calls(packed: PackedWeight, check: Check) -> Iterator[Call]:
+    """The launches of one check, for tensors on meta."""
+    n, k = packed.shape
+    dtype = DTYPES[check.x]
+    if not check.rows:
+        yield from launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta"))
+        return
+    for rows in INVARIANT if check.invariant else (check.rows,):
+        yield from product_calls(packed, rows, dtype, check.bias, check.invariant)
+
+
+def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: bool = False, invariant: bool = False,
+                  ) -> Iterator[Call]:
+    """The launches of a linear as the runtime chooses them; beyond the fused kernels' rows those that dequantize tiles."""
+    n, k = packed.shape
+    x, out = (torch.empty(rows, columns, dtype=dtype, device="meta") for columns in (k, n))
+    if invariant or rows <= configure.most_rows(packed, x.device):
+        added = torch.empty(n, dtype=dtype, device="meta") if bias else None
+        yield from launch.linear_calls(x, packed, added, out, invariant)
+        return
+    for start, stop in row_tiles(packed, weights=_tile_weights(x)):
+        yield from launch.dequantize_calls(packed.cut("N", start, stop), torch.empty(stop - start, k, dtype=dtype, device="meta"))
+
+
+def cases(quick: bool = False) -> list[Case]:
+    """All cases, those first without which nothing is known of a storage."""
+    found = [_case(weight, WHOLE, _whole(quick)) for weight in every()]
+    for grid, checks in ((RAGGED, _ragged(quick)), (ODD, _odd(quick))):
+        found += [_case(weight, grid, checks) for weight in every()]
+    if not quick:
+        found += [_case(weight, RAGGED, _others()) for weight in others()]
+        lanes = [weight for weight in every() if has_lanes(weight)]
+        found += [_case(weight, grid, checks) for grid, checks in ((TALL, _tall()), (WIDE, _wide())) for weight in lanes]
+    return [case for case in found if case is not None]
+
+
+def left_out() -> list[str]:
+    """Shapes that a storage cannot hold, in words."""
+    said = {"RAGGED": "K = 384", "ODD": "a K that is no multiple of 128"}
+    return [f"{weight.name}.{weight.storage}{_bits(weight)} cannot hold {said[name]}"
+            for name, grid in (("RAGGED", RAGGED), ("ODD", ODD)) for weight in every() if shape_of(weight, grid) is None]
+
+
+def _bits(weight: Weight) -> str:
+    by = format_of(weight.name).by
+    return "".join(f" {key}={value}" for key, value in weight.params if key in by)
+
+
+def shape_of(weight: Weight, grid: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, int] | None:
+    """The first shape of a grid that the storage can hold."""
+    return next(((n, k) for n in grid[0] for k in grid[1] if fits(replace(weight, shape=(n, k)))), None)
+
+
+def _case(weight: Weight, grid: tuple[tuple[int, ...], tuple[int, ...]], checks: tuple[Check, ...]) -> Case | None:
+    shape = shape_of(weight, grid)
+    if shape is None:
+        return None
+    kept = tuple(check for check in checks if not check.invariant or (has_lanes(weight) and shape[1] % 128 == 0))
+    return Case(replace(weight, shape=shape), kept)
+
+
+def has_lanes(weight: Weight) -> bool:
+    """Whether the storage has kernels for matrix units."""
+    return format_of(weight.name).storage(weight.storage, weight.chosen)[1].kernels.lanes is not None
+
+
+def _whole(quick: bool) -> tuple[Check, ...]:
+    if quick:
+        return (*(Check(rows, "bf16") for rows in QUICK_ROWS), Check(0, "f32"))
+    return (Check(1, "bf16"), Check(1, "f16"), Check(2, "bf16"), Check(8, "f16", bias=True), Check(12, "bf16"), Check(16, "f16"),
+            Check(24, "bf16", bias=True), Check(50, "f16"), Check(64, "bf16"), Check(100, "bf16"), Check(256, "f16"),
+            Check(0, "f32"), Check(0, "bf16"), Check(8, "bf16", invariant=True))
+
+
+def _ragged(quick: bool) -> tuple[Check, ...]:
+    if quick:
+        return Check(1, "f16"), Check(5, "f16")
+    return (Check(1, "f16", bias=True), Check(5, "bf16"), Check(11, "f16"), Check(33, "bf16"), Check(100, "f16", bias=True),
+            Check(0, "f32"), Check(0, "f16"), Check(8, "f16", invariant=True))
+
+
+def _odd(quick: bool) -> tuple[Check, ...]:
+    if quick:
+        return (Check(3, "bf16"),)
+    return Check(1, "bf16"), Check(3, "f32", bias=True), Check(7, "f16"), Check(12, "bf16"), Check(77, "bf16"), Check(0, "f32")
+
+
+def _others() -> tuple[Check, ...]:
+    return Check(1, "bf16"), Check(5, "f16"), Check(12, "bf16"), Check(100, "bf16"), Check(0, "f32")
+
+
+def _tall() -> tuple[Check, ...]:
+    return Check(1, "bf16"), Check(8, "f16"), Check(33, "f16")
+
+
+def _wide() -> tuple[Check, ...]:
+    return Check(1, "f16"), Check(6, "bf16"), Check(16, "bf16"), Check(64, "bf16")
+
+
+def others() -> Iterator[Weight]:
+    """Every other value of each parameter, and the tensors that may be missing."""
+    for weight in every():
+        form = format_of(weight.name)
+        layout = form.storage(weight.storage, weight.chosen)[1]
+        if any(stored.optional for stored in layout.tensors.values()):
+            yield replace(weight, optional=True)
+        for name, values in form.params.items():
+            if name not in form.by:
+                yield from (replace(weight, params=tuple({**weight.chosen, name: value}.items())) for value in values[1:])

@@ -1,0 +1,118 @@
+"""Weights of random fields, small ones made field by field and large ones of a small one's rows, again and again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from bench.weights import format_of, storages
+from qdsl.numbers import number
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.match import torch_dtype
+from qdsl.runtime.shapes import extents
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+ROWS = 256                                                       # of which a large weight consists; whole blocks and words
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Which weight: picklable, so that another process can make its launches.  optional: with tensors that may be missing."""
+
+    name: str
+    storage: str
+    params: tuple[tuple[str, int | str], ...]
+    shape: tuple[int, int]
+    optional: bool = False
+
+    def __str__(self) -> str:
+        form = format_of(self.name)
+        shown = [f"{key}={value}" for key, value in self.params if value != form.params[key][0] or key in form.by]
+        return " ".join([f"{self.name}.{self.storage}", *shown, f"[{self.shape[0]}, {self.shape[1]}]",
+                         *(["with optional tensors"] if self.optional else [])])
+
+    @property
+    def chosen(self) -> dict[str, int | str]:
+        return dict(self.params)
+
+    def meta(self) -> PackedWeight:
+        """Without data."""
+        layout = format_of(self.name).storage(self.storage, self.chosen)[1]
+        given = [key for key, stored in layout.tensors.items() if stored.optional] if self.optional else []
+        return format_of(self.name).empty(self.shape, self.storage, "meta", given, **self.chosen)
+
+
+def every(shape: tuple[int, int] = (0, 0)) -> list[Weight]:
+    """Every storage of every format, other parameters at their defaults."""
+    return [Weight(name, storage, tuple(format_of(name).complete(params).items()), shape) for name, storage, params in storages()]
+
+
+def fits(weight: Weight) -> bool:
+    """Whether the storage can hold the shape."""
+    form = format_of(weight.name)
+    sizes = form.sizes(weight.chosen, weight.shape)
+    layout = form.storage(weight.storage, weight.chosen)[1]
+    return all(extents(stored.axes, *weight.shape, sizes) is not None for stored in layout.tensors.values())
+
+
+def packed(weight: Weight, seed: int = 0) -> PackedWeight:
+    """The weight on the CPU: codes over their whole range, scales of 2^-9 to 2^-6 and either sign, nothing infinite."""
+    form = format_of(weight.name)
+    variant = form.variant(weight.chosen)
+    layout = variant.storages[weight.storage]
+    generator = torch.Generator().manual_seed(seed)
+    fields: dict[str, Tensor] = {}
+    for key, field in variant.fields.items():
+        if key in layout.where or (key in variant.defaults and not weight.optional):
+            continue
+        sizes = form.sizes(weight.chosen, weight.shape)
+        shape = extents(field.axes, *weight.shape, sizes)
+        assert shape is not None
+        kind = str(weight.chosen.get(field.type, field.type))
+        groups = (field.groups.extent(*weight.shape, sizes) if field.groups else None) or 1
+        fields[key] = _values(kind, shape, groups, generator)
+    return form.pack(fields, storage=weight.storage, **weight.chosen)
+
+
+def _values(kind: str, shape: tuple[int, ...], groups: int, generator: torch.Generator) -> Tensor:
+    if kind == "index":
+        return torch.randint(0, groups, shape, generator=generator, dtype=torch.int32)
+    if kind in DTYPES:
+        size = 2.0 ** (-9 + 3 * torch.rand(shape, generator=generator))
+        return (size * (1 - 2 * torch.randint(0, 2, shape, generator=generator))).to(DTYPES[kind])
+    dtype = torch_dtype(kind)
+    if dtype.is_floating_point:
+        code = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        return torch.where(code.view(dtype).float().isfinite(), code, 0).view(dtype)
+    known = number(kind)
+    assert known is not None
+    return torch.randint(int(known.low), int(known.high) + 1, shape, generator=generator).to(dtype)
+
+
+def large(weight: Weight, device: torch.device | str) -> PackedWeight:
+    """The weight on a device: ROWS random rows, repeated there.  Its rows are a multiple of ROWS, or fewer."""
+    n, k = weight.shape
+    rows = min(n, ROWS)
+    assert n % rows == 0
+    made = _rows(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional))
+    wanted = weight.meta()
+    tensors = {}
+    for key, tensor in made.tensors.items():
+        whole = wanted.tensors[key].shape
+        tensors[key] = tensor.to(device).repeat([there // here for here, there in zip(tensor.shape, whole, strict=True)])
+        assert tensors[key].shape == whole
+    return made.derive(tensors, weight.shape)
+
+
+@lru_cache(maxsize=64)
+def _rows(weight: Weight) -> PackedWeight:
+    """Shapes of one K share their rows."""
+    return packed(weight)
+
+
+def clones(packed: PackedWeight, count: int) -> list[PackedWeight]:
+    """The weight and copies of it, each in memory of its own."""
+    return [packed, *(packed.apply(torch.clone) for _ in range(count - 1))]
