@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -31,16 +30,9 @@ def facts() -> Facts:
     return Facts(found.name, 10 * found.major + found.minor, found.multi_processor_count, int(found.L2_cache_size))
 
 
-@contextmanager
-def launches_for(facts: Facts) -> Iterator[None]:
-    """Tensors on any device, meta too, are launched as on this GPU."""
-    before = configure.capability, configure.multiprocessors
-    configure.capability = lambda device: facts.capability // 10  # type: ignore[assignment]
-    configure.multiprocessors = lambda device: facts.multiprocessors  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        configure.capability, configure.multiprocessors = before
+def launches_for(facts: Facts) -> AbstractContextManager[None]:
+    """Tensors that are on no GPU are launched as on this one."""
+    return configure.assumed(facts.capability // 10, facts.multiprocessors)
 
 
 def clock_rate() -> float | None:
