@@ -110,10 +110,10 @@ def test_other_parameters_and_missing_tensors_are_planned() -> None:
 
 
 def test_launches_for_another_device_end_with_it() -> None:
-    before = configure.capability, configure.multiprocessors
+    before = configure.target(CPU)
     with launches_for(H200):
-        assert configure.capability(CPU) == 9
-    assert (configure.capability, configure.multiprocessors) == before
+        assert configure.target(CPU) == configure.Target(9, 132) != before
+    assert configure.target(CPU) == before
     assert product("NVIDIA H200") == "h200" and product("Some GPU") is None
 
 

@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -458,3 +459,20 @@ def test_a_tensor_may_be_called_as_something_of_the_module(tmp_path: Path) -> No
     module = named.Linear(packed, torch.full((3,), 2.0))
     assert list(module.state_dict()) == ["packed_", "bias_", "bias"]
     assert torch.equal(module(torch.ones(1, 4)), codes.float().sum(1)[None] + 2)
+
+
+@pytest.mark.parametrize("module", [q4_0, fp8_block], ids=lambda module: module.SPEC.name)
+def test_batch_invariant(module: ModuleType) -> None:
+    """A row gives the same bits alone, among others and in another place; compiled, and by a layer, too."""
+    packed = module.quantize(torch.randn(70, 256))
+    x = torch.randn(9, 256).bfloat16()
+    whole = module.linear(x, packed, batch_invariant=True)
+    for i in (0, 4, 8):
+        assert torch.equal(module.linear(x[i:i + 1], packed, batch_invariant=True), whole[i:i + 1])
+    assert torch.equal(module.linear(x.flip(0), packed, batch_invariant=True), whole.flip(0))
+    layer = module.Linear(packed)
+    layer.batch_invariant = True
+    assert torch.equal(layer(x), whole)
+    assert (whole.float() - module.linear(x.float(), packed)).abs().max() < 0.2
+    with pytest.raises(FormatError, match="not to be had together"):
+        module.linear(x, packed, quantize_x=True, batch_invariant=True)

@@ -15,6 +15,7 @@ from qdsl.numbers import number
 from qdsl.runtime import experts, launch, ops, tiles
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Field, Lanes, Storage, Variant
+from qdsl.runtime.linear import mode_of
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.module import QuantizedLinear, linear_class
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -397,14 +398,17 @@ class Format:
         return {name: torch.empty(wanted[name][1], dtype=tensor.dtype, device=tensor.device)
                 for name, tensor in part.tensors.items()}
 
-    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False) -> Tensor:
+    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
+               batch_invariant: bool = False) -> Tensor:
         """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias.
 
+        batch_invariant: a row of x gives the same bits whatever rows are beside it; on a GPU the weight is then read once for
+        every 8 rows, on a CPU each row is multiplied alone.
         quantize_x: first quantize each row of x to 8 bits, as runtime/eight.py says, for a weight with codes of 8 bits; matrix
         units then multiply 8 bits with 8 bits.  Gradients are those without.  Raises FormatError for other weights.
         """
         self._own(packed)
-        return ops.linear(x, packed, bias, quantize_x)
+        return ops.linear(x, packed, bias, mode_of(quantize_x, batch_invariant))
 
     def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None,
                        ) -> Tensor:

@@ -13,6 +13,7 @@ from qdsl.runtime import configure, cpu, eight, launch
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tiles import decode_rows, row_tiles
 
+QUANTIZE_X, INVARIANT = "quantize_x", "batch_invariant"          # modes of a product
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -35,9 +36,18 @@ def check_bias(bias: Tensor | None, shape: tuple[int, int]) -> None:
                           f"expected floats [{n}]")
 
 
-def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, quantize_x: bool = False) -> Tensor:
-    if quantize_x:
+def mode_of(quantize_x: bool, batch_invariant: bool) -> str:
+    """How a product is made, as operations are told.  Raises FormatError for what cannot be had together."""
+    if quantize_x and batch_invariant:
+        raise FormatError("quantize_x and batch_invariant are not to be had together")
+    return QUANTIZE_X if quantize_x else INVARIANT if batch_invariant else ""
+
+
+def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
+    if mode == QUANTIZE_X:
         return _narrow_product(x, packed, bias)
+    if mode == INVARIANT:
+        return _invariant_product(x, packed, bias)
     if x.device.type == "cpu":
         return cpu.product(x, packed, bias)
     out = x.new_empty(x.shape[0], packed.shape[0])
@@ -47,6 +57,22 @@ def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, quantize_x: b
     for start, stop in row_tiles(packed, weights=_tile_weights(x)):
         weight = _weights(packed, start, stop, x.dtype)
         out[:, start:stop] = torch.nn.functional.linear(x, weight, None if bias is None else bias[start:stop].to(x.dtype))
+    return out
+
+
+def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    """The product in which a row's bits do not depend on the rows beside it: rows are multiplied alone, or by the one kernel
+    whose columns are rows of x.
+    """
+    out = x.new_empty(x.shape[0], packed.shape[0])
+    if x.device.type != "cpu":
+        launch.linear(x, packed, bias, out, invariant=True)
+        return out
+    for start, stop in row_tiles(packed, weights=_tile_weights(x)):
+        weight = _weights(packed, start, stop, x.dtype)
+        part = None if bias is None else bias[start:stop].to(x.dtype)
+        for i in range(x.shape[0]):
+            out[i:i + 1, start:stop] = torch.nn.functional.linear(x[i:i + 1], weight, part)
     return out
 
 

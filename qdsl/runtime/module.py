@@ -33,7 +33,8 @@ class QuantizedLinear(nn.Linear):
     """
 
     format: Format
-    quantize_x: bool = False                                     # as in `linear`; may be set at any time
+    quantize_x: bool = False                                     # these two as in `linear`; may be set at any time
+    batch_invariant: bool = False
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
                  quantize_x: bool = False) -> None:
@@ -102,7 +103,7 @@ class QuantizedLinear(nn.Linear):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.format.linear(input, self.packed, self.bias, self.quantize_x)
+        return self.format.linear(input, self.packed, self.bias, self.quantize_x, self.batch_invariant)
 
     def reset_parameters(self) -> None:
         raise FormatError(f"a {self.format.name} weight is loaded or quantized, not initialised")

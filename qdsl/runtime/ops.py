@@ -1,6 +1,6 @@
 """The operations as torch sees them: opaque, with shapes and gradients, for torch.compile, torch.export and the like.
 
-    qdsl::linear       x [..., K], bias [N]    ->  [..., N], with quantize_x of x in 8 bits
+    qdsl::linear       x [..., K], bias [N]    ->  [..., N], by a mode of linear.py
     qdsl::transposed   gradient [..., N]       ->  [..., K], the gradient with respect to x
     qdsl::dequantize                           ->  [N, K]
 
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qdsl.runtime import eight
 from qdsl.runtime.arrays import empty
-from qdsl.runtime.linear import _product, _transposed, check_x
+from qdsl.runtime.linear import QUANTIZE_X, _product, _transposed, check_x
 from qdsl.runtime.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
@@ -84,24 +84,24 @@ def _weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWe
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False) -> Tensor:
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: str = "") -> Tensor:
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
 
     Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or on a CPU float64
-    for x in float64.  On a GPU up to 16 rows of x meet exact float32 weights; in every other case weights are first rounded
-    to x's dtype.  quantize_x: of x in 8 bits; gradients are those of the product without.  Raises FormatError where x does not
-    fit, or codes are no 8 bits.
+    for x in float64.  On a GPU up to 16 rows of x (64 by some kernels, configure.most_rows) meet exact weights; in every other
+    case weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; QUANTIZE_X has the
+    gradients of the product without.  Raises FormatError where x does not fit, or codes are no 8 bits.
     """
     check_x(x, bias, packed.shape, packed.device)
-    if quantize_x:
+    if mode == QUANTIZE_X:
         eight.check(packed)
     x = autocast(x)
     if _is_recorded():
-        return _operation(x, packed, bias, False, quantize_x)
+        return _operation(x, packed, bias, False, mode)
     if is_differentiated(x, bias):
-        result: Tensor = _Times.apply(x, bias, packed, False, quantize_x)  # type: ignore[no-untyped-call]
+        result: Tensor = _Times.apply(x, bias, packed, False, mode)  # type: ignore[no-untyped-call]
         return result
-    return _times(x, packed, bias, False, quantize_x)
+    return _times(x, packed, bias, False, mode)
 
 
 def dequantize(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -145,17 +145,17 @@ def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, quantize_x: bool) -> Tensor:
+def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:
     """x [..., K] @ w.T + bias, or where `turned` x [..., N] @ w; without gradients."""
     compute = _computed if is_plain(x, bias) else _operation
-    return compute(x, packed, bias, turned, quantize_x)
+    return compute(x, packed, bias, turned, mode)
 
 
-def _computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, quantize_x: bool = False) -> Tensor:
+def _computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str = "") -> Tensor:
     """The work itself."""
     with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
-        out = _transposed(rows, packed) if turned else _product(rows, packed, bias, quantize_x)
+        out = _transposed(rows, packed) if turned else _product(rows, packed, bias, mode)
         return out.view(*x.shape[:-1], packed.shape[turned])
 
 
@@ -164,10 +164,10 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, quantize_x: bool) -> Tensor:
+def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:
     tensors, described = words(packed)
     result: Tensor = _turned(x, tensors, *described, *packed.shape) if turned else \
-        _linear(x, tensors, bias, *described, *packed.shape, quantize_x)
+        _linear(x, tensors, bias, *described, *packed.shape, mode)
     return result
 
 
@@ -178,8 +178,8 @@ class _Times(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool, quantize_x: bool) -> Tensor:
-        return _times(x, packed, bias, turned, quantize_x)
+    def forward(x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool, mode: str) -> Tensor:
+        return _times(x, packed, bias, turned, mode)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -202,13 +202,13 @@ class _Times(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool,
-             quantize_x: bool) -> tuple[Tensor, int]:
+             mode: str) -> tuple[Tensor, int]:
         """A batch of x is one more axis of x; a batch of biases is added afterwards, in the product's dtype."""
         of_x, of_bias, *_ = in_dims
         x = x.unsqueeze(0) if of_x is None else x.movedim(of_x, 0)
         if bias is None or of_bias is None:
-            return _Times.apply(x, bias, packed, turned, quantize_x), 0  # type: ignore[no-untyped-call]
-        out: Tensor = _Times.apply(x, None, packed, turned, quantize_x)  # type: ignore[no-untyped-call]
+            return _Times.apply(x, bias, packed, turned, mode), 0  # type: ignore[no-untyped-call]
+        out: Tensor = _Times.apply(x, None, packed, turned, mode)  # type: ignore[no-untyped-call]
         biases = bias.movedim(of_bias, 0).to(out.dtype)
         return out + biases.view(len(biases), *[1] * (out.dim() - 2), -1), 0
 
@@ -223,8 +223,8 @@ def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("qdsl::linear", mutates_args=())
 def _linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-            finite: bool, n: int, k: int, quantize_x: bool = False) -> Tensor:
-    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite), n, k), bias, False, quantize_x)
+            finite: bool, n: int, k: int, mode: str = "") -> Tensor:
+    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite), n, k), bias, False, mode)
 
 
 @torch.library.custom_op("qdsl::transposed", mutates_args=())
@@ -242,7 +242,7 @@ def _dequantize(tensors: Sequence[Tensor], format: str, storage: str, params: st
 
 @_linear.register_fake
 def _(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-      finite: bool, n: int, k: int, quantize_x: bool = False) -> Tensor:
+      finite: bool, n: int, k: int, mode: str = "") -> Tensor:
     return x.new_empty(*x.shape[:-1], n)
 
 
@@ -263,8 +263,8 @@ def _(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: 
 
 def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """What the gradients need: the packed tensors and what they are, never the weight."""
-    _, tensors, bias, *ctx.rest, quantize_x = inputs
-    ctx.others = len(ctx.rest) + bool(quantize_x)                # torch counts no argument that has its default
+    _, tensors, bias, *ctx.rest, mode = inputs
+    ctx.others = len(ctx.rest) + bool(mode)                # torch counts no argument that has its default
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(*tensors)
 
