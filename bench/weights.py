@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from qdsl import places
 from qdsl.numbers import number
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.format import Format
+from qdsl.runtime.format import PLANAR, Format
 from qdsl.runtime.match import torch_dtype
 from qdsl.runtime.shapes import extents
 
@@ -28,19 +28,26 @@ def format_of(name: str) -> Format:
     return found
 
 
-def storages() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Every format, storage and choice of the parameters that shape the bits; other parameters at their defaults."""
+def storages(derived: bool = False) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Every format, storage and choice of the parameters that shape the bits; other parameters at their defaults.
+
+    derived: the planar storages too.
+    """
     for path in places.shipped():
         form = format_of(path.stem)
         for key, variant in form.variants.items():
-            for storage in variant.storages:
+            for storage in variant.storages if derived else _of_checkpoints(variant.storages):
                 yield path.stem, storage, dict(zip(form.by, key, strict=True))
 
 
 def title(name: str, storage: str, params: dict[str, Any]) -> str:
     """A storage in a row of the table: parameters, and the storage's name where the format has several."""
     chosen = [f"{key}={value}" for key, value in params.items()]
-    return " ".join([name, *chosen, *([storage] if len(format_of(name).storages) > 1 else [])])
+    return " ".join([name, *chosen, *([storage] if len(_of_checkpoints(format_of(name).storages)) > 1 else [])])
+
+
+def _of_checkpoints(storages: Iterable[str]) -> list[str]:
+    return [storage for storage in storages if storage != PLANAR]
 
 
 def floats(dtype: torch.dtype = torch.float32) -> Tensor:

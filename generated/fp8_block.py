@@ -360,7 +360,6 @@ def _many_planar(
     SIZE: tl.constexpr = 128 if bk >= 128 else 32
     UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
     ZERO: tl.constexpr = 0
-    HIGH: tl.constexpr = 0
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
     m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
@@ -376,7 +375,7 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          None, 8, 0, SIZE, F)
                 s_g = lanes.of_rows(s, n // bn, lanes.count(K, bk), chunk * 128 + u * SIZE, bk, 0)
                 sum *= s_g

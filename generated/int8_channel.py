@@ -385,8 +385,7 @@ def _many_planar(
     """
     SIZE: tl.constexpr = 128
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = -128 if F == tl.float16 else -128
-    HIGH: tl.constexpr = -136
+    ZERO: tl.constexpr = -128
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
     m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
@@ -402,7 +401,7 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          None, 8, 8, SIZE, F)
                 sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
                 if r == 0:
@@ -440,7 +439,7 @@ VARIANT = Variant(
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_safetensors, blocks=(), least=128,
+                    lanes=Lanes(_few_safetensors, blocks=(), least=128, double=True,
                         narrow=Narrow(_narrow_safetensors, "i8", "weight", sums=True))),
         ),
         "planar": Storage(
@@ -451,7 +450,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(_few_planar, many=_many_planar, blocks=())),
+                    lanes=Lanes(_few_planar, many=_many_planar, blocks=(), double=True)),
         ),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},

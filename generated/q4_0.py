@@ -301,7 +301,6 @@ def _many_planar(
     SIZE: tl.constexpr = 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     ZERO: tl.constexpr = -8 if F == tl.float16 else -136
-    HIGH: tl.constexpr = 0
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
     m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
@@ -317,7 +316,7 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          None, 4, 4, SIZE, F)
                 d_g = lanes.of_rows(d, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 0)
                 sum *= d_g

@@ -293,8 +293,7 @@ def _many_planar(
     """
     SIZE: tl.constexpr = 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = -128 if F == tl.float16 else -128
-    HIGH: tl.constexpr = -136
+    ZERO: tl.constexpr = -128
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
     m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
@@ -310,7 +309,7 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          None, 8, 8, SIZE, F)
                 d_g = lanes.of_rows(d, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 0)
                 sum *= d_g
@@ -344,7 +343,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",), double=True)),
         ),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},

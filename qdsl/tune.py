@@ -31,7 +31,7 @@ def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dt
     for m in rows:
         x = torch.ones(m, packed.shape[1], dtype=dtype, device=packed.device)
         out = torch.empty(m, packed.shape[0], dtype=dtype, device=packed.device)
-        if launch.has_lanes(x, packed) and m <= configure.most_rows(packed, packed.device):
+        if launch.has_lanes(x, packed) and m <= configure.most_rows(packed, dtype, packed.device):
             kind = launch.kind(x, packed)
             choices = configure.candidates(kind, packed, m)[:MOST]
             times = [_time(next(iter(launch.linear_calls(x, packed, None, out, config=choice)))) for choice in choices]

@@ -97,7 +97,7 @@ class Examined:
         bias = (torch.randn(self.weight.shape[0], generator=torch.Generator().manual_seed(1)).to(dtype).to(self.device)
                 if check.bias else None)
         found, again = product(x, self.weight, bias), product(x, self.weight, bias)
-        rounded = self.device.type == "cuda" and rows > configure.most_rows(self.weight, x.device)
+        rounded = self.device.type == "cuda" and rows > configure.most_rows(self.weight, x.dtype, x.device)
         kernel = "dequantize and matmul" if rounded else kernel_of(x, self.weight, bias)
         wide, added = x.cpu().double(), torch.zeros(1).double() if bias is None else bias.cpu().double()
         exact = wide @ self.exact.t() + added

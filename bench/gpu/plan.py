@@ -69,7 +69,7 @@ def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: boo
     """The launches of a linear as the runtime chooses them; beyond the fused kernels' rows those that dequantize tiles."""
     n, k = packed.shape
     x, out = (torch.empty(rows, columns, dtype=dtype, device="meta") for columns in (k, n))
-    if invariant or rows <= configure.most_rows(packed, x.device):
+    if invariant or rows <= configure.most_rows(packed, x.dtype, x.device):
         added = torch.empty(n, dtype=dtype, device="meta") if bias else None
         yield from launch.linear_calls(x, packed, added, out, invariant)
         return

@@ -47,7 +47,8 @@ class Weight:
 
 def every(shape: tuple[int, int] = (0, 0)) -> list[Weight]:
     """Every storage of every format, other parameters at their defaults."""
-    return [Weight(name, storage, tuple(format_of(name).complete(params).items()), shape) for name, storage, params in storages()]
+    return [Weight(name, storage, tuple(format_of(name).complete(params).items()), shape)
+            for name, storage, params in storages(derived=True)]
 
 
 def fits(weight: Weight) -> bool:

@@ -447,7 +447,6 @@ def _many_planar(
     SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     ZERO: tl.constexpr = 0
-    HIGH: tl.constexpr = 0
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
     m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
@@ -464,7 +463,7 @@ def _many_planar(
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
                 point = lanes.points(z, row, lanes.count(K, group), chunk * 128 + u * SIZE, group, SIZE, F)
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          point, 2, 2, SIZE, F)
                 s_g = lanes.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
                 sum *= s_g

@@ -431,8 +431,7 @@ def _many_planar(
     """
     SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = 0 if F == tl.float16 else -128
-    HIGH: tl.constexpr = -128
+    ZERO: tl.constexpr = 0
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
     m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
@@ -448,7 +447,7 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO, HIGH,
+                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          None, 8, 8, SIZE, F)
                 sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
                 s_g = lanes.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
@@ -501,7 +500,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",), double=True)),
         ),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact"), "symmetric": (True, False)}, defaults={"g": None},

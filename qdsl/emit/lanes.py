@@ -19,7 +19,7 @@ from qdsl.passes.derive_planar import PLANAR, PLANES, coordinate, is_code
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 LOCALS = frozenset((
-    "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "HIGH", "EVEN", "STAGES",
+    "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "EVEN", "STAGES",
     "w", "g", "c", "n", "m", "first", "flip", "acc", "ones", "step", "j", "chunk", "columns", "sums", "new", "r", "row", "words",
     "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start",
     "BN", "x_scale", "x_sum", "narrow"))
@@ -260,7 +260,7 @@ def lanes(program: Program) -> list[str]:
         row=made.has_row, natural=bool(made.stored), late=made.late,
         ones=made.integer or bool(made.affine.zero or made.affine.offset),
         loads=lambda how: _loads(made, how), apply=lambda index, ones, exact=False: _apply(made, index, ones, exact),
-        finish=_finish(made), many=made.has_many, many_ones=made.sums_in_many, many_zero=_zeros(made),
+        finish=_finish(made), many=made.has_many, many_ones=made.sums_in_many, many_zero=_zero(made),
         point=_point(made),
         many_words=_many_words(made), many_finish=_finish(made, True),
         many_blocks=not made.late and any(group.rows for group in made.groups if group not in made.outer),
@@ -316,15 +316,14 @@ def _point(made: Plan) -> str:
             f"{group.columns}, SIZE, F)")
 
 
-def _zeros(made: Plan) -> tuple[str, str]:
-    """What is added to a code, less what operands have more than it, and to its second digit."""
+def _zero(made: Plan) -> str:
+    """What is added to a code of many rows' operands, less what they have more than it."""
     if not made.integer or made.point is not None:               # a zero point has what operands have more, too
-        return "0", "0"
-    constant = made.exact_zero or 0
-    sign = made.base[0]
+        return "0"
+    constant, sign = made.exact_zero or 0, made.base[0]
     if made.code.bits == 8:
-        return f"{constant - sign} if F == tl.float16 else {constant - 128}", str(-128 - (sign >> 4))
-    return f"{constant - sign} if F == tl.float16 else {constant - sign - 128}", "0"
+        return str(constant - sign)
+    return f"{constant - sign} if F == tl.float16 else {constant - sign - 128}"
 
 
 # The bit at which half 2 * j + h of a span of 256 columns begins, by the widths of the first plane and of a plane; and by

@@ -55,13 +55,17 @@ def _target(device: torch.device) -> Target:
     return Target(capability, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def most_rows(packed: PackedWeight, device: torch.device) -> int:
-    """Rows of x up to which a fused kernel is used, beyond which a dequantized tile and the vendor's matmul are (predicted).
-
-    `many` keeps its weights in registers where a warp group can multiply them from there, as Hopper's do.
-    """
+def has_many(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernel `many` is used: it keeps its weights in registers, from where a warp group of Hopper multiplies them."""
     found = packed.layout.kernels.lanes
-    if found is None or found.many is None or target(device).capability != 9:
+    return found is not None and found.many is not None and target(device).capability == 9 and not (
+        found.double and dtype == torch.bfloat16)
+
+
+def most_rows(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of x up to which a fused kernel is used, beyond which a dequantized tile and the vendor's matmul are (predicted)."""
+    found = packed.layout.kernels.lanes
+    if found is None or not has_many(packed, dtype, device):
         return 16
     return 64 if min(found.sizes(packed.sizes), default=128) >= 128 else 32
 

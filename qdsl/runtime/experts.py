@@ -85,5 +85,5 @@ def _is_fused(x: Tensor, packed: PackedWeight, bias: Tensor | None, experts: int
     if x.device.type != "cuda" or not ops.is_plain(x, bias, *packed.tensors.values()) or ops.is_differentiated(x, bias):
         return False
     tiles = cdiv(x.shape[0], ROWS) + experts
-    return tiles <= launch.ROWS_OF_X and x.shape[0] <= experts * configure.most_rows(packed, x.device) \
+    return tiles <= launch.ROWS_OF_X and x.shape[0] <= experts * configure.most_rows(packed, x.dtype, x.device) \
         and launch.has_lanes(x.contiguous(), packed)

@@ -546,17 +546,14 @@ def less(value, point):
 
 
 @triton.jit
-def matrix(codes: tl.constexpr, w, flip, digit: tl.constexpr, zero: tl.constexpr, point, width: tl.constexpr,
-           bits: tl.constexpr, F: tl.constexpr):
-    """w's rows of a chunk, or of a group of 32 columns, as numbers: codes (or a digit of them) plus zero, less a zero point."""
+def matrix(codes: tl.constexpr, w, flip, zero: tl.constexpr, point, width: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
+    """w's rows of a chunk, or of a group of 32 columns, as numbers: codes plus zero, less a zero point."""
     place: tl.constexpr = width if F == tl.float16 and width < 8 and width + bits <= 10 else 0
-    f = flip[digit]
-    l: tl.constexpr = 1 if place else 0
-    v00 = less(scaled(codes(w, 0, 0, digit, 0, f, F), 0, zero, F), point)
-    v01 = less(scaled(codes(w, 0, 1, digit, 0, f, F), 0, zero, F), point)
-    f = flip[l + digit]
-    v10 = less(scaled(codes(w, 1, 0, digit, place, f, F), place, zero, F), point)
-    v11 = less(scaled(codes(w, 1, 1, digit, place, f, F), place, zero, F), point)
+    v00 = less(scaled(codes(w, 0, 0, 0, 0, flip[0], F), 0, zero, F), point)
+    v01 = less(scaled(codes(w, 0, 1, 0, 0, flip[0], F), 0, zero, F), point)
+    f = flip[1 if place else 0]
+    v10 = less(scaled(codes(w, 1, 0, 0, place, f, F), place, zero, F), point)
+    v11 = less(scaled(codes(w, 1, 1, 0, place, f, F), place, zero, F), point)
     if w[0].shape[1] == 16:
         return chunk_operand(v00, v01, v10, v11)
     else:
@@ -564,19 +561,16 @@ def matrix(codes: tl.constexpr, w, flip, digit: tl.constexpr, zero: tl.constexpr
 
 
 @triton.jit
-def rows_product(codes: tl.constexpr, words, u: tl.constexpr, x, flip, zero: tl.constexpr, high: tl.constexpr, point,
+def rows_product(codes: tl.constexpr, words, u: tl.constexpr, x, flip, zero: tl.constexpr, point,
                  width: tl.constexpr, bits: tl.constexpr, size: tl.constexpr, F: tl.constexpr):
     """The product of a chunk's rows of w, or of its group u of columns, with x [size, BM]: [16 * W, BM].
 
-    zero is added to every code, less what operands have more than codes; high, to its second digit.  point, or None, is taken
-    off.
+    zero is added to every code, less what operands have more than codes; point, or None, is taken off.  A code is one number:
+    integers of 8 bits are none in bfloat16.
     """
+    tl.static_assert(bits < 8 or F == tl.float16)
     w = words if size == 128 else words[u]
-    if bits == 8 and F == tl.bfloat16:
-        return (tl.dot(matrix(codes, w, flip, 0, zero, point, width, bits, F), x)
-                + tl.dot(matrix(codes, w, flip, 1, high, None, width, bits, F), x) * 16.0)
-    else:
-        return tl.dot(matrix(codes, w, flip, 0, zero, point, width, bits, F), x)
+    return tl.dot(matrix(codes, w, flip, zero, point, width, bits, F), x)
 
 
 @triton.jit

@@ -167,7 +167,7 @@ def kind(x: Tensor, packed: PackedWeight, invariant: bool = False) -> str:
     assert lanes is not None
     if invariant:
         return "few"
-    if x.shape[0] > 8 and lanes.many is not None and configure.target(x.device).capability == 9:
+    if x.shape[0] > 8 and configure.has_many(packed, x.dtype, x.device):
         return "many"
     return "row" if x.shape[0] == 1 and lanes.row is not None else "few"
 

@@ -72,6 +72,7 @@ class Lanes:
 
     blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters;
     least: the fewest that the kernels serve.  special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
+    double: bfloat16, whose numbers have 8 bits, takes two products for a code.
     narrow: the kernel for x in 8 bits.
     """
 
@@ -82,6 +83,7 @@ class Lanes:
     least: int = 16
     codes: str = ""
     special: int = 0
+    double: bool = False
     narrow: Narrow | None = None
 
     def sizes(self, sizes: Mapping[str, int]) -> list[int]:

@@ -51,7 +51,7 @@ def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "
     if x.device.type == "cpu":
         return cpu.product(x, packed, bias)
     out = x.new_empty(x.shape[0], packed.shape[0])
-    if x.shape[0] <= configure.most_rows(packed, x.device):
+    if x.shape[0] <= configure.most_rows(packed, x.dtype, x.device):
         launch.linear(x, packed, bias, out)
         return out
     for start, stop in row_tiles(packed, weights=_tile_weights(x)):
