@@ -145,11 +145,11 @@ def _others() -> tuple[Check, ...]:
 
 
 def _tall() -> tuple[Check, ...]:
-    return Check(1, "bf16"), Check(8, "f16"), Check(33, "f16")
+    return Check(1, "bf16"), Check(8, "f16"), Check(24, "f16"), Check(33, "f16")
 
 
 def _wide() -> tuple[Check, ...]:
-    return Check(1, "f16"), Check(6, "bf16"), Check(16, "bf16"), Check(64, "bf16")
+    return Check(1, "f16"), Check(6, "bf16"), Check(16, "bf16"), Check(64, "bf16"), Check(20, "f16")
 
 
 def others() -> Iterator[Weight]:
