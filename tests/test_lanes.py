@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,3 +150,34 @@ def test_parts_of_a_weight(case: Case) -> None:
     assert torch.equal(product(x, part), product(x, packed)[:, 5:40])
     shifted = torch.empty(2 * 384 + 1, dtype=torch.float16, device=DEVICE)[1:].view(2, 384).copy_(x)
     assert kernels_of(shifted, packed) == {"linear"}
+
+
+# Fields that are called as the kernels call their own values, and codes that are small floats.
+NAMES = """
+format: lanes_{code}
+title: fields that are called as kernels call their own
+source: nobody
+weight: [N, K]
+fields:
+  m: f16[n, k // 32]
+  m_g: f16[n, k // 32]
+  point: u4[n, k // 32]
+  c: {code}[n, k]
+decode: {decode}
+storage:
+  rows:
+    c: {{tensor: "u8[n<N, t<K/2 word]", record: "i<2: c[n, 2*t + i]"}}
+    point: {{tensor: "u8[n<N, g<ceil(K/32)]", record: "point[n, g] pad:4"}}
+    m: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "m[n, g]"}}
+    m_g: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "m_g[n, g]"}}
+"""
+
+
+@pytest.mark.parametrize(("code", "decode"), [("u4", "(c - point) * m + m_g"), ("e2m1", "c * m + m_g * point")])
+def test_names_and_small_floats(code: str, decode: str, tmp_path: Path, hopper: None) -> None:
+    path = tmp_path / f"lanes_{code}.yaml"
+    path.write_text(NAMES.format(code=code, decode=decode))
+    case = Case(path, "planar", ())
+    for i, dtype in enumerate(DTYPES):
+        for rows in (1, 3, 12):
+            check(case, SHAPES[i], {}, rows, dtype)

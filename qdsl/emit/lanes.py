@@ -21,7 +21,7 @@ CHUNK = 128                                                      # columns that 
 LOCALS = frozenset((
     "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "EVEN", "STAGES",
     "w", "g", "c", "n", "m", "first", "flip", "acc", "ones", "step", "j", "chunk", "columns", "sums", "new", "r", "row", "words",
-    "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start",
+    "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start", "point",
     "BN", "x_scale", "x_sum", "narrow"))
 
 
@@ -198,7 +198,7 @@ class Plan:
 
 def argument(name: str) -> str:
     """What a kernel calls a tensor."""
-    return f"{name}_" if name in LOCALS else name
+    return f"{name}_" if name in LOCALS or name.endswith("_g") else name
 
 
 def plan(program: Program) -> Plan | None:
@@ -438,12 +438,12 @@ def _line_of(made: Plan, index: Mapping[str, str], without: list[Group], ones: s
     return lines
 
 
-def _text(terms: Terms, index: Mapping[str, str], without: list[Group], tight: bool = False) -> str:
-    """A sum of products over the loaded fields."""
+def _text(terms: Terms, index: Mapping[str, str], without: list[Group], tight: bool = False, held: bool = True) -> str:
+    """A sum of products over the fields: over what was loaded of them, or as the spec names them."""
     names = {group.name for group in without}
     text = ""
     for coefficient, product in terms:
-        factors = [f"{argument(f)}_g{index.get(f, '')}" for f in product if argument(f) not in names]
+        factors = [f if not held else f"{argument(f)}_g{index.get(argument(f), '')}" for f in product if argument(f) not in names]
         size = abs(coefficient)
         shown = " * ".join([*([f"{size}"] if size != 1 or not factors else []), *factors])
         text += (" - " if coefficient < 0 else " + ") + shown if text else ("-" if coefficient < 0 else "") + shown
@@ -452,8 +452,7 @@ def _text(terms: Terms, index: Mapping[str, str], without: list[Group], tight: b
 
 def _line(made: Plan) -> str:
     """The line that decode is, as the docstring says it."""
-    scale, zero, offset = (_text(part, {}, []).replace("_g", "") for part in
-                           (made.affine.scale, made.affine.zero, made.affine.offset))
+    scale, zero, offset = (_text(part, {}, [], held=False) for part in (made.affine.scale, made.affine.zero, made.affine.offset))
     code = made.affine.code
     inner = f"({code}{_signed(zero)})" if zero else code
     text = inner if scale == "1.0" else f"({scale}) * {inner}" if " + " in scale or " - " in scale else f"{scale} * {inner}"

@@ -98,6 +98,7 @@ def key(kind: str, packed: PackedWeight, dtype: torch.dtype) -> str:
     return " ".join((kind, f"{packed.format.name}.{packed.storage}", packed.params_text, f"{n}x{k}", str(dtype)[6:]))
 
 
+@cache
 def tuned_file(device: torch.device) -> Path:
     """Where tuned configurations of a device are kept: in $QDSL_CACHE, or qdsl below the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -118,6 +119,7 @@ def tuned(path: Path) -> dict[str, dict[str, int]]:
 def forget() -> None:
     """Read the files of tuned configurations anew."""
     tuned.cache_clear()
+    tuned_file.cache_clear()
 
 
 def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
