@@ -122,9 +122,10 @@ def _linear_safetensors(weight, weight_scale_inv, x, bias, out, N, K, bn, bk, BN
 
 
 @triton.jit
-def _words_safetensors(weight, row, K, chunk):
-    """The words of q in a chunk of 128 columns."""
-    return lanes.words(weight, row, K // 64, 2 * chunk + 0), lanes.words(weight, row, K // 64, 2 * chunk + 1)
+def _words_safetensors(weight, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
+        * more + 1)
 
 
 @triton.jit
@@ -133,6 +134,8 @@ def _numbers_safetensors(
 ):
     """q of pairs i in a half of a chunk, as numbers of type F."""
     return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
+
+
 
 
 @triton.jit
@@ -161,7 +164,7 @@ def _few_safetensors(
         for j in tl.static_range(2):
             chunk = (step * WK + w % WK) * 2 + j
             columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N, start)
@@ -188,8 +191,8 @@ def _narrow_safetensors(
 
     x is E4M3, or float16 where codes of w are uint8.  A program multiplies BN rows of w with BM rows of x.
     """
-    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N, False).to(tl.int64)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
     x += m * K + tl.arange(0, 128)[:, None]
     w = weight + (n * K + tl.arange(0, 128)[None, :])
     acc = narrow.zeros(BN, BM, False)
@@ -257,9 +260,9 @@ def _linear_planar(q, s, x, bias, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.co
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk):
-    """The words of q in a chunk of 128 columns."""
-    return lanes.words(q, row, K // 64, 2 * chunk + 0), lanes.words(q, row, K // 64, 2 * chunk + 1)
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
 
 
 @triton.jit
@@ -268,6 +271,8 @@ def _numbers_planar(
 ):
     """q of pairs i in a half of a chunk, as numbers of type F."""
     return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
+
+
 
 
 @triton.jit
@@ -296,7 +301,7 @@ def _few_planar(
         for j in tl.static_range(2):
             chunk = (step * WK + w % WK) * 2 + j
             columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N, start)
@@ -321,25 +326,28 @@ def _row_planar(
 ):
     """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * q.
 
-    One row of x.  The columns of the matrix instruction are eight groups of 32 columns of w.
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
     """
+    STEP: tl.constexpr = min(64, bk)
+    TRIP: tl.constexpr = max(2, STEP // 16)
     UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 8, 0, False, F)
     acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(1):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.groups(x, chunk, K, g, c, 32, UNIT, EVEN, F)
-            second = lanes.within(chunk + 1, K // 128, EVEN)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N)
-                words = (_words_planar(q, row, K, chunk), _words_planar(q, row, K, second))
-                sum = lanes.product(_numbers_planar, words, columns, flip, 0, 4, 8, 0, F)
-                s_g = lanes.by_column(s, lanes.blocks(row, bn), lanes.count(K, bk), chunk, K, 32, bk, 0)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 0, F)
+                s_g = lanes.by_column(s, lanes.blocks(row, bn), lanes.count(K, bk), chunk, K, STEP, bk, 0)
                 sum *= s_g
                 new = new + (acc[r] + sum,)
             acc = new
@@ -362,7 +370,7 @@ def _many_planar(
     ZERO: tl.constexpr = 0
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
     x += m * K + tl.arange(0, SIZE)[:, None]
     flip = lanes.flips(N, 8, 0, False, F)
     acc = lanes.tiles(R, 16 * W, BM)
@@ -371,7 +379,7 @@ def _many_planar(
         new = ()
         for r in tl.static_range(R):
             row = lanes.rows(first + 16 * W * r + 16 * w + g, N)
-            n = lanes.within(first + 16 * W * r + tl.arange(0, 16 * W)[:, None], N, False).to(tl.int64)
+            n = lanes.within(first + 16 * W * r + tl.arange(0, 16 * W)[:, None], N).to(tl.int64)
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):

@@ -120,9 +120,10 @@ def _linear_safetensors(weight, weight_scale, x, bias, out, N, K, BN: tl.constex
 
 
 @triton.jit
-def _words_safetensors(weight, row, K, chunk):
-    """The words of q in a chunk of 128 columns."""
-    return lanes.words(weight, row, K // 64, 2 * chunk + 0), lanes.words(weight, row, K // 64, 2 * chunk + 1)
+def _words_safetensors(weight, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
+        * more + 1)
 
 
 @triton.jit
@@ -131,6 +132,8 @@ def _numbers_safetensors(
 ):
     """q of pairs i in a half of a chunk, as numbers of type F."""
     return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
+
+
 
 
 @triton.jit
@@ -159,7 +162,7 @@ def _few_safetensors(
         for j in tl.static_range(2):
             chunk = (step * WK + w % WK) * 2 + j
             columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N, start)
@@ -187,8 +190,8 @@ def _narrow_safetensors(
 
     x is E4M3, or float16 where codes of w are uint8.  A program multiplies BN rows of w with BM rows of x.
     """
-    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N, False).to(tl.int64)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
     x += m * K + tl.arange(0, 128)[:, None]
     w = weight + (n * K + tl.arange(0, 128)[None, :])
     acc = narrow.zeros(BN, BM, False)
@@ -254,9 +257,9 @@ def _linear_planar(q, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk):
-    """The words of q in a chunk of 128 columns."""
-    return lanes.words(q, row, K // 64, 2 * chunk + 0), lanes.words(q, row, K // 64, 2 * chunk + 1)
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
 
 
 @triton.jit
@@ -265,6 +268,8 @@ def _numbers_planar(
 ):
     """q of pairs i in a half of a chunk, as numbers of type F."""
     return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
+
+
 
 
 @triton.jit
@@ -293,7 +298,7 @@ def _few_planar(
         for j in tl.static_range(2):
             chunk = (step * WK + w % WK) * 2 + j
             columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N, start)
@@ -326,7 +331,7 @@ def _many_planar(
     ZERO: tl.constexpr = 0
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
     x += m * K + tl.arange(0, SIZE)[:, None]
     flip = lanes.flips(N, 8, 0, False, F)
     acc = lanes.tiles(R, 16 * W, BM)

@@ -146,9 +146,10 @@ def _linear_safetensors(weight, weight_scale, weight_zero_point, x, bias, out, N
 
 
 @triton.jit
-def _words_safetensors(weight, row, K, chunk):
-    """The words of q in a chunk of 128 columns."""
-    return lanes.words(weight, row, K // 64, 2 * chunk + 0), lanes.words(weight, row, K // 64, 2 * chunk + 1)
+def _words_safetensors(weight, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
+        * more + 1)
 
 
 @triton.jit
@@ -158,6 +159,8 @@ def _numbers_safetensors(
     """q of pairs i in a half of a chunk, as numbers of type F."""
     code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
     return lanes.numbers(code, flip, True, F)
+
+
 
 
 @triton.jit
@@ -188,7 +191,7 @@ def _few_safetensors(
         for j in tl.static_range(2):
             chunk = (step * WK + w % WK) * 2 + j
             columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128)
             ones += sums[0]
             new = ()
             for r in tl.static_range(R):
@@ -222,8 +225,8 @@ def _narrow_safetensors(
 
     x is int8, and x_sum [1, M] are the sums of its rows.  A program multiplies BN rows of w with BM rows of x.
     """
-    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N, False).to(tl.int64)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
     x += m * K + tl.arange(0, 128)[:, None]
     w = weight + (n * K + tl.arange(0, 128)[None, :])
     acc = narrow.zeros(BN, BM, True)
@@ -307,9 +310,9 @@ def _linear_planar(q, s, z, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constex
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk):
-    """The words of q in a chunk of 128 columns."""
-    return lanes.words(q, row, K // 64, 2 * chunk + 0), lanes.words(q, row, K // 64, 2 * chunk + 1)
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
 
 
 @triton.jit
@@ -319,6 +322,8 @@ def _numbers_planar(
     """q of pairs i in a half of a chunk, as numbers of type F."""
     code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
     return lanes.numbers(code, flip, True, F)
+
+
 
 
 @triton.jit
@@ -349,7 +354,7 @@ def _few_planar(
         for j in tl.static_range(2):
             chunk = (step * WK + w % WK) * 2 + j
             columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128)
             ones += sums[0]
             new = ()
             for r in tl.static_range(R):
@@ -388,7 +393,7 @@ def _many_planar(
     ZERO: tl.constexpr = -128
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
     x += m * K + tl.arange(0, SIZE)[:, None]
     flip = lanes.flips(N, 8, 8, True, F)
     acc = lanes.tiles(R, 16 * W, BM)
@@ -411,7 +416,7 @@ def _many_planar(
         acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        n = lanes.within(first + 16 * W * r + tl.arange(0, 16 * W)[:, None], N, False).to(tl.int64)
+        n = lanes.within(first + 16 * W * r + tl.arange(0, 16 * W)[:, None], N).to(tl.int64)
         s_g = lanes.of_rows(s, n, 1, 0, 1, 0)
         if z is None:
             z_g = 0.0

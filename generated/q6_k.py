@@ -219,9 +219,9 @@ def _linear_planar(q_0, q_1, d, sc, x, bias, out, N, K, BN: tl.constexpr, BK: tl
 
 
 @triton.jit
-def _words_planar(q_0, q_1, row, K, chunk):
-    """The words of q in a chunk of 128 columns."""
-    return lanes.words(q_0, row, K // 128, chunk), lanes.words(q_1, row, tl.cdiv(K, 256), chunk // 2)
+def _words_planar(q_0, q_1, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q_0, row, K // 128, chunk, more), lanes.words(q_1, row, tl.cdiv(K, 256), chunk // 2, more // 2)
 
 
 @triton.jit
@@ -232,6 +232,8 @@ def _numbers_planar(
     code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
     code |= lanes.field(words[1], 4 * (half % 2) + 2 * (half // 2) + 8 * i, to + 4, 2)
     return lanes.numbers(code, flip, False, F)
+
+
 
 
 @triton.jit
@@ -261,7 +263,7 @@ def _few_planar(
         for j in tl.static_range(2):
             chunk = (step * WK + w % WK) * 2 + j
             columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N, start)
@@ -288,26 +290,31 @@ def _row_planar(
 ):
     """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = d * sc * (q - 32.0).
 
-    One row of x.  The columns of the matrix instruction are eight groups of 16 columns of w.
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
     """
+    STEP: tl.constexpr = 16
+    TRIP: tl.constexpr = max(2, STEP // 16)
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     BASE: tl.constexpr = 0 if F == tl.float16 else 128
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 4, 6, False, F)
     acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.groups(x, chunk, K, g, c, 16, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N)
-                words = (_words_planar(q_0, q_1, row, K, chunk),)
-                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, 2, 4, 6, F)
-                d_g = lanes.by_column(d, row, lanes.count(K, 256), chunk, K, 16, 256, 0)
-                sc_g = lanes.by_column(sc, row, lanes.count(K, 16), chunk, K, 16, 16, 8)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q_0, q_1, row, K, lanes.after(chunk, t, K // 128, EVEN),
+                        t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 4, 6, F)
+                d_g = lanes.by_column(d, row, lanes.count(K, 256), chunk, K, STEP, 256, 0)
+                sc_g = lanes.by_column(sc, row, lanes.count(K, 16), chunk, K, STEP, 16, 8)
                 sum += (-32.0 - BASE) * sums
                 sum *= d_g * sc_g
                 new = new + (acc[r] + sum,)

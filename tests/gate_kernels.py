@@ -41,7 +41,7 @@ class Gate:
         return "many" if self.rows > 8 else "row" if self.rows == 1 and self.format in ROWWISE else "few"
 
 
-ROWWISE = ("q4_0", "int4_rows", "q4_k", "q6_k", "q8_0", "int_group")
+ROWWISE = ("q4_0", "int4_rows", "q4_k", "q6_k", "q8_0", "int_group", "iq4_nl", "nf4")
 GATES = (
     Gate("q4_0", "planar", 1, (("f16", 1.30), ("bf16", 1.50))),
     Gate("int4_rows", "planar", 1, (("f16", 1.25), ("bf16", 1.50))),
@@ -51,6 +51,8 @@ GATES = (
     Gate("fp8_block", "safetensors", 1, (("f16", 2.5), ("bf16", 3.0))),
     Gate("q4_k", "planar", 1, (("f16", 1.9),)),
     Gate("q6_k", "planar", 1, (("f16", 2.8),)),
+    Gate("iq4_nl", "planar", 1, (("f16", 3.0),)),
+    Gate("nf4", "planar", 1, (("f16", 3.3), ("bf16", 3.3))),
     Gate("int4_rows", "planar", 16, (("f16", 2.8), ("bf16", 2.8)), archs=("sm_90",)),
     # No figure of these is promised; a change that makes them worse should be seen.
     Gate("q8_0", "planar", 1, (("f16", 1.5),)),

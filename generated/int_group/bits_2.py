@@ -337,9 +337,9 @@ def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk):
-    """The words of q in a chunk of 128 columns."""
-    return lanes.words(q, row, tl.cdiv(K, 256), chunk // 2),
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, tl.cdiv(K, 256), chunk // 2, more // 2),
 
 
 @triton.jit
@@ -349,6 +349,8 @@ def _numbers_planar(
     """q of pairs i in a half of a chunk, as numbers of type F."""
     code = lanes.field(words[0], 2 * half + 8 * i, to, 2)
     return lanes.numbers(code, flip, False, F)
+
+
 
 
 @triton.jit
@@ -378,7 +380,7 @@ def _few_planar(
         for j in tl.static_range(2):
             chunk = (step * WK + w % WK) * 2 + j
             columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+            chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N, start)
@@ -405,27 +407,30 @@ def _row_planar(
 ):
     """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
 
-    One row of x.  The columns of the matrix instruction are eight groups of 32 columns of w.
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
     """
+    STEP: tl.constexpr = min(64, group)
+    TRIP: tl.constexpr = max(2, STEP // 16)
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     BASE: tl.constexpr = 0 if F == tl.float16 else 128
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     flip = lanes.flips(N, 2, 2, False, F)
     acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(1):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.groups(x, chunk, K, g, c, 32, UNIT, EVEN, F)
-            second = lanes.within(chunk + 1, K // 128, EVEN)
-            chunk = lanes.within(chunk, K // 128, EVEN)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N)
-                words = (_words_planar(q, row, K, chunk), _words_planar(q, row, K, second))
-                sum = lanes.product(_numbers_planar, words, columns, flip, 0, 4, 2, 2, F)
-                s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, 32, group, 0)
-                z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, 32, group, 2)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 2, 2, F)
+                s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, STEP, group, 0)
+                z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, STEP, group, 2)
                 sum += lanes.shifted(-z_g, BASE) * sums
                 sum *= s_g
                 new = new + (acc[r] + sum,)
@@ -449,7 +454,7 @@ def _many_planar(
     ZERO: tl.constexpr = 0
     w, g, c = lanes.warps(W)
     first = tl.program_id(0) * (16 * W * R)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M, False).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
     x += m * K + tl.arange(0, SIZE)[:, None]
     flip = lanes.flips(N, 2, 2, False, F)
     acc = lanes.tiles(R, 16 * W, BM)
@@ -458,7 +463,7 @@ def _many_planar(
         new = ()
         for r in tl.static_range(R):
             row = lanes.rows(first + 16 * W * r + 16 * w + g, N)
-            n = lanes.within(first + 16 * W * r + tl.arange(0, 16 * W)[:, None], N, False).to(tl.int64)
+            n = lanes.within(first + 16 * W * r + tl.arange(0, 16 * W)[:, None], N).to(tl.int64)
             words = lanes.by_size(lanes.turned(_words_planar(q, row, K, chunk), chunk, 4, 0, 0), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):

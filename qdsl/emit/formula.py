@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from qdsl.ir.program import Program, Value
 
-_LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "field": 4, "const": 4}
+_LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "field": 4, "const": 4, "table": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`divide` and `negate` are calls or prefixes where the plain operator on floats would not round or sign as defined."""
+    """`divide` and `negate` are calls or prefixes where the plain operator on floats would not round or sign as defined.
 
+    table: how an entry of a table is read.
+    """
+
+    table: Callable[[str, str], str]
     divide: str | None = None
     negate: str = "-"
 
 
-TORCH = Dialect()
-TRITON = Dialect(divide="tl.div_rn", negate="-1.0 * ")     # tl's `/` is approximate, and its -x is 0 - x, which loses -0
+def constant(table: str) -> str:
+    """What a generated module calls a table."""
+    return table.upper()
+
+
+TORCH = Dialect(lambda table, at: f"{constant(table)}[{at}]")
+# tl's `/` is approximate, and its -x is 0 - x, which loses -0.
+TRITON = Dialect(lambda table, at: f"tl.load({table} + {at})", divide="tl.div_rn", negate="-1.0 * ")
 
 
 def formula(program: Program, dialect: Dialect = TORCH, names: Mapping[str, str] | None = None, around: int = 0) -> str:
@@ -38,6 +48,8 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
         return names.get(value.name, value.name)
     if value.op == "const":
         return repr(value.const) if value.const >= 0 else f"({value.const!r})"
+    if value.op == "table":
+        return dialect.table(value.name, _text(program, value.args[0], dialect, names, 1 if dialect is TRITON else 0))
     if value.op == "neg":
         sign = "-" if value.is_int else dialect.negate
         level = 2 if "*" in sign else 3
@@ -59,6 +71,17 @@ def _float_text(program: Program, number: int, dialect: Dialect, names: Mapping[
     return f"{_text(program, number, dialect, names, 4)}.to(tl.float32)"
 
 
+def tables(program: Program) -> dict[str, str]:
+    """The tables that decode reads, each with the type that holds its numbers: i32 where integers meet integers, else f32."""
+    found: dict[str, str] = {}
+    reads = {number: value for number, value in enumerate(program.values) if value.op == "table"}
+    for number, value in reads.items():
+        users = [user for user in program.values if number in user.args and user.op != "float"]
+        held = "i32" if value.is_int and users else "f32"
+        found[value.name] = held if found.get(value.name, held) == held else "i32"
+    return found
+
+
 def outermost(program: Program) -> tuple[str, list[str]] | None:
     """The last operation of the formula and the texts of its operands; None where the formula is a field."""
     root = program.values[-1]
@@ -68,10 +91,16 @@ def outermost(program: Program) -> tuple[str, list[str]] | None:
 
 
 def integer_fields(program: Program) -> dict[str, int]:
-    """Fields that take part in integer arithmetic, with the bits of a signed integer that holds every step of it."""
+    """Fields that take part in integer arithmetic, subscripts of tables too, with the bits of a signed integer that holds
+    every step of it.
+    """
     found: dict[str, int] = {}
     for value in program.values:
-        if value.is_int and value.op not in ("field", "const"):
+        if value.op == "table":
+            value = program.values[value.args[0]]
+        elif not value.is_int or value.op == "field":
+            continue
+        if value.op != "const":
             leaves, low, high = _leaves(program, value)
             bits = next(b for b in (8, 16, 32) if -(1 << b - 1) <= low and high < 1 << b - 1)
             found.update({leaf: max(bits, found.get(leaf, 8)) for leaf in leaves})
@@ -83,7 +112,7 @@ def _leaves(program: Program, value: Value) -> tuple[set[str], int, int]:
     assert value.range is not None
     low, high = value.range
     leaves = {value.name} if value.op == "field" else set()
-    for arg in value.args:
+    for arg in value.args if value.op != "table" else ():
         names, small, large = _leaves(program, program.values[arg])
         leaves |= names
         low, high = min(low, small), max(high, large)

@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from qdsl.emit.body import Body
-from qdsl.emit.formula import TRITON, formula, integer_fields
+from qdsl.emit.formula import TRITON, formula, integer_fields, tables
 from qdsl.ir import index as ix
 from qdsl.ir.index import Atom, Facts, Index, name
 from qdsl.ir.program import Field, Lane, Placement, Program, Tensor, Units
@@ -44,7 +44,7 @@ def tile(program: Program) -> Tile:
     """Names and coordinates of a program's kernels."""
     units = program.units or _weight_by_weight()
     taken = {"n", "k", "x", "out", "bias", "acc", "live", "inside", "w", "N", "K", *program.sizes,
-             *(t.name for t in program.tensors), *(f.name for f in program.fields)}
+             *arguments(program), *(f.name for f in program.fields)}
     fresh = _fresh(taken)
     lanes = tuple(replace(lane, name=next(fresh)) for lane in units.lanes)
     rows_lanes = [lane for lane in lanes if lane.axis == "n"]
@@ -73,6 +73,11 @@ def tile(program: Program) -> Tile:
     bound = f"{record} < {shown(records)}"
     return Tile(units.last, rows, unit, n, k, tuple(digits), lanes, row_count,
                 _units_per(records, per_record), bound, not (exact and row_exact), facts)
+
+
+def arguments(program: Program) -> list[str]:
+    """What a kernel reads weights from: the storage's tensors, and the tables that decode looks up."""
+    return [*(tensor.name for tensor in program.tensors), *tables(program)]
 
 
 def _weight_by_weight() -> Units:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from qdsl.emit.body import Body, guarded, nest
-from qdsl.emit.kernel import Decoder, Tile, offset_text, shown, tile, unrolled
+from qdsl.emit.kernel import Decoder, Tile, arguments, offset_text, shown, tile, unrolled
 from qdsl.emit.lanes import lanes, narrow
 from qdsl.emit.templates import render
 from qdsl.ir.index import Index, name, substitute
@@ -24,7 +24,7 @@ def _shared(program: Program, at: Tile) -> dict[str, str]:
     count = prod(lane.extent for lane in at.lanes)
     units = "weights" if count == 1 else f"units of {count} weights"
     return {
-        "storage": program.storage, "arguments": ", ".join(tensor.name for tensor in program.tensors),
+        "storage": program.storage, "arguments": ", ".join(arguments(program)),
         "sizes": "".join(f", {size}" for size in program.sizes), "units": units, "rows": at.rows, "unit": at.unit,
         "shape": "(BN, BK)" if k_last else "(BK, BN)", "across": "[:, None]" if k_last else "[None, :]",
         "along": "[None, :]" if k_last else "[:, None]",
@@ -47,8 +47,8 @@ def _masks(at: Tile, lanes: list[str], body: Body) -> None:
 
 
 def _start(program: Program, at: Tile, loops: int, lanes: list[str]) -> Body:
-    arguments = {"x", "bias", "out", "N", "K", "n", "k", at.rows, at.unit, *(t.name for t in program.tensors), *program.sizes}
-    body = Body(levels=[[] for _ in range(loops + 2)], arguments=frozenset(arguments))
+    taken = {"x", "bias", "out", "N", "K", "n", "k", at.rows, at.unit, *arguments(program), *program.sizes}
+    body = Body(levels=[[] for _ in range(loops + 2)], arguments=frozenset(taken))
     body.levels[1] += [("", f"{digit} = {text}") for digit, text in at.digits]
     _masks(at, lanes, body)
     return body

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from qdsl.emit.codebook import Codebook, codebook
 from qdsl.emit.templates import render
 from qdsl.ir.program import Affine, Field, Program, Terms
 from qdsl.numbers import Number
@@ -51,6 +52,7 @@ class Plan:
     code: Number
     groups: tuple[Group, ...]
     stored: str = ""                                             # the tensor of a storage whose rows are codes of 8 bits
+    book: Codebook | None = None                                 # the numbers that codes are looked up in
 
     @property
     def planes(self) -> list[tuple[str, int, int]]:
@@ -103,13 +105,21 @@ class Plan:
         return CHUNK if self.stored else 16
 
     @property
-    def step(self) -> int:
+    def step(self) -> str:
         """Columns of w per column of the instruction, in `row`."""
-        return min(32, self.smallest)
+        named = [block for block in dict.fromkeys(self.blocks) if not block.isdigit()]
+        known = min([64, *(int(block) for block in self.blocks if block.isdigit())])
+        return f"min({', '.join([str(known), *named])})" if named else str(known)
 
     @property
     def integer(self) -> bool:
-        return not self.code.is_float
+        """Whether float16's operands count from 0."""
+        return self.book.is_int if self.book else not self.code.is_float
+
+    @property
+    def lies(self) -> tuple[int, int]:
+        """Width of a plane, and bits of codes that are operands where they lie in words; 0 bits where operands are made."""
+        return (self.planes[0][1], self.code.bits) if self.integer and not self.book else (8, 0)
 
     @property
     def special(self) -> int:
@@ -121,6 +131,8 @@ class Plan:
         """What operands have more than codes: with float16, and with bfloat16."""
         if not self.integer:
             return 0, 0
+        if self.book:
+            return self.book.base, 0
         sign = 1 << (self.code.bits - 1) if self.code.kind == "signed" else 0
         return sign, sign + (128 * 17 if self.code.bits == 8 else 128)
 
@@ -129,6 +141,8 @@ class Plan:
         """What sums are multiplied with in the end: with float16, and with bfloat16."""
         if self.integer:
             return "16777216.0", "1.0"
+        if self.book:
+            return f"{self.book.unit}", "1.0"
         return f"{2.0 ** (15 - ((1 << (self.exponent - 1)) - 1))}", "1.0"
 
     @property
@@ -174,13 +188,16 @@ class Plan:
         if not zero:
             return 0
         value = zero[0][0]
-        return int(value) if self.integer and [p for _, p in zero] == [()] and value == int(value) and abs(value) < 256 else None
+        simple = [p for _, p in zero] == [()] and value == int(value) and abs(value) < 256
+        return int(value) if self.integer and not self.book and simple else None
 
     @property
     def point(self) -> Group | None:
         """The zero point, where operands can have it taken off their codes: an unsigned integer per group, of few bits."""
         zero = self.affine.zero
-        if self.code.kind != "unsigned" or self.code.bits == 8 or [(c, len(fields)) for c, fields in zero] != [(-1.0, 1)]:
+        if self.code.kind != "unsigned" or self.code.bits == 8 or self.book:
+            return None
+        if [(c, len(fields)) for c, fields in zero] != [(-1.0, 1)]:
             return None
         group = next(g for g in self.groups if g.name == argument(zero[0][1][0]))
         number = self.program.field(zero[0][1][0]).number
@@ -213,14 +230,15 @@ def plan(program: Program) -> Plan | None:
     tensors = {name: _alone(program, name) for name in (affine.code, *affine.fields)}
     if program.storage == PLANAR:
         tensors[affine.code] = ""
-    elif not is_code(code) or code is None or code.bits != 8:
+    elif not is_code(code) or code is None or code.bits != 8 or affine.table:
         return None
     held = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if code is None or len(held) < len(tensors):
         return None
     groups = tuple(_group(program, program.field(name), held[name]) for name in affine.fields)
-    made = Plan(program, affine, code, groups, held[affine.code])
-    return made if made.supported else None
+    book = codebook(program, affine.table) if affine.table else None
+    made = Plan(program, affine, code, groups, held[affine.code], book)
+    return made if made.supported and (book is not None or not affine.table) else None
 
 
 def _alone(program: Program, name: str) -> str | None:
@@ -252,11 +270,10 @@ def lanes(program: Program) -> list[str]:
         return []
     unit = made.unit
     return render(
-        "lanes", storage=program.storage, arguments=", ".join(argument(t.name) for t in program.tensors), code=made.affine.code,
+        "lanes", storage=program.storage, arguments=", ".join(argument(t.name) for t in program.tensors), code=_code(made.affine),
         sizes="".join(f"{size}: tl.constexpr, " for size in program.sizes), planes=", ".join(name for name, _, _ in made.planes),
         words=_words(made), numbers=_numbers(made), line=_line(made), integer=made.integer, base=made.base,
-        signed=made.code.kind == "signed", width=made.planes[0][1] if made.integer else 8,
-        bits=made.code.bits if made.integer else 0, size=made.size, step=made.step,
+        table=_table(made), flips=_flips(made), width=made.lies[0], bits=made.lies[1], size=made.size, step=made.step,
         row=made.has_row, natural=bool(made.stored), late=made.late,
         ones=made.integer or bool(made.affine.zero or made.affine.offset),
         loads=lambda how: _loads(made, how), apply=lambda index, ones, exact=False: _apply(made, index, ones, exact),
@@ -290,13 +307,13 @@ def _words(made: Plan) -> str:
     found = []
     for name, width, _ in made.planes:
         if width == 8:
-            found += [f"lanes.words({name}, row, K // 64, 2 * chunk + {half})" for half in range(2)]
+            found += [f"lanes.words({name}, row, K // 64, 2 * chunk, 2 * more{' + 1' if half else ''})" for half in range(2)]
         elif width == 4:
-            found.append(f"lanes.words({name}, row, K // 128, chunk)")
+            found.append(f"lanes.words({name}, row, K // 128, chunk, more)")
         elif width == 2:
-            found.append(f"lanes.words({name}, row, tl.cdiv(K, 256), chunk // 2)")
+            found.append(f"lanes.words({name}, row, tl.cdiv(K, 256), chunk // 2, more // 2)")
         else:
-            found.append(f"lanes.late_words({name}, row, K, chunk, {LATE[made.planes[0][1]]})")
+            found.append(f"lanes.late_words({name}, row, K, chunk, more, {LATE[made.planes[0][1]]})")
     return ", ".join(found) + ("," if len(found) == 1 else "")
 
 
@@ -320,10 +337,8 @@ def _zero(made: Plan) -> str:
     """What is added to a code of many rows' operands, less what they have more than it."""
     if not made.integer or made.point is not None:               # a zero point has what operands have more, too
         return "0"
-    constant, sign = made.exact_zero or 0, made.base[0]
-    if made.code.bits == 8:
-        return str(constant - sign)
-    return f"{constant - sign} if F == tl.float16 else {constant - sign - 128}"
+    halves, brains = ((made.exact_zero or 0) - base for base in made.base)
+    return str(halves) if made.code.bits == 8 else f"{halves} if F == tl.float16 else {brains}"
 
 
 # The bit at which half 2 * j + h of a span of 256 columns begins, by the widths of the first plane and of a plane; and by
@@ -338,6 +353,8 @@ def _numbers(made: Plan) -> list[str]:
     """Lines that return the numbers of pairs i of a half, from its words."""
     first = made.planes[0][1]
     signed = made.code.kind == "signed"
+    if made.book is not None:
+        return _looked_up(made.book)
     if not made.integer:
         at = f"{FIRST_BIT[first, first]} + 8 * i" if first < 8 else "8 * i"
         word = "words[half % 2]" if first == 8 else "words[0]"
@@ -351,6 +368,31 @@ def _numbers(made: Plan) -> list[str]:
         text = f"lanes.field(words[{place}], {at}, to{f' + {low}' if low else ''}, {width})"
         lines.append(f"code |= {text}" if place else f"code = {text}")
     return [*lines, f"return lanes.numbers(code, flip, {signed}, F)"]
+
+
+def _looked_up(book: Codebook) -> list[str]:
+    """Lines that return what a table has for codes."""
+    if not book.is_int:
+        return ["return codebook.floats(words[0], half % 2, i, flip, F)"]
+    return ["if F == tl.float16:", "    return codebook.bytes(words[0], half % 2, i, flip)",
+            "else:", "    return codebook.floats(words[0], half % 2, i, flip, F)"]
+
+
+def _table(made: Plan) -> list[str]:
+    """Lines that return a table's words."""
+    if made.book is None:
+        return []
+    texts = [", ".join(f"{word:#x}" for word in words)
+             for words in (made.book.bytes if made.book.is_int else made.book.floats("f16"), made.book.floats("bf16"))]
+    return ["if F == tl.float16:", f"    return codebook.table(g, N, {texts[0]})",
+            "else:", f"    return codebook.table(g, N, {texts[1]})"]
+
+
+def _flips(made: Plan) -> str:
+    """What numbers are made with beside words, as a tuple."""
+    if made.book is not None:
+        return f"_table_{made.program.storage}(g, N, F)"
+    return f"lanes.flips(N, {made.lies[0]}, {made.lies[1]}, {made.code.kind == 'signed'}, F)"
 
 
 # -- numbers of groups ------------------------------------------------------------------------------------------------
@@ -375,7 +417,7 @@ def _load(made: Plan, group: Group, how: str) -> str:
                 f"{group.columns}, {group.bits})")
     if how == "few":
         return f"lanes.by_group({head}, SIZE, {group.columns}, {group.bits})"
-    return f"lanes.by_column({head}, K, {made.step}, {group.columns}, {group.bits})"
+    return f"lanes.by_column({head}, K, STEP, {group.columns}, {group.bits})"
 
 
 def _constant(group: Group, many: bool = False) -> str:
@@ -453,10 +495,14 @@ def _text(terms: Terms, index: Mapping[str, str], without: list[Group], tight: b
 def _line(made: Plan) -> str:
     """The line that decode is, as the docstring says it."""
     scale, zero, offset = (_text(part, {}, [], held=False) for part in (made.affine.scale, made.affine.zero, made.affine.offset))
-    code = made.affine.code
+    code = _code(made.affine)
     inner = f"({code}{_signed(zero)})" if zero else code
     text = inner if scale == "1.0" else f"({scale}) * {inner}" if " + " in scale or " - " in scale else f"{scale} * {inner}"
     return text + (_signed(offset) if offset else "")
+
+
+def _code(affine: Affine) -> str:
+    return f"{affine.table}[{affine.code}]" if affine.table else affine.code
 
 
 def _signed(text: str) -> str:

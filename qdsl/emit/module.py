@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import qdsl
 from qdsl.emit.axes import axis_text, field_axes, field_kinds, tensor_axes
 from qdsl.emit.decode import Decode, decode
+from qdsl.emit.formula import constant, tables
 from qdsl.emit.kernel import tile
 from qdsl.emit.kernels import kernels
 from qdsl.emit.lanes import Plan, plan
@@ -30,8 +31,8 @@ from qdsl.spec.model import Data, Spec
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Variant", "as_type", "cdiv", "device", "empty",
-           "integer", "lanes", "narrow", "pad")
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_type", "cdiv",
+           "codebook", "device", "empty", "integer", "lanes", "narrow", "pad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,9 @@ def _body(programs: Sequence[Program]) -> list[str]:
     """Everything of a variant but its header and imports."""
     decoded = decode(programs)
     lines = [f"# -- reference {RULE[:103]}", ""]
+    for table, kind in tables(programs[0]).items():
+        numbers = programs[0].spec.table(table).values
+        lines += ["", *wrapped(f"{constant(table)} = Table(", [_quoted(kind), *map(repr, numbers)], ")"), ""]
     for program in programs:
         lines += ["", *_unpack(program), "", "", *_pack(program), ""]
     lines += ["", *_decode(programs, decoded), ""]
@@ -264,6 +268,7 @@ def _storage(program: Program) -> list[str]:
         sums *= lane.extent if lane.axis == "n" else 1
     kernel = [f"_dequantize_{program.storage}", f"_linear_{program.storage}", f'rows="{axis_text(at.row_count)}"',
               f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
+    kernel += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
     made = plan(program)
     if made is not None:
         row = f", row=_row_{program.storage}" if made.has_row else ""

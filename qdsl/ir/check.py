@@ -114,6 +114,10 @@ def types_agree(program: Program) -> Iterator[str]:
             limits = program.values[value.args[0]].range
             if limits is None or max(-limits[0], limits[1]) > F32_EXACT:
                 yield f"%{number} is not exact in float32"
+        elif value.op == "table":
+            limits = program.values[value.args[0]].range
+            if limits is None or limits[0] < 0 or limits[1] >= len(program.spec.table(value.name).values):
+                yield f"%{number} reads outside of table {value.name}"
         elif value.op not in ("field", "const") and any(i != value.is_int for i in ints):
             yield f"%{number} mixes integers and floats"
         elif value.op in ("//", "%") and not value.is_int:

@@ -111,7 +111,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One step of decode.  `op` is 'field', 'const', 'neg' or an operator; integers carry their range, f32 has none.
+    """One step of decode.  `op` is 'field', 'const', 'table', 'neg' or an operator; integers carry their range, f32 has none.
 
     `index` is what the value varies over; two values meet at the finer of their subscripts.
     """
@@ -134,12 +134,16 @@ Terms = tuple[tuple[float, tuple[str, ...]], ...]               # a sum of produ
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """w = scale * (code + zero) + offset, where code is a field of every weight and the rest belongs to groups."""
+    """w = scale * (code + zero) + offset, where code is a field of every weight and the rest belongs to groups.
+
+    table: what the code is looked up in first, '' for none.
+    """
 
     code: str
     scale: Terms
     zero: Terms
     offset: Terms
+    table: str = ""
 
     @property
     def fields(self) -> tuple[str, ...]:

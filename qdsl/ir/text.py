@@ -74,7 +74,7 @@ def _placement(placement: Placement) -> Iterator[str]:
 
 def _value(value: Value) -> str:
     args = ", ".join(f"%{arg}" for arg in value.args)
-    what = f"field {value.name}" if value.op == "field" else f"const {value.const!r}" if value.op == "const" else \
+    what = f"{value.op} {value.name} {args}".rstrip() if value.name else f"const {value.const!r}" if value.op == "const" else \
         f"{value.op} {args}"
     kind = f"int {value.range[0]}..{value.range[1]}" if value.range else "f32"
     return f"{what:<16} {kind:<16} {_list(value.index)}"

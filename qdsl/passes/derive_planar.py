@@ -31,6 +31,8 @@ ORDERS = {
     (2, 1): (512, "c<4 u<4 e<2 i<2 j<2 h<2 l<2", "512*t + 256*l + 128*j"),
     (1, 1): (512, "c<4 u<4 e<2 i<2 l<2 j<2 h<2", "512*t + 256*l + 128*j"),
 }
+LOOKED_UP = "u4"                                                 # codes that stand for the numbers of a table
+LOOKED_UP_ORDER = (128, "c<4 u<4 i<2 e<2 h<2", "128*t")          # bytes are looked up four at a time (runtime/codebook.py)
 FLOAT_CODES = ("e4m3", "e5m2", "e2m1")                           # whose bits become a 16-bit float's by shifts alone
 GROUP_FLOATS = ("f32", "bf16", "f16")
 
@@ -42,12 +44,12 @@ def derive_planar(program: Program) -> Program | None:
         return None
     code = program.field(affine.code)
     groups = [program.field(name) for name in affine.fields]
-    if not is_code(code.number) or not all(_is_group(program, field) for field in groups):
+    if not is_code(code.number, affine.table) or not all(_is_group(program, field) for field in groups):
         return None
     if {field.name for field in program.fields if field.number} != {affine.code, *affine.fields}:
         return None
     span = program.spec.span
-    tensors = [*_planes(code, span), *(_plain(program, field, span) for field in groups)]
+    tensors = [*_planes(code, affine.table, span), *(_plain(program, field, span) for field in groups)]
     where = [(_text(field.name, span), g.expression(_text(str(index), span)))
              for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
     if len(where) < sum(field.number is None for field in program.fields):
@@ -62,8 +64,9 @@ def _text(value: str, span: Span) -> Text:
     return Text(value, (span,))
 
 
-def is_code(number: Number | None) -> bool:
-    if number is None:
+def is_code(number: Number | None, table: str = "") -> bool:
+    """Whether the planar storage has an order for codes of this type, which are numbers or are looked up in a table."""
+    if number is None or (table and number.name != LOOKED_UP):
         return False
     return number.name in FLOAT_CODES if number.is_float else number.bits in PLANES
 
@@ -99,14 +102,14 @@ def _in_order(program: Program, field: Field) -> Index | None:
     return program.defaults.get(field.name) or program.where.get(field.name)
 
 
-def _planes(code: Field, span: Span) -> Iterator[Tensor]:
+def _planes(code: Field, table: str, span: Span) -> Iterator[Tensor]:
     assert code.number is not None
     widths = PLANES[code.number.bits]
     low = 0
     for place, width in enumerate(widths):
         name = code.name if len(widths) == 1 else f"{code.name}_{place}"
         part = f".at({low}):{width}" if len(widths) > 1 else ""
-        columns, loops, at = ORDERS[widths[0], width]
+        columns, loops, at = LOOKED_UP_ORDER if table else ORDERS[widths[0], width]
         shape = f"i32[n<N, t<ceil(K/{columns}) word]"
         yield _tensor(name, shape, f"{loops}: {code.name}[n, {at} + 32*u + 16*i + 8*h + 2*c + e]{part}", span)
         low += width

@@ -1,7 +1,8 @@
 """Decode as a line in its code: w = scale * (code + zero) + offset.
 
-Does: where decode reads one field that each weight has for itself, and reads it once and linearly, finds scale, zero and
-offset as sums of products of the other fields; the matmul kernels then sum x * code and apply the rest once per group.
+Does: where decode reads one field that each weight has for itself, or what a table has for it, and reads it once and
+linearly, finds scale, zero and offset as sums of products of the other fields; the matmul kernels then sum x * code and apply
+the rest once per group.
 Does not: change decode, whose order of roundings is the format's definition; leaves `affine` None for any other formula.
 """
 
@@ -31,9 +32,10 @@ def _affine(program: Program) -> Affine | None:
     whole = _expanded(program)
     if len(codes) != 1 or whole is None:
         return None
-    code = codes[0]
-    if any(product.count(code) > 1 for product in whole):
+    read = {name for product in whole for name in product if name == codes[0] or "[" in name}
+    if len(read) != 1 or any(sum(name in read for name in product) > 1 for product in whole):
         return None
+    code = read.pop()
     scale = {tuple(f for f in product if f != code): c for product, c in whole.items() if code in product}
     rest = {product: c for product, c in whole.items() if code not in product}
     if not scale:
@@ -44,7 +46,7 @@ def _affine(program: Program) -> Affine | None:
         return None
     first, second, third = terms
     assert first is not None and second is not None and third is not None
-    return Affine(code, first, second, third)
+    return Affine(codes[0], first, second, third, code.partition("[")[0] if code != codes[0] else "")
 
 
 def _expanded(program: Program) -> _Sum | None:
@@ -59,6 +61,9 @@ def _expanded(program: Program) -> _Sum | None:
 def _step(value: Value, args: list[_Sum]) -> _Sum | None:
     if value.op == "field":
         return {(value.name,): Fraction(1)}
+    if value.op == "table":                                      # of the code itself; of anything else it is no line
+        (by,) = args[0] if len(args[0]) == 1 else ((),)
+        return {(f"{value.name}[{by[0]}]",): Fraction(1)} if args[0] == {by: Fraction(1)} and len(by) == 1 else None
     if value.op == "const":
         return {(): Fraction(value.const)} if value.const else {}
     if value.op == "float":

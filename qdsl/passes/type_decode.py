@@ -30,6 +30,10 @@ def type_decode(program: Program, problems: Problems) -> Program:
     index = builder.values[root].index if root is not None else ()
     if root is not None and index != (ix.name("n"), ix.name("k")):
         problems.add(program.spec.decode.span, "no field of decode is stored for every weight [n, k]")
+    read = {value.name for value in builder.values if value.op == "table"}
+    for table in program.spec.tables:
+        if root is not None and table.name.value not in read:
+            problems.add(table.name.span, f"table '{table.name}' is not read by decode")
     return replace(program, values=tuple(builder.values))
 
 
@@ -61,14 +65,17 @@ class _Builder:
             case g.Binary():
                 left, right = self.value(expr.left), self.value(expr.right)
                 return None if left is None or right is None else self.binary(expr, left, right)
-            case g.Subscript(word, _, span):
-                self.problems.add(span, f"unknown table '{word}': fields stand in decode without subscripts")
+            case g.Subscript():
+                return self.table(expr)
             case g.Apply(word, _, _, span):
                 self.problems.add(span, f"unknown function '{word}' in decode")
         return None
 
     def name(self, expr: g.Name) -> int | None:
         program = self.program
+        if expr.name in {table.name.value for table in program.spec.tables}:
+            self.problems.add(expr.span, f"'{expr.name}' is a table: it has a value by its subscript, {expr.name}[...]")
+            return None
         parameter = program.params.get(expr.name)
         if isinstance(parameter, int):
             return self.add("const", (), expr.span, const=parameter, range=(parameter, parameter))
@@ -81,6 +88,29 @@ class _Builder:
         number = field.number
         limits = None if number.is_float else (number.low, number.high)
         return self.add("field", (), expr.span, name=field.name, range=limits, index=_reach(program, field.index))
+
+    def table(self, expr: g.Subscript) -> int | None:
+        """A table's number, by an integer that never leaves the table."""
+        table = next((table for table in self.program.spec.tables if table.name.value == expr.name), None)
+        if table is None:
+            known = [table.name.value for table in self.program.spec.tables]
+            self.problems.add(expr.span, f"unknown table '{expr.name}': fields stand in decode without subscripts"
+                                         f"{did_you_mean(expr.name, known)}")
+            return None
+        if len(expr.index) != 1:
+            self.problems.add(expr.span, f"a table has one subscript, not {len(expr.index)}")
+            return None
+        arg = self.value(expr.index[0])
+        if arg is None:
+            return None
+        by = self.values[arg]
+        if by.range is None or by.range[0] < 0 or by.range[1] >= len(table.values):
+            runs = "is no integer" if by.range is None else f"runs from {by.range[0]} to {by.range[1]}"
+            self.problems.add(expr.index[0].span, f"table '{expr.name}' has entries 0 to {len(table.values) - 1}, and its "
+                                                  f"subscript {runs}")
+            return None
+        limits = (int(min(table.values)), int(max(table.values))) if table.is_int else None
+        return self.add("table", (arg,), expr.span, name=expr.name, range=limits, index=by.index)
 
     def negate(self, arg: int, span: Span) -> int | None:
         value = self.values[arg]

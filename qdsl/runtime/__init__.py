@@ -5,6 +5,7 @@ from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.layout import Field, Kernels, Lanes, Narrow, Storage, Stored, Variant
 from qdsl.runtime.module import QuantizedLinear
 from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.tables import Table
 
 __all__ = ["Field", "Format", "FormatError", "Kernels", "Lanes", "Narrow", "PackedWeight", "QuantizedLinear", "Spec", "Storage",
-           "Stored", "Variant", "as_type", "cdiv", "empty", "integer", "pad"]
+           "Stored", "Table", "Variant", "as_type", "cdiv", "empty", "integer", "pad"]

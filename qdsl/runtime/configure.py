@@ -20,6 +20,7 @@ from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.packed import PackedWeight
 
 MULTIPROCESSORS = 132                                            # of a device that is not there: an H100's
+TRIP = 256                                                       # columns of w that a warp takes in a trip of the loop of `few`
 WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
 
 
@@ -87,8 +88,10 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
         rule = _many(m, n, device)
         others = [{**rule, "R": r, "STAGES": stages} for r in (1, 2) for stages in (2, 3, 4)]
     else:
-        rule = lanes(n, k, device)
-        others = [_split(r, wk, k) for r in (2, 1) for wk in (8, 4, 2, 1) if 256 * wk <= k]
+        found = packed.layout.kernels.lanes
+        trip = found.trip(packed.sizes) if found is not None and kind == "row" else TRIP
+        rule = lanes(n, k, device, trip)
+        others = [_split(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k]
     return [rule, *(other for other in others if other != rule)]
 
 
@@ -146,19 +149,19 @@ def narrow(m: int, n: int, wide: bool, device: torch.device) -> tuple[dict[str, 
     return {"BN": 128, "BM": bm, "STAGES": 4 if bm == 64 and not wide else 3}, 4 if bm == 64 else 8
 
 
-def lanes(n: int, k: int, device: torch.device) -> dict[str, int]:
+def lanes(n: int, k: int, device: torch.device, trip: int = TRIP) -> dict[str, int]:
     """R tiles of 16 rows per warp, and WK warps that share K, for a weight [n, k].
 
     Two tiles share what is made of x, so that fewer than two only pay where programs would not fill the device.  Warps share
-    K until each multiprocessor has enough of them, evenly if they can.
+    K until each multiprocessor has enough of them, evenly if they can; a warp takes `trip` columns at a time.
     """
     places = target(device).multiprocessors
     r = 2 if 4 * cdiv(n, 32) >= 3 * places else 1
     wk = 1
-    while wk < 8 and cdiv(n, 16 * r) * wk < WARPS * places and 512 * wk <= k:
+    while wk < 8 and cdiv(n, 16 * r) * wk < WARPS * places and 2 * trip * wk <= k:
         wk *= 2
-    return _split(r, wk, k)
+    return _split(r, wk, k, trip)
 
 
-def _split(r: int, wk: int, k: int) -> dict[str, int]:
-    return {"R": r, "WN": 1, "WK": wk, "EVEN": k % (256 * wk) == 0}
+def _split(r: int, wk: int, k: int, trip: int) -> dict[str, int]:
+    return {"R": r, "WN": 1, "WK": wk, "EVEN": k % (trip * wk) == 0}

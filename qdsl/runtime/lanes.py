@@ -57,16 +57,17 @@ def rows(n, N, start=0):
 
 
 @triton.jit
-def words(plane, row, count, chunk):
-    """16 words of rows g and g + 8, which have `count` times as many: int32 [8 * W, 16, 2]."""
+def words(plane, row, count, chunk, more: tl.constexpr = 0):
+    """16 words of rows g and g + 8, which have `count` times as many, `more` times 16 words on: int32 [8 * W, 16, 2]."""
     at = chunk * 16 + tl.arange(0, 16)[None, :]
-    return tl.join(tl.load(plane + (row[0] * (count * 16) + at)), tl.load(plane + (row[1] * (count * 16) + at)))
+    upper, lower = plane + (row[0] * (count * 16) + at), plane + (row[1] * (count * 16) + at)
+    return tl.join(tl.load(upper + 16 * more), tl.load(lower + 16 * more))
 
 
 @triton.jit
-def late_words(plane, row, K, chunk, step: tl.constexpr):
+def late_words(plane, row, K, chunk, more: tl.constexpr, step: tl.constexpr):
     """The words of a plane of one bit, which hold 4 chunks; the last two, `step` bits higher, are moved down."""
-    shift = chunk // 2 % 2 * step + tl.zeros_like(row[0]).to(tl.int32)
+    shift = (chunk // 2 + more // 2) % 2 * step + tl.zeros_like(row[0]).to(tl.int32)
     return words(plane, row, tl.cdiv(K, 512), chunk // 4) >> shift[:, :, None]
 
 
@@ -105,13 +106,21 @@ def columns_of_word(x00, x01, x10, x11, F: tl.constexpr):
 
 
 @triton.jit
-def diagonal(low, high, g, first: tl.constexpr, step: tl.constexpr, F: tl.constexpr):
-    """x's operand [W, 64, 8] of groups: (u, i) stands in column first + step * u (+ i, of groups of 16), elsewhere is 0."""
-    other: tl.constexpr = 1 if step == 2 else 0
-    return columns(tl.where(g == first, low, 0), tl.where(g == first + other, high, 0),
-                   tl.where(g == first + step, low, 0), tl.where(g == first + step + other, high, 0),
-                   tl.where(g == first + 2 * step, low, 0), tl.where(g == first + 2 * step + other, high, 0),
-                   tl.where(g == first + 3 * step, low, 0), tl.where(g == first + 3 * step + other, high, 0), F)
+def diagonal(x0, x1, x2, x3, g, first: tl.constexpr, step: tl.constexpr, F: tl.constexpr):
+    """x's operand [W, 64, 8] of groups: pairs x0 (i = 0) and x1 (i = 1) of u = 0 and 2, x2 and x3 of u = 1 and 3, each in the
+    column of its group of `step` columns, counted from the first one's, and elsewhere 0.
+    """
+    r: tl.constexpr = 1 if step == 16 else 0
+    return columns(only(x0, g, first), only(x1, g, first + r),
+                   only(x2, g, first + 32 // step), only(x3, g, first + 32 // step + r),
+                   only(x0, g, first + 64 // step), only(x1, g, first + 64 // step + r),
+                   only(x2, g, first + 96 // step), only(x3, g, first + 96 // step + r), F)
+
+
+@triton.jit
+def only(pair, g, column: tl.constexpr):
+    """The pair in the lanes of a column, elsewhere 0; there are fewer predicates than columns, so that masks are numbers."""
+    return pair & (((g ^ column) - 1) >> 31)
 
 
 @triton.jit
@@ -121,12 +130,21 @@ def sums(x, unit: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def within(chunk, count, even: tl.constexpr):
-    """The last chunk in place of those past it, which only are where warps do not share K evenly."""
+def within(index, count):
+    """The last of `count` in place of those past it.
+
+    Also where none can be past it: an address is then one product and sum, where a loop would move a wide pointer for each.
+    """
+    return tl.minimum(index, count - 1)
+
+
+@triton.jit
+def after(chunk, more: tl.constexpr, count, even: tl.constexpr):
+    """The chunk from which `more` are counted in words(), and where some may be past the last, the one that is meant."""
     if even:
         return chunk
     else:
-        return tl.minimum(chunk, count - 1)
+        return within(chunk + more, count)
 
 
 @triton.jit
@@ -140,21 +158,25 @@ def pairs(p, live, even: tl.constexpr):
 
 @triton.jit
 def groups(x, chunk, K, g, c, size: tl.constexpr, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
-    """x's operands of two chunks of 128 columns, a group of 32 in a column, or of one chunk and groups of 16; and their sums."""
-    at = chunk * 64 + g * (size // 2) + c
+    """x's operands of 8 * size columns, a half of a chunk in each, with a group of 16, 32 or 64 in a column; and their sums."""
+    at = within(chunk, K // 128) * 64 + g * (size // 2) + c
     live = chunk * 128 + g * size < K
-    x00 = pairs(x + at, live, even)
-    x10 = pairs(x + (at + 4), live, even)
+    x00, x10 = pairs(x + at, live, even), pairs(x + (at + 4), live, even)
     if size == 16:
         zero = tl.zeros_like(x00)
-        operands = diagonal(x00, x00, g, 0, 2, F), diagonal(x10, x10, g, 0, 2, F)
-        ones = sums(columns_of_word(x00, zero, x10, zero, F), unit, F)
-    else:
-        x01 = pairs(x + (at + 8), live, even)
-        x11 = pairs(x + (at + 12), live, even)
-        operands = (diagonal(x00, x01, g, 0, 1, F), diagonal(x10, x11, g, 0, 1, F),
-                    diagonal(x00, x01, g, 4, 1, F), diagonal(x10, x11, g, 4, 1, F))
-        ones = sums(columns_of_word(x00, x01, x10, x11, F), unit, F)
+        return ((diagonal(x00, x00, x00, x00, g, 0, 16, F), diagonal(x10, x10, x10, x10, g, 0, 16, F)),
+                sums(columns_of_word(x00, zero, x10, zero, F), unit, F))
+    x01, x11 = pairs(x + (at + 8), live, even), pairs(x + (at + 12), live, even)
+    ones = sums(columns_of_word(x00, x01, x10, x11, F), unit, F)
+    y00, y10, y01, y11 = x00, x10, x01, x11
+    if size == 64:
+        y00, y10 = pairs(x + (at + 16), live, even), pairs(x + (at + 20), live, even)
+        y01, y11 = pairs(x + (at + 24), live, even), pairs(x + (at + 28), live, even)
+        ones += sums(columns_of_word(y00, y01, y10, y11, F), unit, F)
+    operands = ()
+    for t in tl.static_range(size // 16):
+        operands = operands + (diagonal(x00, x01, y00, y01, g, t * 128 // size, size, F),
+                               diagonal(x10, x11, y10, y11, g, t * 128 // size, size, F))
     return operands, ones
 
 
@@ -222,6 +244,12 @@ def two_apart(v):
 
 
 @triton.jit
+def half(codes: tl.constexpr, words, h: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """w's operand of a half, [W, 16, 64]."""
+    return half_operand(codes(words, h, 0, digit, to, flip, F), codes(words, h, 1, digit, to, flip, F))
+
+
+@triton.jit
 def product(codes: tl.constexpr, words, x, flip, first: tl.constexpr, count: tl.constexpr, width: tl.constexpr,
             bits: tl.constexpr, F: tl.constexpr):
     """The product of `count` halves with their operands of x.  Codes that lie at the same bit share an accumulator.
@@ -235,8 +263,7 @@ def product(codes: tl.constexpr, words, x, flip, first: tl.constexpr, count: tl.
         part = tl.zeros((W, 16, 8), tl.float32)
         for h in tl.static_range(first + i, first + count, places):
             w = words[h // 2 - first // 2]
-            part = tl.dot(half_operand(codes(w, h, 0, 0, width * (h % places), flip[h % places], F),
-                                       codes(w, h, 1, 0, width * (h % places), flip[h % places], F)), x[h - first], part)
+            part = tl.dot(half(codes, w, h % 4, 0, width * (h % places), flip[h % places], F), x[h - first], part)
         if (first + i) % places == 0 and i == 0:
             total = part
         else:
@@ -245,7 +272,7 @@ def product(codes: tl.constexpr, words, x, flip, first: tl.constexpr, count: tl.
         part = tl.zeros((W, 16, 8), tl.float32)
         for h in tl.static_range(first, first + count):
             w = words[h // 2 - first // 2]
-            part = tl.dot(half_operand(codes(w, h, 0, 1, 0, flip[1], F), codes(w, h, 1, 1, 0, flip[1], F)), x[h - first], part)
+            part = tl.dot(half(codes, w, h % 4, 1, 0, flip[1], F), x[h - first], part)
         total += part * 16.0
     return total
 
@@ -406,6 +433,8 @@ def by_column(plane, row, count, chunk, K, step: tl.constexpr, block: tl.constex
     if block == step:
         pair = tl.minimum(chunk * (64 // step) + tl.arange(0, 8)[None, :] // 2, count // 2 - 1)
         at = pair * 2 + tl.arange(0, 8)[None, :] % 2
+    elif block < 128:
+        at = tl.minimum(chunk * (128 // block) + 2 * step * tl.arange(0, 4)[None, :] // block, count - 1)
     else:
         at = tl.minimum(chunk * 128 + 2 * step * tl.arange(0, 4)[None, :], K - 1) // block
     return spread(number(tl.load(plane + (row[0] * count + at)), bits), number(tl.load(plane + (row[1] * count + at)), bits))

@@ -63,7 +63,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
         return
     bn, bk = _tile(kernels.last, rows, units, kernels.sums)
     # Contracted multiply-adds would skip a rounding that the formula has.
-    yield Call(kernels.dequantize, (*_tensors(packed), out, *packed.shape, *packed.sizes.values()), {"BN": bn, "BK": bk},
+    yield Call(kernels.dequantize, (*_read(packed), out, *packed.shape, *packed.sizes.values()), {"BN": bn, "BK": bk},
                (cdiv(rows, bn), cdiv(units, bk)), {"num_warps": WARPS, "enable_fp_fusion": False},
                weights=min(bn, rows) * min(bk, units) * _unit(packed))
 
@@ -84,7 +84,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     bn, bk = _tile(kernels.last, rows, units, kernels.sums)
     for start in range(0, x.shape[0], ROWS_OF_X):
         part, result = x[start:start + ROWS_OF_X], out[start:start + ROWS_OF_X]
-        yield Call(kernels.linear, (*_tensors(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
+        yield Call(kernels.linear, (*_read(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
                    {"BN": bn, "BK": bk}, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
                    weights=min(bn, rows) * units * _unit(packed), step=bn * bk * _unit(packed))
 
@@ -185,7 +185,7 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
                     weights=min(rows, n) * k, step=rows * 128)
     if which == "row":
         return Call(lanes.row, (*tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
-                    _lane_options(config), **_lane_weights(config, n, k))
+                    _lane_options(config), **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
     return _few_call(x, packed, bias, out, config)
 
 
@@ -198,7 +198,7 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     return Call(lanes.few, (*_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
                 {**packed.sizes, **config, "F": TYPES[x.dtype]},
                 (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config),
-                **_lane_weights(config, n, k))
+                **_lane_weights(config, n, k, configure.TRIP))
 
 
 def _lane_tensors(packed: PackedWeight) -> list[Tensor | None]:
@@ -215,8 +215,8 @@ def _lane_options(config: Mapping[str, int]) -> dict[str, Any]:
     return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
 
 
-def _lane_weights(config: Mapping[str, int], n: int, k: int) -> dict[str, int]:
-    return {"weights": min(_lane_rows(config), n) * k, "step": _lane_rows(config) * 256 * config["WK"]}
+def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[str, int]:
+    return {"weights": min(_lane_rows(config), n) * k, "step": _lane_rows(config) * trip * config["WK"]}
 
 
 def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:
@@ -230,6 +230,11 @@ def _unit(packed: PackedWeight) -> int:
     """Weights in a unit of a row of tiles."""
     rows, units = axis(packed.layout.kernels.rows), axis(packed.layout.kernels.units)
     return rows.by(packed.sizes) * units.by(packed.sizes) // (rows.words * units.words)
+
+
+def _read(packed: PackedWeight) -> list[Tensor | None]:
+    """What kernels that decode weight by weight read: the tensors, and tables."""
+    return [*_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)]
 
 
 def _tensors(packed: PackedWeight) -> list[Tensor | None]:

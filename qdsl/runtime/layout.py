@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qdsl.runtime.shapes import Axis, axis
+from qdsl.runtime.tables import Table
 
 FLOATS = {
     "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn,
@@ -90,13 +91,17 @@ class Lanes:
         """The blocks as numbers, for these size parameters."""
         return [int(block) if block.isdigit() else sizes[block] for block in self.blocks]
 
+    def trip(self, sizes: Mapping[str, int]) -> int:
+        """Columns of w that a warp takes in a trip of the loop of `row`."""
+        return max(256, 8 * min([64, *self.sizes(sizes)]))
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The Triton kernels of a storage, and how their grid covers a weight.
 
     rows, units: how many rows of tiles and units along K there are, as axes.  last: 'n' or 'k', the tile's last axis.
-    sums: accumulators per unit of rows.
+    sums: accumulators per unit of rows.  tables: what decode looks up, which the first two kernels take after the tensors.
     """
 
     dequantize: Any
@@ -105,6 +110,7 @@ class Kernels:
     units: str
     last: str
     sums: int = 1
+    tables: tuple[Table, ...] = ()
     lanes: Lanes | None = None
 
 

@@ -28,6 +28,18 @@ class Dim:
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """Numbers that decode looks up: all integers, or all float32."""
+
+    name: Text
+    values: tuple[int, ...] | tuple[float, ...]
+
+    @property
+    def is_int(self) -> bool:
+        return all(isinstance(value, int) for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
 class Field:
     name: Text
     typed: Typed
@@ -79,6 +91,7 @@ class Spec:
     origin: str
     params: tuple[Param, ...]
     dims: tuple[Dim, ...]
+    tables: tuple[Table, ...]
     fields: tuple[Field, ...]
     decode: Expr
     decode_text: str
@@ -90,3 +103,6 @@ class Spec:
     @property
     def span(self) -> Span:
         return self.name.span
+
+    def table(self, name: str) -> Table:
+        return next(table for table in self.tables if table.name.value == name)

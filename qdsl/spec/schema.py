@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from qdsl.numbers import FLOATS
+from qdsl.numbers import FLOATS, round_to_f32
 from qdsl.spec import grammar, marked
 from qdsl.spec.marked import Mapping, Node, Sequence
-from qdsl.spec.model import Claim, Data, Dim, Field, Param, Spec, Storage, Stored, Tensor
+from qdsl.spec.model import Claim, Data, Dim, Field, Param, Spec, Storage, Stored, Table, Tensor
 from qdsl.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
 
 _T = TypeVar("_T")
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,8})\Z")
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?\Z")
+_FLOAT = re.compile(r"-?(0|[1-9][0-9]{0,8})(\.[0-9]{1,20})?(e[-+]?[0-9]{1,2})?\Z")
 _LOWER = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
@@ -25,7 +26,7 @@ _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt"
 RESERVED = frozenset({
     "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
     "x", "out", "bias", "fields", "tensors", "device", "integer", "as_type", "cdiv", "empty",        # generated code
-    "lanes", "Lanes", "narrow", "Narrow", "planar",
+    "lanes", "Lanes", "narrow", "Narrow", "planar", "codebook", "Table",
     "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
     "absmax", "signmax", "minmax", "nearest", "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
@@ -33,6 +34,8 @@ RESERVED = frozenset({
 })
 _ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
 MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick
+MAX_TABLE = 4096                # of a table: the longest codebook of a format in use has 2048
+LARGEST = 2.0 ** 128 - 2.0 ** 104                                # float32's
 
 KEYS = {
     "format": "the format's name; the generated module is called so",
@@ -41,6 +44,7 @@ KEYS = {
     "params": "parameters, each with the finite list of its values, the default first",
     "weight": "[N, K]: n is the output row, k the input column, the axis that a matmul reduces",
     "dims": "derived extents and constants",
+    "tables": "lists of numbers that decode looks up: name[integer]",
     "fields": "stored values: a type, and a subscript that says which weights share one",
     "decode": "the value of weight [n, k], each operation rounded to float32 in the order written",
     "encode": "the scheme that chooses the fields for given weights",
@@ -105,11 +109,11 @@ class _Reader:
             return ()
         return self.few(node.items, node.span, what)
 
-    def few(self, items: tuple[_T, ...], span: Span, what: str) -> tuple[_T, ...]:
+    def few(self, items: tuple[_T, ...], span: Span, what: str, most: int = MAX_ENTRIES) -> tuple[_T, ...]:
         """The items, or with a problem the first of them."""
-        if len(items) > MAX_ENTRIES:
-            self.problems.add(span, f"{what} has {len(items)} entries, and at most {MAX_ENTRIES} are allowed")
-        return items[:MAX_ENTRIES]
+        if len(items) > most:
+            self.problems.add(span, f"{what} has {len(items)} entries, and at most {most} are allowed")
+        return items[:most]
 
     def keys(self, node: Node, known: Iterable[str], what: str) -> dict[str, Node]:
         """A mapping's items by key, where all keys are known."""
@@ -127,14 +131,14 @@ class _Reader:
         self.problems.add(node.span, f"{what} is a text")
         return None
 
-    def texts(self, node: Node | None, what: str) -> tuple[Text, ...]:
+    def texts(self, node: Node | None, what: str, most: int = MAX_ENTRIES) -> tuple[Text, ...]:
         """A list of scalars."""
         if node is None:
             return ()
         if not isinstance(node, Sequence):
             self.problems.add(node.span, f"{what} is a list")
             return ()
-        return tuple(text for item in self.few(node.items, node.span, what) if (text := self.text(item, what)) is not None)
+        return tuple(text for item in self.few(node.items, node.span, what, most) if (text := self.text(item, what)) is not None)
 
     def parsed(self, rule: Callable[[Text], _T], text: Text | None) -> _T | None:
         if text is None:
@@ -192,6 +196,7 @@ class _Reader:
         decode = self.parsed(grammar.expression, decode_text)
         params = tuple(self.params(parts.get("params")))
         dims = tuple(self.dims(parts.get("dims")))
+        tables = tuple(self.tables(parts.get("tables")))
         fields = tuple(self.fields(parts.get("fields")))
         storages = tuple(self.storage(key, node) for key, node in self.named(parts.get("storage"), "storage"))
         if "storage" in parts and not storages:
@@ -199,12 +204,12 @@ class _Reader:
         encode = self.parsed(grammar.call, self.text(parts.get("encode"), "encode"))
         claims = tuple(self.claims(parts.get("claims")))
         detect = self.rules(self.keys(parts["detect"], DETECT_KEYS, "detect")) if "detect" in parts else {}
-        self.unique([*(p.name for p in params), *(d.name for d in dims), *(f.name for f in fields)])
-        self.arguments(params, storages)
+        self.unique([*(p.name for p in params), *(d.name for d in dims), *(t.name for t in tables), *(f.name for f in fields)])
+        self.arguments(params, tables, storages)
         if name is None or decode is None or decode_text is None:
             return None
         title, origin = (self.text(parts.get(key), key) for key in ("title", "source"))
-        return Spec(self.source, name, self.line(title), self.line(origin), params, dims, fields, decode,
+        return Spec(self.source, name, self.line(title), self.line(origin), params, dims, tables, fields, decode,
                     " ".join(decode_text.value.split()), encode, storages, detect, claims)
 
     def line(self, text: Text | None) -> str:
@@ -225,12 +230,16 @@ class _Reader:
                 self.problems.add(text.span, f"'{text.value}' already names something else", f"at {seen[text.value]}")
             seen.setdefault(text.value, text.span)
 
-    def arguments(self, params: Iterable[Param], storages: Iterable[Storage]) -> None:
-        """Parameters are arguments of generated functions beside tensors, and of `encode` beside the weight and options."""
+    def arguments(self, params: Iterable[Param], tables: Iterable[Table], storages: Iterable[Storage]) -> None:
+        """Parameters and tables are arguments of generated functions beside tensors; parameters also of `encode`, beside the
+        weight and options; a table is a constant of the generated module.
+        """
         tensors = {tensor.name.value: tensor.name.span for storage in storages for tensor in storage.tensors}
-        for name in (param.name for param in params):
-            if name.value in ("weight", "options"):
-                self.problems.add(name.span, f"parameter name '{name}' is reserved: choose another")
+        reserved: list[tuple[Text, str, tuple[str, ...]]] = [(param.name, "parameter", ("weight", "options")) for param in params]
+        reserved += [(table.name, "table", ("format", "spec", "variant")) for table in tables]
+        for name, what, words in reserved:
+            if name.value in words:
+                self.problems.add(name.span, f"{what} name '{name}' is reserved: choose another")
             elif name.value in tensors:
                 self.problems.add(name.span, f"'{name}' already names something else", f"at {tensors[name.value]}")
 
@@ -248,6 +257,19 @@ class _Reader:
                 parsed = self.parsed(grammar.expression, self.text(value, "a dim"))
                 if parsed is not None:
                     yield Dim(key, parsed)
+
+    def tables(self, node: Node | None) -> Iterable[Table]:
+        for key, value in self.named(node, "table"):
+            texts = self.texts(value, f"table '{key}'", MAX_TABLE)
+            wrong = next((text for text in texts if not _FLOAT.match(text.value) or abs(float(text.value)) > LARGEST), None)
+            if wrong is not None:
+                self.problems.add(wrong.span, f"a table holds numbers of float32, not '{wrong}'")
+            elif not texts:
+                self.problems.add(key.span, f"table '{key}' needs a list of numbers")
+            elif all(_INTEGER.match(text.value) for text in texts):
+                yield Table(key, tuple(int(text.value) for text in texts))
+            else:
+                yield Table(key, tuple(round_to_f32(float(text.value)) for text in texts))
 
     def fields(self, node: Node | None) -> Iterable[Field]:
         for key, value in self.named(node, "field"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,9 +76,22 @@ def _from_bf16(bits: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
+def _byte_perm(first: np.ndarray, second: np.ndarray, selectors: np.ndarray) -> np.ndarray:
+    """Byte i of the result is the byte of the two words, of eight, that bits 4 * i to 4 * i + 2 of a selector name."""
+    words = first.astype(np.int32).view(np.uint32).astype(np.uint64) | \
+        second.astype(np.int32).view(np.uint32).astype(np.uint64) << np.uint64(32)
+    found = np.zeros(np.broadcast(first, second, selectors).shape, np.uint64)
+    for i in range(4):
+        place = (selectors.astype(np.int32).view(np.uint32) >> np.uint32(4 * i) & np.uint32(7)).astype(np.uint64) * np.uint64(8)
+        found |= (words >> place & np.uint64(255)) << np.uint64(8 * i)
+    return found.astype(np.uint32).view(np.int32)
+
+
 def _patch() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
+
+    from qdsl.runtime import codebook
 
     builder = interpreter.InterpreterBuilder
     load, store, cast = builder.create_masked_load, builder.create_masked_store, builder.cast_impl
@@ -112,6 +126,11 @@ def _patch() -> None:
             return interpreter.TensorHandle(_round_to_bf16(exact), left.dtype.scalar)
         return binary(self, left, right, operation)
 
+    def byte_perm(*words: Any) -> Any:
+        found = _byte_perm(*(np.asarray(word.handle.data if isinstance(word, tl.tensor) else int(word)) for word in words))
+        return tl.tensor(interpreter.TensorHandle(found, tl.int32), tl.block_type(tl.int32, list(found.shape)))
+
+    codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)    # the interpreter knows no functions of libdevice
     builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl
     def get_bf16(self: Any, value: float) -> Any:
         return interpreter.TensorHandle(_round_to_bf16(np.array([value], np.float32)), tl.bfloat16)

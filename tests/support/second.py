@@ -155,6 +155,10 @@ class Reading:
             yield (n, k), free, {f.name.value: tuple(oracle.evaluate(i, env) for i in f.typed.index)
                                  for f in self.spec.fields if f.name.value in held}
 
+    @property
+    def tables(self) -> dict[str, list[Scalar]]:
+        return {t.name.value: [v if t.is_int else np.float32(v) for v in t.values] for t in self.spec.tables}  # type: ignore[misc]
+
     # -- decode -------------------------------------------------------------------------------------------------------
 
     def decode(self, fields: Mapping[str, Codes]) -> npt.NDArray[np.float32]:
@@ -166,7 +170,7 @@ class Reading:
             for weight, free, places in self.places(fields):
                 values = {name: value(kinds[name], int(fields[name][place])) for name, place in places.items()
                           if kinds[name] != "index"}
-                out[weight] = _step(self.spec.decode, {**sizes, **free, **values})
+                out[weight] = _step(self.spec.decode, {**sizes, **free, **values}, self.tables)
         return out
 
     # -- storage ------------------------------------------------------------------------------------------------------
@@ -301,17 +305,21 @@ def _walk(expr: g.Expr) -> Iterator[g.Expr]:
         yield from _walk(part)
 
 
-def _step(expr: g.Expr, env: Mapping[str, Scalar]) -> Scalar:
+def _step(expr: g.Expr, env: Mapping[str, Scalar], tables: Mapping[str, list[Scalar]]) -> Scalar:
     """An expression of decode: integers among themselves are exact, everything else is rounded to float32 at each step."""
     if isinstance(expr, g.Number):
         return expr.value if isinstance(expr.value, int) else np.float32(expr.value)
     if isinstance(expr, g.Name):
         return env[expr.name]
     if isinstance(expr, g.Negate):
-        return -_step(expr.value, env)
+        return -_step(expr.value, env, tables)
+    if isinstance(expr, g.Subscript):
+        at = _step(expr.index[0], env, tables)
+        assert isinstance(at, int) and at >= 0
+        return tables[expr.name][at]
     if not isinstance(expr, g.Binary):
         raise Unread(f"no second reading of '{type(expr).__name__}' in decode: add it to tests/support/second.py")
-    a, b = _step(expr.left, env), _step(expr.right, env)
+    a, b = _step(expr.left, env, tables), _step(expr.right, env, tables)
     if expr.op == "**":
         return 2 ** int(b) if b >= 0 else np.float32(ldexp(1, int(b)))
     if not (isinstance(a, int) and isinstance(b, int)) or expr.op == "/":
