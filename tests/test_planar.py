@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,6 +144,47 @@ def test_an_order_is_no_larger_than_an_index(case: Case) -> None:
                           for storage, name in ((case.storage, "g_idx"), (PLANAR, "order")))
         assert planar.tensors["order"].nbytes == packed.tensors["g_idx"].nbytes
         assert planar.nbytes <= packed.nbytes * (1.04 if 8 * packed.nbytes / 4096 ** 2 >= 4 else 1.12), chosen
+
+
+# A format with a field of that name, and one in which something else depends on where a column is.
+NAMED = """
+format: {name}
+title: columns that an index puts into groups
+weight: [N, K]
+params:
+  group: [32, 64]
+dims:
+  G: ceil(K / group)
+fields:
+  g: index(G)[k]
+  order: u4[n, g]
+  q: u4[n, k]
+  s: f16[n, {block}]
+decode: (q - order) * s
+storage:
+  rows:
+    g: {{tensor: "i32[k<K]", record: "g[k]", optional: k // group}}
+    q: {{tensor: "u8[n<N, t<K/2 word]", record: "i<2: q[n, 2*t + i]"}}
+    order: {{tensor: "u8[n<N, j<G]", record: "order[n, j] pad:4"}}
+    s: {{tensor: "f16[n<N, j<ceil(K/{step})]", record: "s[n, j]"}}
+"""
+
+
+@pytest.mark.parametrize(("name", "block", "step", "found"), [
+    ("named_order", "g", "group", "order_"), ("placed_scales", "k // 32", "32", "")])
+def test_which_formats_have_an_order(name: str, block: str, step: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.yaml").write_text(NAMED.format(name=name, block=block, step=step))
+    module = qdsl.load(tmp_path / f"{name}.yaml")
+    assert module.FORMAT.variants[()].storages[PLANAR].order == found
+    case = Case(tmp_path / f"{name}.yaml", "rows", (("group", 64),))
+    packed = module.pack(shuffled_fields(case, (16, 256)), "rows", group=64)
+    planar = module.planar(packed)
+    if not found:
+        assert planar is packed and module.FORMAT.why_not_planar(packed) == "'g': columns are out of order"
+        return
+    assert planar.tensors.keys() == {"q", "s", "order", "order_"}
+    assert same_bits(module.dequantize(planar, torch.float32), module.dequantize(packed, torch.float32))
+    assert all(same_bits(tensor, packed.tensors[key]) for key, tensor in module.convert(planar, "rows").tensors.items())
 
 
 def test_what_an_order_is() -> None:
