@@ -28,6 +28,7 @@ def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dt
     Returns them as the file holds them.  Numbers of rows that no fused kernel for matrix units serves are left out.
     """
     found: dict[str, dict[str, int]] = {}
+    packed = packed.as_stored()
     for m in rows:
         x = torch.ones(m, packed.shape[1], dtype=dtype, device=packed.device)
         out = torch.empty(m, packed.shape[0], dtype=dtype, device=packed.device)

@@ -70,8 +70,8 @@ def compiled(case: Case, kind: str, target: str, optional: bool, dtype: str) -> 
 
 def every(target: str) -> Iterator[dict[str, Any]]:
     for case in cases():
-        stored = case.module.FORMAT.variant(case.choice).storages[case.storage].tensors.values()
-        for optional in (False, True) if any(tensor.optional for tensor in stored) else (False,):
+        layout = case.module.FORMAT.variant(case.choice).storages[case.storage]
+        for optional in (False, True) if any(layout.tensors[name].optional for name in layout.coded) else (False,):
             for kind in ("dequantize", "linear"):
                 yield compiled(case, kind, target, optional, "*bf16")
 

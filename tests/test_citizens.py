@@ -63,7 +63,9 @@ def act_order(packed: PackedWeight, seed: int = 3) -> PackedWeight:
 
 @cache
 def weights(n: int = 64, k: int = 64) -> dict[str, tuple[Any, PackedWeight]]:
-    """Formats of different traits: blocks in bytes, an index in order and out of order, 8-bit floats, what is optional or not."""
+    """Formats of different traits: blocks in bytes, an index in order and out of order, columns in another order, 8-bit floats,
+    what is optional or not.
+    """
     w = sample(n, k)
     gptq = int_group.quantize(w, "gptq_v2", group=32)
     eight = int8_channel.quantize(w)
@@ -72,6 +74,7 @@ def weights(n: int = 64, k: int = 64) -> dict[str, tuple[Any, PackedWeight]]:
         "blocks": (q4_0, q4_0.quantize(w)),
         "in order": (int_group, gptq),
         "act-order": (int_group, act_order(gptq)),
+        "columns by groups": (int_group, int_group.convert(act_order(gptq), "planar")),
         "fp8": (fp8_block, fp8_block.quantize(w, bn=128, bk=128)),
         "without zeros": (int8_channel, eight),
         "with zeros": (int8_channel, int8_channel.wrap({**eight.tensors, **zeros})),
@@ -417,8 +420,8 @@ def test_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it comes in, and not when the layer runs: that would make a GPU wait."""
     layer = int_group.Linear(weights()["in order"][1].apply(torch.clone))
     calls: list[str] = []
-    real = type(int_group.FORMAT)._check_index
-    monkeypatch.setattr(type(int_group.FORMAT), "_check_index", lambda *args: calls.append("looked") or real(*args))
+    real = type(int_group.FORMAT)._check_columns
+    monkeypatch.setattr(type(int_group.FORMAT), "_check_columns", lambda *args: calls.append("looked") or real(*args))
     x = sample(1, 64).requires_grad_()
 
     def looks(change: Callable[[nn.Module], Any]) -> int:

@@ -214,6 +214,16 @@ def test_act_order_goes_by_tiles() -> None:
     assert set(cpu._programs.values()) == {None}
 
 
+def test_columns_by_groups_take_the_loop() -> None:
+    """x is put in their order, and the loop is that of a weight in order."""
+    columns = torch.randperm(128, generator=torch.Generator().manual_seed(0)).int()
+    fields = {**int_group.unpack(WEIGHTS["awq"]()), "g": columns // 64}
+    packed = int_group.pack(fields, "planar", bits=4, group=64)
+    x = sample(1, 128)
+    check(int_group.linear(x, packed), x, int_group.dequantize(packed, torch.float32))
+    assert packed.order is not None and None not in set(cpu._programs.values())
+
+
 def test_bytes_at_odd_addresses_go_by_tiles() -> None:
     packed = WEIGHTS["q8_0"]()
     blocks = packed.tensors["blocks"]

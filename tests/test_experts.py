@@ -10,7 +10,7 @@ import torch
 
 from qdsl.generated import fp8_block, int8_channel, q4_0
 from qdsl.runtime import FormatError, PackedWeight, experts, launch
-from tests.support.formats import Case, cases, random_packed
+from tests.support.formats import Case, cases, random_packed, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -133,6 +133,23 @@ def test_gradients() -> None:
     weight = q4_0.dequantize(packed, torch.float32).double().unflatten(0, (3, 16)).sum(1)
     torch.testing.assert_close(to_x, weight[[0, 0, 2, 2, 2]])
     assert torch.equal(to_bias, torch.tensor([2., 0, 3], dtype=torch.float64, device=DEVICE)[:, None].expand(3, 16))
+
+
+def test_experts_with_one_order_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """act-order: the index of an experts' weight is that of them all, and so is the order of its columns."""
+    case = next(case for case in CASES if case.path.stem == "int_group")
+    offsets = offsets_of(ROWS[0])
+    packed = case.module.pack(shuffled_fields(case, (4 * 24, 256), params={"group": 64}), "planar", bits=4, group=64).to(DEVICE)
+    assert packed.order is not None
+    x, bias = x_of(offsets[-1], 256, torch.float16), x_of(4, 24, torch.float16, 3)
+    wide = x.double().requires_grad_()
+    found = case.module.grouped_linear(wide, packed, offsets, bias)
+    close(found.detach(), wide.detach(), packed, offsets, bias)
+    [to_x] = torch.autograd.grad(found.sum(), wide)
+    rows = case.module.dequantize(packed, torch.float32).double().unflatten(0, (4, 24)).sum(1)
+    torch.testing.assert_close(to_x, rows.repeat_interleave(torch.tensor(ROWS[0], device=DEVICE), 0))
+    monkeypatch.setattr(experts, "_is_fused", lambda *arguments: True)
+    close(experts.linear(x, packed, offsets, bias), x, packed, offsets, bias)
 
 
 def test_no_rows() -> None:

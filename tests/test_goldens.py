@@ -79,11 +79,11 @@ def check(module: ModuleType, packed: PackedWeight, weight: Tensor) -> None:
 
 def kernel(packed: PackedWeight) -> Tensor:
     device = "cpu" if INTERPRETED else "cuda"
-    packed = packed.to(device)
+    packed, columns = packed.to(device).as_stored(), packed.order
     out = torch.full(packed.shape, torch.nan, device=device)
     with guarded(*packed.tensors.values(), out):
         launch.dequantize(packed, out)
-    return out.cpu()
+    return out.cpu() if columns is None else torch.empty(out.shape).index_copy_(1, columns.long(), out.cpu())
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.stem)
@@ -110,6 +110,18 @@ def test_both_versions_of_gptq_are_one_weight(path: Path) -> None:
     check(int_group, old, tensors["dequant_f32"])
     assert same_bits(int_group.convert(new, "gptq_v1").tensors["qzeros"], old.tensors["qzeros"])
     assert same_bits(int_group.convert(old, "gptq_v2").tensors["qzeros"], new.tensors["qzeros"])
+
+
+@pytest.mark.parametrize("path", [p for p in CHECKPOINTS if "_act_" in p.name], ids=lambda path: path.stem)
+def test_act_order_goes_into_the_planar_storage_and_back(path: Path) -> None:
+    tensors = read(path)
+    packed = int_group.wrap(disk(tensors), storage="gptq_v2")
+    planar = int_group.convert(packed, "planar")
+    assert planar.order is not None
+    check(int_group, planar, tensors["dequant_f32"])
+    back = int_group.convert(planar, "gptq_v2")
+    assert back.tensors.keys() == packed.tensors.keys()
+    assert all(same_bits(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
 
 
 @pytest.mark.parametrize("path", [p for p in CHECKPOINTS if "awq" in p.name], ids=lambda path: path.stem)

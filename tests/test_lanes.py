@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qdsl.runtime import PackedWeight, configure, launch
-from tests.support.formats import Case, cases, random_packed
+from qdsl.runtime import PackedWeight, configure, launch, ops
+from tests.support.formats import Case, cases, random_packed, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -42,6 +42,7 @@ def x_of(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The kernel's product; it touches nothing else, and stores every element once."""
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
+    x, packed = ops.as_stored(x, packed)
     with guarded(*packed.tensors.values(), x, bias, out) as trace:
         launch.linear(x, packed, bias, out)
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
@@ -60,9 +61,9 @@ def rounding(case: Case, dtype: torch.dtype) -> float:
 
 
 def check(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], rows: int, dtype: torch.dtype, bias: bool = False,
-          ) -> None:
+          packed: PackedWeight | None = None) -> None:
     """Within what rounding the result once and float32 sums of K terms may lose."""
-    packed = packed_of(case, shape, params)
+    packed = packed or packed_of(case, shape, params)
     x = x_of(rows, shape[1], dtype, rows)
     added = x_of(1, shape[0], dtype, 7)[0] if bias else None
     found = product(x, packed, added).double()
@@ -107,6 +108,20 @@ def test_many_rows(case: Case, hopper: None) -> None:
     assert kernels_of(x_of(8, 256, torch.float16), packed) == {"few"}
     double = packed.layout.kernels.lanes.double                  # two products for a code: they are too many there
     assert kernels_of(x_of(9, 256, torch.bfloat16), packed) == {"few" if double else "many"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.module.FORMAT.variant(case.choice).storages[case.storage].order],
+                         ids=str)
+def test_columns_by_groups(case: Case, hopper: None) -> None:
+    """An order of columns: every kernel runs as it is, with x in that order."""
+    for i, params in enumerate(choices(case)):
+        shape = SHAPES[i % 3]
+        packed = case.module.pack(shuffled_fields(case, shape, i, params), storage=case.storage, **{**case.choice, **params})
+        if packed.order is None:
+            continue                                             # one group
+        packed = packed.to(DEVICE)
+        for rows, dtype in ((1, DTYPES[i % 2]), (5, DTYPES[1 - i % 2]), (12, torch.float16)):
+            check(case, shape, params, rows, dtype, bias=i % 2 == 1, packed=packed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

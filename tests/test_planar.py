@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ import qdsl
 from qdsl.generated import fp8_channel, int_group, q4_0, q8_0
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight, tiles
-from tests.support.formats import Case, cases, random_packed, same_bits
+from tests.support.formats import Case, cases, random_packed, same_bits, shuffled_fields
 
 CASES = [case for case in cases() if case.storage != PLANAR and PLANAR in case.module.FORMAT.variant(case.choice).storages]
+# Those that can put columns into groups in any order.
+ORDERED = [case for case in CASES if "index" in {
+    stored.dtype for stored in case.module.FORMAT.variant(case.choice).storages[case.storage].tensors.values()}]
 SHAPE = (128, 1024)
 
 
@@ -81,11 +85,6 @@ def test_what_has_no_planar_form_stays() -> None:
     assert q4_0.planar(odd) is odd
     ordered = int_group.quantize(torch.randn(64, 256), group=64)
     assert int_group.planar(ordered).storage == PLANAR
-    tensors = {**ordered.tensors, "g_idx": torch.arange(256, dtype=torch.int32).flip(0) // 64}
-    acted = int_group.wrap(tensors, storage="gptq_v2", group=64)
-    assert int_group.planar(acted) is acted
-    with pytest.raises(FormatError, match="cannot hold 'g'"):
-        int_group.convert(acted, PLANAR)
     assert q4_0.planar(q4_0.planar(q4_0.quantize(torch.randn(8, 256)))).storage == PLANAR
 
 
@@ -102,6 +101,183 @@ def test_a_model_in_place() -> None:
     assert list(qdsl.planar_(model).skipped) == ["0"]
     with pytest.raises(FormatError, match="itself a linear layer"):
         qdsl.planar_(model[0])
+
+
+# -- columns that are stored by groups, for act-order ------------------------------------------------------------------
+
+
+def act_order(k: int = 256, group: int = 64, seed: int = 0) -> PackedWeight:
+    """A GPTQ weight [64, K] whose columns lie in groups all over K, each as large as in order."""
+    packed = int_group.quantize(torch.randn(64, k, generator=torch.Generator().manual_seed(seed)), "gptq_v2", group=group)
+    columns = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
+    return int_group.wrap({**packed.tensors, "g_idx": packed.tensors["g_idx"][columns]}, storage="gptq_v2", group=group)
+
+
+@pytest.mark.parametrize("k", [SHAPE[1], 1056])                  # 1056: a last group that is short, and may lie anywhere
+@pytest.mark.parametrize("case", ORDERED, ids=str)
+def test_act_order_there_and_back(case: Case, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "TILE", 40 * k)
+    for i, chosen in enumerate(params(case)):
+        fields = shuffled_fields(case, (SHAPE[0], k), i, chosen)
+        packed = case.module.pack(fields, storage=case.storage, **chosen)
+        planar = case.module.convert(packed, PLANAR)
+        assert ("order" in planar.tensors) == (not packed.in_order)      # with one group there is no other order
+        back = case.module.convert(planar, case.storage)
+        index = set(packed.in_order)
+        assert back.tensors.keys() == packed.tensors.keys() - index
+        assert all(same_bits(tensor, packed.tensors[name]) for name, tensor in back.tensors.items())
+        again = case.module.pack(case.module.unpack(planar), storage=PLANAR, **packed.params)
+        assert again.tensors.keys() == planar.tensors.keys()
+        assert all(same_bits(again.tensors[name], tensor) for name, tensor in planar.tensors.items())
+        found = case.module.unpack(planar)
+        assert all(torch.equal(found[name], field) for name, field in fields.items() if index == set() or name in found)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert same_bits(case.module.dequantize(planar, dtype), case.module.dequantize(packed, dtype))
+        out = torch.empty(k, SHAPE[0]).t()                       # strides of any kind
+        assert torch.equal(case.module.dequantize(planar, out=out), case.module.dequantize(packed, torch.float32))
+
+
+@pytest.mark.parametrize("case", [case for case in ORDERED if case.path.stem == "int_group"], ids=str)
+def test_an_order_is_no_larger_than_an_index(case: Case) -> None:
+    for chosen in params(case):
+        packed, planar = (case.module.FORMAT.empty((4096, 4096), storage, "meta", (name,), **chosen)
+                          for storage, name in ((case.storage, "g_idx"), (PLANAR, "order")))
+        assert planar.tensors["order"].nbytes == packed.tensors["g_idx"].nbytes
+        assert planar.nbytes <= packed.nbytes * (1.04 if 8 * packed.nbytes / 4096 ** 2 >= 4 else 1.12), chosen
+
+
+# A format with a field of that name, and one in which something else depends on where a column is.
+NAMED = """
+format: {name}
+title: columns that an index puts into groups
+weight: [N, K]
+params:
+  group: [32, 64]
+dims:
+  G: ceil(K / group)
+fields:
+  g: index(G)[k]
+  order: u4[n, g]
+  q: u4[n, k]
+  s: f16[n, {block}]
+decode: (q - order) * s
+storage:
+  rows:
+    g: {{tensor: "i32[k<K]", record: "g[k]", optional: k // group}}
+    q: {{tensor: "u8[n<N, t<K/2 word]", record: "i<2: q[n, 2*t + i]"}}
+    order: {{tensor: "u8[n<N, j<G]", record: "order[n, j] pad:4"}}
+    s: {{tensor: "f16[n<N, j<ceil(K/{step})]", record: "s[n, j]"}}
+"""
+
+
+@pytest.mark.parametrize(("name", "block", "step", "found"), [
+    ("named_order", "g", "group", "order_"), ("placed_scales", "k // 32", "32", "")])
+def test_which_formats_have_an_order(name: str, block: str, step: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.yaml").write_text(NAMED.format(name=name, block=block, step=step))
+    module = qdsl.load(tmp_path / f"{name}.yaml")
+    assert module.FORMAT.variants[()].storages[PLANAR].order == found
+    case = Case(tmp_path / f"{name}.yaml", "rows", (("group", 64),))
+    packed = module.pack(shuffled_fields(case, (16, 256)), "rows", group=64)
+    planar = module.planar(packed)
+    if not found:
+        assert planar is packed and module.FORMAT.why_not_planar(packed) == "'g': columns are out of order"
+        return
+    assert planar.tensors.keys() == {"q", "s", "order", "order_"}
+    assert same_bits(module.dequantize(planar, torch.float32), module.dequantize(packed, torch.float32))
+    assert all(same_bits(tensor, packed.tensors[key]) for key, tensor in module.convert(planar, "rows").tensors.items())
+
+
+def test_what_an_order_is() -> None:
+    """Columns of group 0 first, ascending in each; the columns of every group are a run of places."""
+    packed = act_order()
+    planar = int_group.planar(packed)
+    order, index = planar.tensors["order"].long(), packed.tensors["g_idx"]
+    assert torch.equal(index[order], torch.arange(256, dtype=torch.int32) // 64)
+    assert (order.view(4, 64).diff(dim=1) > 0).all()
+    stored, own = int_group.unpack(planar.as_stored()), int_group.unpack(planar)
+    assert int_group.wrap(planar.tensors, group=64).shape == (64, 256)   # an order says what K is, which the planes do not
+    assert torch.equal(stored["q"], own["q"][:, order]) and torch.equal(stored["z"], own["z"]) and torch.equal(own["g"], index)
+
+
+def test_columns_in_order_need_none() -> None:
+    """Neither an index that adds nothing nor an order that does is passed on."""
+    packed = int_group.quantize(torch.randn(64, 256), "gptq_v2", group=64)
+    planar = int_group.planar(packed)
+    assert "g_idx" in packed.tensors and "order" not in planar.tensors
+    assert "g_idx" not in int_group.convert(planar, "gptq_v2").tensors
+    written = int_group.wrap({**planar.tensors, "order": torch.arange(256, dtype=torch.int32)}, shape=(64, 256), group=64)
+    assert written.in_order == {"order"} and written.order is None
+    x = torch.randn(3, 256)
+    assert torch.equal(int_group.linear(x, written), int_group.linear(x, planar))
+    part = written.cut("K", 128, 256)
+    assert int_group.FORMAT.checked(part).in_order == {"order"}
+    assert torch.equal(int_group.dequantize(part), int_group.dequantize(planar)[:, 128:])
+
+
+def test_groups_that_differ_in_size_stay() -> None:
+    """An order says which columns a group has only where all have as many."""
+    packed = act_order()
+    uneven = packed.tensors["g_idx"].clone()
+    uneven[uneven == 2] = 1
+    other = int_group.wrap({**packed.tensors, "g_idx": uneven}, storage="gptq_v2", group=64)
+    assert int_group.planar(other) is other
+    message = "group 1 has 128 columns where columns in order would give it 64"
+    with pytest.raises(FormatError, match=f"int_group.planar cannot hold 'g', because it stores columns by groups: {message}"):
+        int_group.convert(other, PLANAR)
+    with pytest.raises(FormatError, match="int_group: 'g' puts column 7 into group -1; there are groups 0 to 3"):
+        int_group.pack({**int_group.unpack(packed), "g": uneven.index_fill(0, torch.tensor([7]), -1)}, PLANAR, group=64)
+    with pytest.raises(FormatError, match=r"awq cannot hold 'g': it has its default there \(columns in order\)"):
+        int_group.convert(int_group.planar(packed), "awq")
+    model = torch.nn.Sequential(int_group.Linear(packed), torch.nn.ReLU(), int_group.Linear(other))
+    report = qdsl.planar_(model)
+    assert list(report.quantized) == ["0"] and report.skipped == {"2": f"gptq_v2 stays: 'g_idx': {message}"}
+    meta = int_group.FORMAT.empty((64, 256), "gptq_v2", "meta", ("g_idx",), group=64)
+    assert int_group.planar(meta) is meta
+
+
+def test_a_model_with_act_order() -> None:
+    model = torch.nn.Sequential(int_group.Linear(act_order(), torch.randn(64)))
+    x = torch.randn(5, 256, dtype=torch.float64)
+    before, weight = model(x), model[0].dequantize(torch.float32)
+    assert list(qdsl.planar_(model).quantized) == ["0"]
+    assert set(dict(model[0].named_parameters())) == {"q", "s", "z", "order", "bias"}
+    assert same_bits(model[0].dequantize(torch.float32), weight)
+    torch.testing.assert_close(model(x), before)
+    model[0].batch_invariant = True
+    assert torch.equal(model(x)[2:3], model(x[2:3]))
+    lora = torch.randn(64, 256)
+    assert torch.equal(model[0].dense(torch.float32).weight + lora, weight + lora)
+
+
+def test_parts_of_a_weight_in_another_order() -> None:
+    planar = int_group.planar(act_order())
+    part = planar.cut("N", 16, 48)
+    assert same_bits(int_group.dequantize(part), int_group.dequantize(planar)[16:48])
+    with pytest.raises(FormatError, match=r"'order' puts columns into groups all over K \(act-order\); only rows can be cut"):
+        planar.cut("K", 0, 128)
+
+
+def spoiled(place: int, column: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda order: order.clone().index_fill_(0, torch.tensor([place]), column)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (spoiled(5, -1), "'order' names column -1 at place 5; there are columns 0 to 255"),
+    (spoiled(70, 256), "'order' names column 256 at place 70; there are columns 0 to 255"),
+    (lambda order: torch.cat((order[:9], order[:1], order[10:])), r"'order' names column \d+ at place 0 and again at place 9"),
+    (lambda order: order[[1, 0, *range(2, 256)]],
+     r"'order' names column \d+ at place 1, after column \d+ of the same group; the columns of a group ascend"),
+    (lambda order: order.long(), "tensor 'order' has dtype int64; the format needs int32"),
+    (lambda order: order[:128].clone(), r"'order' \[128\]|tensor 'order' has shape"),
+])
+def test_an_order_that_is_none_is_refused(change: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
+    planar = int_group.planar(act_order())
+    tensors = {**planar.tensors, "order": change(planar.tensors["order"])}
+    with pytest.raises(FormatError, match=message):
+        int_group.wrap(tensors, shape=(64, 256), storage=PLANAR, group=64)
+    layer = int_group.Linear.empty((64, 256), PLANAR, optional=["order"], bits=4, group=64)
+    with pytest.raises((FormatError, RuntimeError), match="order"):
+        layer.load_state_dict(tensors, assign=True)
 
 
 def test_codes_that_are_no_numbers_are_noted() -> None:

@@ -52,7 +52,7 @@ class Bits:
         """Storage bits through the generated unpack."""
         tensors = {name: _from_bits(bits[self.stored_at[name]:], t) for name, t in self.packed.tensors.items()}
         extra = {"N": self.shape[0], "K": self.shape[1]} if self.layout.needs_shape else {}
-        fields = self.layout.unpack(*(tensors.get(name) for name in self.layout.tensors), **extra)
+        fields = self.layout.unpack(*(tensors.get(name) for name in self.layout.coded), **extra)
         return np.concatenate([_to_bits(fields[name], self.widths[name]) for name in self.fields])
 
     def pack(self, bits: np.ndarray) -> np.ndarray:

@@ -157,7 +157,7 @@ def others() -> Iterator[Weight]:
     for weight in every():
         form = format_of(weight.name)
         layout = form.storage(weight.storage, weight.chosen)[1]
-        if any(stored.optional for stored in layout.tensors.values()):
+        if any(layout.tensors[name].optional for name in layout.coded):
             yield replace(weight, optional=True)
         for name, values in form.params.items():
             if name not in form.by:

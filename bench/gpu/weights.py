@@ -41,7 +41,7 @@ class Weight:
     def meta(self) -> PackedWeight:
         """Without data."""
         layout = format_of(self.name).storage(self.storage, self.chosen)[1]
-        given = [key for key, stored in layout.tensors.items() if stored.optional] if self.optional else []
+        given = [key for key in layout.coded if layout.tensors[key].optional] if self.optional else []
         return format_of(self.name).empty(self.shape, self.storage, "meta", given, **self.chosen)
 
 

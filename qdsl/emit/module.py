@@ -25,6 +25,7 @@ from qdsl.emit.unpack import unpack_body
 from qdsl.ir.program import Field, Program
 from qdsl.numbers import FLOATS
 from qdsl.passes.check_claims import bits_per_weight
+from qdsl.passes.derive_planar import order_name
 from qdsl.passes.samples import size_axis
 from qdsl.passes.schemes import SCHEMES
 from qdsl.spec.model import Data, Spec
@@ -261,6 +262,8 @@ def _storage(program: Program) -> list[str]:
         more = (f", aliases=({aliases.rstrip(' ') if len(tensor.aliases) == 1 else aliases[:-2]})" if aliases else "") + \
             (", optional=True" if tensor.optional else "")
         lines.append(f'        "{tensor.name}": Stored("{kind}"{axes}{more}),')
+    order = order_name(program)
+    lines += [f'        "{order}": Stored("i32", "K", optional=True),'] if order else []
     lines.append("    },")
     at = tile(program)
     sums = 1
@@ -284,6 +287,8 @@ def _storage(program: Program) -> list[str]:
         tail.append("where=(" + ", ".join(f'"{name}"' for name in program.where) + ("," if len(program.where) == 1 else "") + ")")
     if needs_shape(program):
         tail.append("needs_shape=True")
+    if order:
+        tail.append(f'order="{order}"')
     return [*lines, "    " + ", ".join(tail) + ",", *indent(wrapped("kernels=Kernels(", kernel, "),", level=1)), "),"]
 
 

@@ -10,6 +10,7 @@ from qdsl.emit.axes import field_axes, field_kinds, tensor_axes
 from qdsl.ir.program import Program
 from qdsl.layout import vector_width
 from qdsl.passes.check_claims import bits_per_weight
+from qdsl.passes.derive_planar import order_name
 
 
 def distinct(programs: Sequence[Program]) -> list[Program]:
@@ -59,6 +60,8 @@ def terminal(programs: Sequence[Program]) -> list[str]:
                     width = vector_width(part, tensor.record_bits)
                     loads = f"loads up to {width} bits" if width else "elements cross words"
                     lines.append(f"    {placement.field}{cut}: {part}, {loads}")
+        order = order_name(program)
+        lines += [f"  {order} i32 [K], where columns are stored by groups: the column at each place"] if order else []
         lines += ["", *(f"  {line}" for line in picture.terminal(program))]
     return lines
 
@@ -80,5 +83,6 @@ def data(programs: Sequence[Program]) -> dict[str, Any]:
                     {"lo": part.lo, "width": part.width, "layout": str(part)} for part in placement.slices]
                     for placement in tensor.placements},
             } for tensor in program.tensors},
+            **({"order": order_name(program)} if order_name(program) else {}),
         } for program in distinct(programs)],
     }

@@ -18,7 +18,7 @@ from qdsl.spec import grammar as g
 from qdsl.spec.model import Storage, Tensor
 from qdsl.spec.source import Span, Text
 
-PLANAR = "planar"
+PLANAR, ORDER = "planar", "order"
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 # Columns of a record, its loops, and where its chunks of 128 columns are, by the width of the first plane and of a plane.
 # Bits of a later plane lie as far apart as the first plane's codes, so that one shift brings two of them to their place.
@@ -62,6 +62,21 @@ def derive_planar(program: Program) -> Program | None:
 
 def _text(value: str, span: Span) -> Text:
     return Text(value, (span,))
+
+
+def order_name(program: Program) -> str:
+    """What the tensor of a planar program is called that may hold an order of the columns; '' where there is none.
+
+    Columns can be moved to their groups where an index field alone says which values they share.
+    """
+    if program.storage != PLANAR or program.affine is None or sum(field.groups is not None for field in program.fields) != 1:
+        return ""
+    if any("k" in at.names() for name in program.affine.fields for at in program.field(name).index):
+        return ""
+    name = ORDER
+    while any(tensor.name == name for tensor in program.tensors):
+        name += "_"
+    return name
 
 
 def is_code(number: Number | None, table: str = "") -> bool:

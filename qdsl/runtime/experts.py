@@ -46,7 +46,7 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bia
     """
     experts = len(offsets) - 1
     n = _checked(x, packed, experts, bias)
-    x = ops.autocast(x)
+    x, packed = ops.as_stored(ops.autocast(x), packed)           # one order for all experts, as there is one index
     if _is_fused(x, packed, bias, experts):
         with torch.no_grad(), ops.on_device(x.device):
             x = x.contiguous()

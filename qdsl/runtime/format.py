@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from qdsl.numbers import number
-from qdsl.runtime import experts, launch, ops, tiles
+from qdsl.runtime import experts, launch, ops, order, tiles
 from qdsl.runtime.arrays import empty
-from qdsl.runtime.layout import Field, Lanes, Storage, Variant
-from qdsl.runtime.linear import mode_of
+from qdsl.runtime.layout import Lanes, Storage, Variant
+from qdsl.runtime.linear import _tile_weights, mode_of
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.module import QuantizedLinear, linear_class
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.shapes import extents, granule
+from qdsl.runtime.shapes import Axis, extents, granule
 
 PLANAR = "planar"                                                # the storage that the compiler derives
 
@@ -134,16 +134,15 @@ class Format:
     def _packed(self, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], params: Mapping[str, int | str],
                 notes: Sequence[str] = (), names: Mapping[str, str] | None = None) -> PackedWeight:
         """A weight of tensors in the storage's own shapes and dtypes, with its index tensors range-checked."""
-        variant = self.variant(params)
-        index = next((field for field in variant.fields.values() if field.type == "index"), None)
-        in_order = {name for name, tensor in tensors.items() if variant.storages[storage].tensors[name].dtype == "index"
-                    and index is not None and self._check_index(name, tensor, index, shape, params)}
+        layout = self.variant(params).storages[storage]
+        in_order = {name for name, tensor in tensors.items() if (name == layout.order or layout.tensors[name].dtype == "index")
+                    and self._check_columns(name, tensor, name == layout.order, shape, params)}
         return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
-                            finite=_are_finite(variant.storages[storage].kernels.lanes, tensors))
+                            finite=_are_finite(layout.kernels.lanes, tensors))
 
     def checked(self, packed: PackedWeight) -> PackedWeight:
-        """The same weight with its tensors looked at anew.  Raises FormatError for those that do not fit, and for groups that
-        do not exist.
+        """The same weight with its tensors looked at anew.  Raises FormatError for those that do not fit, for groups that do
+        not exist, and for an order that is none.
         """
         wanted = self.stored(packed)
         for name, tensor in packed.tensors.items():
@@ -153,20 +152,17 @@ class Format:
                                   f"{list(tensor.shape)}; the weight stores {str(dtype)[6:]} {list(shape)}")
         return self._packed(packed.storage, packed.tensors, packed.shape, packed.params, packed.notes, packed.names)
 
-    def _check_index(self, name: str, index: Tensor, field: Field, shape: tuple[int, int],
-                     params: Mapping[str, int | str]) -> bool:
-        """Refuse groups that do not exist; say whether the columns lie in order, so that the index adds nothing."""
-        assert field.groups is not None
-        if index.device.type == "meta":
+    def _check_columns(self, name: str, tensor: Tensor, is_order: bool, shape: tuple[int, int],
+                       params: Mapping[str, int | str]) -> bool:
+        """Refuse groups that do not exist and an order that is none; say whether columns lie in order: then it adds nothing."""
+        if tensor.is_meta:
             return False
         sizes = self.sizes(params, shape)
-        groups = field.groups.extent(*shape, sizes) or 0
-        wrong = torch.nonzero((index < 0) | (index >= groups))
-        if wrong.numel():
-            column = int(wrong[0, 0])
-            raise FormatError(f"{self.name}: '{name}' puts column {column} into group {int(index[column])}; "
-                              f"there are groups 0 to {groups - 1}")
-        return torch.equal(index, _in_order(index, field.groups.by(sizes)))
+        groups = _groups(self.variant(params))
+        count, size = groups.extent(*shape, sizes) or 0, groups.by(sizes)
+        if why := order.wrong_order(tensor, size) if is_order else order.wrong_index(tensor, count):
+            raise FormatError(f"{self.name}: '{name}' {why}")
+        return torch.equal(tensor, _in_order(tensor, 1 if is_order else size))
 
     def empty(self, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
               optional: Sequence[str] = (), **params: int | str) -> PackedWeight:
@@ -202,7 +198,12 @@ class Format:
         """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; missing optional ones absent."""
         layout = packed.layout
         shape = {"N": packed.shape[0], "K": packed.shape[1]} if layout.needs_shape else {}
-        return layout.unpack(*(packed.tensors.get(name) for name in layout.tensors), **shape)
+        fields = layout.unpack(*(packed.tensors.get(name) for name in layout.coded), **shape)
+        if packed.order is None:
+            return fields
+        fields = _moved(packed.variant, fields, order.places(packed.order))
+        index = order.index_of(packed.order, _groups(packed.variant).by(packed.sizes))
+        return {**fields, **{name: index for name, field in packed.variant.fields.items() if field.type == "index"}}
 
     def pack(self, fields: Mapping[str, Tensor], storage: str | None = None, **params: int | str) -> PackedWeight:
         """Fields as a weight in a storage; the inverse of unpack.
@@ -218,17 +219,32 @@ class Format:
         held = {key: value for key, value in fields.items() if value is not None}
         for key, field in held.items():
             self._check_field(variant, key, field, shape, sizes, chosen)
-        for key in layout.where:
-            if key in held and not self._is_default(variant, key, held.pop(key), sizes):
-                raise FormatError(f"{self.name}.{name} cannot hold '{key}': it has its default there "
-                                  f"({'columns in order' if variant.defaults[key] is None else variant.defaults[key]})")
+        others = {key: held.pop(key) for key in layout.where if key in held}
+        extra: dict[str, Tensor] = {}
+        for key, field in others.items():
+            if not self._is_default(variant, key, field, sizes):
+                extra = self._order_of(layout, name, key, field, shape, chosen)
+                held = _moved(variant, held, extra[layout.order])
         stored = [key for key in variant.fields if key not in layout.where]
         missing = [key for key in stored if key not in held and key not in variant.defaults]
         if missing:
             raise FormatError(f"{self.name}: field '{missing[0]}' is missing; given are {', '.join(fields)}")
         self._check_shape(name, layout, shape, sizes)
         tensors = {key: tensor.contiguous() for key, tensor in layout.pack(**{key: held.get(key) for key in stored}).items()}
-        return self._packed(name, tensors, shape, chosen)
+        return self._packed(name, {**tensors, **extra}, shape, chosen)
+
+    def _order_of(self, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],
+                  params: Mapping[str, int | str]) -> dict[str, Tensor]:
+        """The order of columns by which a storage holds an index that it does not store.  Raises FormatError for all else."""
+        variant = self.variant(params)
+        default = variant.defaults[name]
+        if default is not None or not layout.order:
+            raise FormatError(f"{self.name}.{storage} cannot hold '{name}': it has its default there "
+                              f"({'columns in order' if default is None else default})")
+        self._check_columns(name, field, False, shape, params)
+        if why := order.uneven(field, _groups(variant).by(self.sizes(params, shape))):
+            raise FormatError(f"{self.name}.{storage} cannot hold '{name}', because it stores columns by groups: {why}")
+        return {layout.order: order.by_groups(field)}
 
     def _check_shape(self, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int]) -> None:
         for stored in layout.tensors.values():
@@ -337,12 +353,22 @@ class Format:
         copied = packed.variant.copies
         if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
             return out.copy_(self.unpack(packed)[copied])
+        if packed.order is not None:
+            return self._dequantized_in_order(packed, order.places(packed.order), out)
         if packed.device.type == "cuda":
             with ops.on_device(packed.device):
                 launch.dequantize(packed, out)
             return out
         for start, stop in tiles.row_tiles(packed):
             tiles.decode_rows(packed, start, stop, out[start:stop])
+        return out
+
+    def _dequantized_in_order(self, packed: PackedWeight, places: Tensor, out: Tensor) -> Tensor:
+        """Tiles of rows with columns as they are stored, and then each column from its place."""
+        stored = packed.as_stored()
+        for start, stop in tiles.row_tiles(packed, weights=_tile_weights(out)):
+            part = empty((stop - start, packed.shape[1]), out.dtype, out.device)
+            torch.index_select(self._dequantized(stored.cut("N", start, stop), part), 1, places, out=out[start:stop])
         return out
 
     def convert(self, packed: PackedWeight, storage: str) -> PackedWeight:
@@ -367,19 +393,29 @@ class Format:
     def planar(self, packed: PackedWeight) -> PackedWeight:
         """The weight in the storage of the kernels for matrix units, exactly; the same object where it has no such form.
 
-        That is: another format's formula, columns that are no multiple of 128 or out of order, or a storage that would be
-        more than 4 % larger, 12 % for codes of fewer than 4 bits.
+        That is: another format's formula, columns that are no multiple of 128, an index (act-order) whose groups differ in
+        size, or a storage that would be more than 4 % larger, 12 % for codes of fewer than 4 bits.
         """
+        return packed if self.why_not_planar(packed) else self.convert(packed, PLANAR)
+
+    def why_not_planar(self, packed: PackedWeight) -> str:
+        """Why `planar` leaves a weight as it is; '' where it does not."""
         self._own(packed)
-        if PLANAR not in packed.variant.storages or packed.shape[1] % 128 or packed.storage == PLANAR:
-            return packed
+        if packed.storage == PLANAR or PLANAR not in packed.variant.storages:
+            return "it is that already" if packed.storage == PLANAR else "its format has no storage for matrix units"
+        if packed.shape[1] % 128:
+            return f"{packed.shape[1]} columns are no multiple of 128"
         wide = {key: value for key, value in packed.tensors.items() if key not in packed.in_order}
-        empty = self.empty(packed.shape, PLANAR, "meta", (), **packed.params)
-        bits = 8 * sum(tensor.nbytes for tensor in wide.values()) / max(1, math.prod(packed.shape))
-        if empty.nbytes > sum(tensor.nbytes for tensor in wide.values()) * (1.04 if bits >= 4 else 1.12):
-            return packed
-        index = any(packed.layout.tensors[key].dtype == "index" for key in wide)
-        return packed if index else self.convert(packed, PLANAR)
+        name = packed.variant.storages[PLANAR].order
+        index = [key for key in wide if packed.layout.tensors[key].dtype == "index"]
+        for key in index:
+            why = order.uneven(wide[key], _groups(packed.variant).by(packed.sizes)) if name else "columns are out of order"
+            if why:
+                return f"'{key}': {why}"
+        size = sum(tensor.nbytes for tensor in wide.values())
+        new = self.empty(packed.shape, PLANAR, "meta", (name,) if index else (), **packed.params).nbytes
+        limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12
+        return f"{size} bytes would become {new}" if new > size * limit else ""
 
     def _converted_rows(self, packed: PackedWeight, storage: str) -> Iterator[tuple[int, int]]:
         """Rows that are converted together: whole blocks and records of both storages."""
@@ -439,6 +475,20 @@ def _are_finite(lanes: Lanes | None, tensors: Mapping[str, Tensor]) -> bool:
     if codes is None or codes.is_meta:
         return True
     return not bool(((codes.contiguous().view(torch.uint8) & lanes.special) == lanes.special).any())
+
+
+def _groups(variant: Variant) -> Axis:
+    """How many groups columns are put into, by the variant's index field."""
+    return next(field.groups for field in variant.fields.values() if field.groups is not None)
+
+
+def _moved(variant: Variant, fields: Mapping[str, Tensor], columns: Tensor) -> dict[str, Tensor]:
+    """Fields of the weight whose column j is column columns[j]; what belongs to groups stays with them."""
+    found = dict(fields)
+    for name, field in fields.items():
+        for place, each in enumerate(variant.fields[name].axes):
+            found[name] = field.index_select(place, columns) if each.text == "K" else found[name]
+    return found
 
 
 def _in_order(index: Tensor, by: int) -> Tensor:

@@ -128,7 +128,7 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
     yield Call(narrow.quantize, (x, bytes_, scales, sums, m, k, k // groups),
                {"LARGEST": eight.LARGEST[made.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
                {"num_warps": WARPS, "enable_fp_fusion": False})  # contracted additions would skip a rounding
-    tensors = dict(zip(packed.layout.tensors, _tensors(packed), strict=True))
+    tensors = dict(zip(packed.layout.coded, _tensors(packed), strict=True))
     if stored == torch.float8_e4m3fn:
         tensors[made.codes] = packed.tensors[made.codes].contiguous()
     config, warps = configure.narrow(m, n, stored == torch.float16, x.device)
@@ -239,8 +239,9 @@ def _read(packed: PackedWeight) -> list[Tensor | None]:
 
 def _tensors(packed: PackedWeight) -> list[Tensor | None]:
     """Kernel arguments in storage order: 8-bit floats as bytes, None for what is missing or adds nothing."""
+    assert packed.order is None, "kernels take columns as they are stored, and x alike"
     found: list[Tensor | None] = []
-    for name in packed.layout.tensors:
+    for name in packed.layout.coded:
         tensor = packed.tensors.get(name) if name not in packed.in_order else None
         if tensor is not None:
             tensor = tensor.contiguous()

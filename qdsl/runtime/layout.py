@@ -120,6 +120,7 @@ class Storage:
 
     where: fields that are not stored because here they always have their default.
     needs_shape: unpack takes N and K, because the last records may hold padding.
+    order: the tensor that may say in which order columns are stored (runtime/order.py); all else then is of that weight.
     """
 
     tensors: Mapping[str, Stored]
@@ -128,6 +129,12 @@ class Storage:
     kernels: Kernels
     where: tuple[str, ...] = ()
     needs_shape: bool = False
+    order: str = ""
+
+    @property
+    def coded(self) -> list[str]:
+        """The tensors that hold the fields, which unpack and the kernels take."""
+        return [name for name in self.tensors if name != self.order]
 
 
 @dataclass(frozen=True, slots=True)

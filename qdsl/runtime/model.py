@@ -112,10 +112,10 @@ def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | No
         if not isinstance(old, QuantizedLinear) or (filter is not None and not filter(old, names[0])):
             continue
         packed = old.packed
-        planar = old.format.planar(packed)
-        if planar is packed:
-            report.skipped.update(dict.fromkeys(names, f"{packed.storage} stays: there is no planar form that fits"))
+        if why := old.format.why_not_planar(packed):
+            report.skipped.update(dict.fromkeys(names, f"{packed.storage} stays: {why}"))
             continue
+        planar = old.format.planar(packed)
         new = type(old)(planar, old.bias, old.compute_dtype)
         new.bias = old.bias
         new.train(old.training)

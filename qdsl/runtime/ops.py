@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from qdsl.runtime import eight
+from qdsl.runtime import eight, order
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.linear import QUANTIZE_X, _product, _transposed, check_x
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -111,6 +111,11 @@ def dequantize(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     return result
 
 
+def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
+    """x [..., K] with its columns as the weight stores its own, and that weight: their product is the same."""
+    return (x, packed) if packed.order is None else (x.index_select(-1, packed.order), packed.as_stored())
+
+
 def autocast(x: Tensor) -> Tensor:
     """x in the dtype in which a dense layer would take it; autocast leaves float64 alone."""
     device = x.device.type
@@ -155,7 +160,12 @@ def _computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool
     """The work itself."""
     with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
-        out = _transposed(rows, packed) if turned else _product(rows, packed, bias, mode)
+        if not turned:
+            out = _product(*as_stored(rows, packed), bias, mode)
+        elif packed.order is None:
+            out = _transposed(rows, packed)
+        else:
+            out = _transposed(rows, packed.as_stored()).index_select(1, order.places(packed.order))
         return out.view(*x.shape[:-1], packed.shape[turned])
 
 

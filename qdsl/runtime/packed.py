@@ -63,6 +63,16 @@ class PackedWeight:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
+    @property
+    def order(self) -> Tensor | None:
+        """int32 [K], column order[j] of the weight is stored at place j; None where columns are stored as they come."""
+        name = self.layout.order
+        return self.tensors.get(name) if name and name not in self.in_order else None
+
+    def as_stored(self) -> PackedWeight:
+        """The weight whose columns come as they are stored: that of the tensors without their order."""
+        return self.derive({name: tensor for name, tensor in self.tensors.items() if name != self.layout.order})
+
     def apply(self, function: Callable[[Tensor], Tensor]) -> PackedWeight:
         """The same weight with a function applied to every tensor; dtypes and shapes must stay."""
         return self.derive({name: function(tensor) for name, tensor in self.tensors.items()})
@@ -98,10 +108,10 @@ class PackedWeight:
             for place, each in enumerate(self.layout.tensors[name].axes):
                 if each.dim in (dim, "N*K"):
                     tensor = tensor.narrow(place, *self._span(each, dim, start, stop))
-            if not rows and self.layout.tensors[name].dtype == "index":
+            if not rows and (name == self.layout.order or self.layout.tensors[name].dtype == "index"):
                 if name not in self.in_order:
                     raise FormatError(f"'{name}' puts columns into groups all over K (act-order); only rows can be cut")
-                tensor = tensor - tensor[:1]                     # groups count from 0 again
+                tensor = tensor - tensor[:1]                     # groups, or columns, count from 0 again
             tensors[name] = tensor
         return self.derive(tensors, shape)
 

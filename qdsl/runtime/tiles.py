@@ -96,7 +96,8 @@ def _check_finite(weight: Tensor) -> None:
 def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     """The fields of a weight; an index whose columns lie in order is left out, as one that is not stored."""
     layout = packed.layout
-    tensors = [packed.tensors.get(name) if name not in packed.in_order else None for name in layout.tensors]
+    assert packed.order is None, "tiles are decoded with columns as they are stored"
+    tensors = [packed.tensors.get(name) if name not in packed.in_order else None for name in layout.coded]
     extra = {"N": packed.shape[0], "K": packed.shape[1]} if layout.needs_shape else {}
     return layout.unpack(*tensors, **extra)
 

@@ -152,6 +152,19 @@ def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Map
     return found
 
 
+def shuffled_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Mapping[str, int | str] | None = None,
+                    ) -> dict[str, Tensor]:
+    """Random fields with columns in any order (act-order), and groups as large as those in order are."""
+    format = case.module.FORMAT
+    chosen = {**case.choice, **(params or {})}
+    found = random_fields(case, shape, seed, params)
+    columns = torch.randperm(shape[1], generator=torch.Generator().manual_seed(seed)).int()
+    for name, field in format.variant(chosen).fields.items():
+        if field.groups is not None:
+            found[name] = columns // field.groups.by(format.sizes(chosen, shape))
+    return found
+
+
 def random_packed(case: Case, shape: tuple[int, int], seed: int = 0, params: Mapping[str, int | str] | None = None,
                   ) -> PackedWeight:
     chosen = {**case.choice, **(params or {})}
