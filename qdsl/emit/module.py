@@ -31,7 +31,7 @@ from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
 RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Variant", "as_type", "cdiv", "device", "empty",
-           "integer", "lanes", "narrow", "pad")
+           "integer", "lanes", "narrow", "pad", "records")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +266,7 @@ def _storage(program: Program) -> list[str]:
               f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
     made = plan(program)
     if made is not None:
+        few = f"_few_{program.storage}" if made.has_few else "None"
         row = f", row=_row_{program.storage}" if made.has_row else ""
         many = f", many=_many_{program.storage}" if made.has_many else ""
         blocks = _tuple(list(dict.fromkeys(made.blocks))) if made.blocks else "()"
@@ -273,7 +274,8 @@ def _storage(program: Program) -> list[str]:
         least += ", double=True" if made.integer and made.code.bits == 8 else ""
         special = f', codes="{made.stored or made.affine.code}", special={made.special}' if made.special else ""
         narrow = f", narrow={_narrow(program, made)}" if made.narrow else ""
-        kernel.append(f"lanes=Lanes(_few_{program.storage}{row}{many}, blocks={blocks}{least}{special}{narrow})")
+        records = f', records="{made.record.tensor}"' if made.record else ""
+        kernel.append(f"lanes=Lanes({few}{row}{many}, blocks={blocks}{least}{special}{narrow}{records})")
     tail = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}"]
     if program.where:
         tail.append("where=(" + ", ".join(f'"{name}"' for name in program.where) + ("," if len(program.where) == 1 else "") + ")")
