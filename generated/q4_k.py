@@ -213,11 +213,11 @@ def _row_gguf(
             sum = lanes.product(_numbers_gguf, words, columns, flip, 0, 4, 4, 4, F)
             head = records.four(p, 0)
             d_g = records.floats(tl.float16, head[0], head[0])
-            both = tl.where(lane < 2, head[1], head[3]) >> 16 * (lane % 2) & 0xF0F
+            both = tl.where(lane < 2, head[1], head[3]) >> 16 * (lane % 2) & 0x0F0F
             both |= head[1] >> 16 * (lane % 2) + 2 * (lane // 2) & 0x3030
             sc_g = records.integers(6, both, both >> 8)
             dmin_g = records.floats(tl.float16, head[0] >> 16, head[0] >> 16)
-            both = tl.where(lane < 2, head[2], head[3]) >> 16 * (lane % 2) + 4 * (lane // 2) & 0xF0F
+            both = tl.where(lane < 2, head[2], head[3]) >> 16 * (lane % 2) + 4 * (lane // 2) & 0x0F0F
             both |= head[2] >> 16 * (lane % 2) + 2 * (lane // 2) & 0x3030
             mn_g = records.integers(6, both, both >> 8)
             if BASE != 0:

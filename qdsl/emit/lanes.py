@@ -292,6 +292,7 @@ def _stored_row(made: Plan, record: Record) -> list[str]:
              for line in records.field_lines(record, made.program.field(name), f"{argument(name)}_g")]
     return render(
         "records", storage=made.program.storage, arguments=tensor, tensor=tensor, code=made.affine.code, line=_line(made),
+        sizes="".join(f"{size}: tl.constexpr, " for size in made.program.sizes),
         numbers=_numbers(made), integer=made.integer, base=made.base, signed=made.code.kind == "signed",
         width=made.planes[0][1] if made.integer else 8, bits=made.code.bits if made.integer else 0,
         size=record.size, codes=record.codes, start=records.start_text(record), head=records.head_text(record),

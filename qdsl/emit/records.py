@@ -17,7 +17,7 @@ from itertools import pairwise, product
 
 from qdsl.ir import index as ix
 from qdsl.ir.index import Facts, Index, name
-from qdsl.ir.program import Axis, Field, Placement, Program, Tensor
+from qdsl.ir.program import Field, Placement, Program, Tensor
 from qdsl.layout import Layout, Slice, factor
 from qdsl.numbers import Number
 from qdsl.passes.derive_planar import coordinate, is_code
@@ -64,16 +64,18 @@ def record(program: Program) -> Record | None:
     if affine is None or not affine.fields or len(program.tensors) != 1:
         return None
     tensor = program.tensors[0]
-    placed = {placement.field: placement for placement in tensor.placements}
-    if not {affine.code, *affine.fields} <= placed.keys() or not _holds_rows(tensor):
-        return None
     code = program.field(affine.code)
-    found = _codes(placed[code.name]) if is_code(code.number) and code.bits == 4 else None
-    if found is None or not all(_is_tile(tensor, placement) for placement in placed.values()):
+    placed = {placement.field: placement for placement in tensor.placements if _is_tile(tensor, placement)}
+    if not {code.name, *affine.fields} <= placed.keys() or not _holds_rows(tensor):
+        return None
+    if code.index != (name("n"), name("k")) or code.bits != 4 or not is_code(code.number):
+        return None
+    found = _codes(placed[code.name])
+    if found is None:
         return None
     first, starts = found
-    fields = {name: _parts(program, program.field(name), placed[name], starts) for name in affine.fields}
-    held = {name: parts for name, parts in fields.items() if parts is not None}
+    fields = {field: _parts(program, program.field(field), placed[field], starts) for field in affine.fields}
+    held = {field: parts for field, parts in fields.items() if parts is not None}
     layout = factor(starts)
     if layout is None or len(held) < len(fields):
         return None
@@ -84,13 +86,13 @@ def _holds_rows(tensor: Tensor) -> bool:
     """Whether it is bytes or words as they are, a row's records one after the other, at addresses that 16 divides."""
     return tensor.record_bits % (FOUR * WORD) == 0 and tensor.stored is None and not tensor.optional \
         and not tensor.element.is_float and all(var.exact for var in tensor.vars) \
-        and len(tensor.axes) == 2 and len(tensor.axes[0].digits) == 1 and tensor.axes[1] == Axis((tensor.axes[1].digits[0], ""))
+        and [len(axis.digits) for axis in tensor.axes] == [1, 2] and tensor.axes[1].digits[1] == ""
 
 
 def _is_tile(tensor: Tensor, placement: Placement) -> bool:
-    """Whether a field has a row of its own in every record, and the columns of the record."""
-    rows, records = tensor.axes[0].digits[0], tensor.axes[1].digits[0]
-    return not placement.flat and [var for var, _ in placement.tiles] == [rows, records] and placement.tiles[0][1] == 1
+    """Whether a record holds one row of a field, and some of its columns."""
+    axes = [axis.digits[0] for axis in tensor.axes if axis.digits]
+    return not placement.flat and [var for var, _ in placement.tiles] == axes and placement.tiles[0][1] == 1
 
 
 def _codes(placement: Placement) -> tuple[int, list[int]] | None:
@@ -162,11 +164,12 @@ def field_lines(record: Record, field: Field, target: str) -> Iterator[str]:
 
 def _step(parts: Sequence[Part], bits: int) -> int | None:
     """By how many bits an odd run's number lies higher than the even one's, where one cut serves both; 0: they are one."""
-    steps = {WORD * (part.words[j + 1] - part.words[j]) + part.bits[j + 1] - part.bits[j]
-             for part in parts for j in range(0, RUNS, 2)}
+    pairs = [(part, j) for part in parts for j in range(0, RUNS, 2)]
+    steps = {part.bits[j + 1] - part.bits[j] for part, j in pairs}
+    if len(steps) > 1 or any(part.words[j] != part.words[j + 1] for part, j in pairs):
+        return None
     step = steps.pop()
-    inside = all(part.words[j] == part.words[j + 1] for part in parts for j in range(0, RUNS, 2))
-    return step if not steps and inside and (step == 0 or bits <= step < WORD - bits) else None
+    return step if step == 0 or bits <= step < WORD - bits else None
 
 
 def _cut(record: Record, part: Part, half: int, step: int) -> str:
