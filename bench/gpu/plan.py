@@ -19,8 +19,8 @@ INVARIANT = (1, 3, 8)                                            # rows of x tha
 WHOLE = (64, 96), (512,)
 RAGGED = (40, 33, 56, 72, 24, 96), (384,)                        # N no multiple of 16, K one of 128 but not of 256
 ODD = (33, 40, 24, 32), (320, 288, 352)                          # K no multiple of 128
-TALL = (3208, 3232), (2176,)
-WIDE = (12680, 12704), (384,)
+TALL = (3208, 3232), (2176, 2304)                                # the second K is for records of 256 columns
+WIDE = (12680, 12704), (384, 512)
 QUICK_ROWS = (1, 5, 12, 100)
 
 
