@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad, records
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -174,6 +174,60 @@ def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
             acc += (d * sc * q - dmin * mn) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _numbers_gguf(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in low (half 0) or high halves of bytes, as numbers of type F."""
+    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
+    return lanes.numbers(code, flip, False, F)
+
+
+@triton.jit
+def _row_gguf(
+    blocks, x, bias, out, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = d * sc * q - dmin * mn.
+
+    One row of x, and w as stored: the columns of the matrix instruction are the eight runs of 32 columns of a record.
+    """
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    lane = c[:, :, None]
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 4, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        record = step * WK + w % WK
+        columns, sums = records.runs(x, 16 * g, record, K // 256, g, c, UNIT, EVEN, F)
+        record = lanes.within(record, K // 256)
+        new = ()
+        for r in tl.static_range(R):
+            row = lanes.rows(first + 16 * r, N)
+            p = records.at(blocks, row, K // 256, record, 36)
+            words = records.words(p, 4)
+            sum = lanes.product(_numbers_gguf, words, columns, flip, 0, 4, 4, 4, F)
+            head = records.four(p, 0)
+            d_g = records.floats(tl.float16, head[0], head[0])
+            both = tl.where(lane < 2, head[1], head[3]) >> 16 * (lane % 2) & 0x0F0F
+            both |= head[1] >> 16 * (lane % 2) + 2 * (lane // 2) & 0x3030
+            sc_g = records.integers(6, both, both >> 8)
+            dmin_g = records.floats(tl.float16, head[0] >> 16, head[0] >> 16)
+            both = tl.where(lane < 2, head[2], head[3]) >> 16 * (lane % 2) + 4 * (lane // 2) & 0x0F0F
+            both |= head[2] >> 16 * (lane % 2) + 2 * (lane // 2) & 0x3030
+            mn_g = records.integers(6, both, both >> 8)
+            if BASE != 0:
+                sum -= BASE * sums
+            sum *= d_g * sc_g
+            sum += sums * (-dmin_g * mn_g)
+            new = new + (acc[r] + sum,)
+        acc = new
+    for r in tl.static_range(R):
+        lanes.store_row(acc[r] * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
 
 
 @triton.jit
@@ -415,7 +469,8 @@ VARIANT = Variant(
                 "blocks": Stored("u8", "N", "144*K/256"),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k",
+                    lanes=Lanes(None, row=_row_gguf, blocks=("256", "32"), records="blocks")),
         ),
         "planar": Storage(
             tensors={

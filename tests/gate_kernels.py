@@ -50,6 +50,7 @@ GATES = (
     Gate("int8_channel", "safetensors", 1, (("f16", 2.1), ("bf16", 2.9))),
     Gate("fp8_block", "safetensors", 1, (("f16", 2.5), ("bf16", 3.0))),
     Gate("q4_k", "planar", 1, (("f16", 1.9),)),
+    Gate("q4_k", "gguf", 1, (("f16", 2.0), ("bf16", 2.2))),
     Gate("q6_k", "planar", 1, (("f16", 2.8),)),
     Gate("iq4_nl", "planar", 1, (("f16", 3.0),)),
     Gate("nf4", "planar", 1, (("f16", 3.3), ("bf16", 3.3))),

@@ -8,21 +8,36 @@ from pathlib import Path
 import pytest
 import torch
 
-from qdsl.runtime import PackedWeight, configure, launch, ops
+from qdsl.runtime import Lanes, PackedWeight, configure, launch, ops
 from tests.support.formats import Case, cases, random_packed, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-CASES = [case for case in cases() if case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.lanes]
+
+
+def lanes_of(case: Case) -> Lanes:
+    found: Lanes = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.lanes
+    return found
+
+
+CASES = [case for case in cases() if lanes_of(case)]
+FEW = [case for case in CASES if lanes_of(case).few]
+RECORDS = [case for case in CASES if lanes_of(case).records]
 # Rows and columns: a last tile of rows that is short; a last span of 256 columns that is half; warps without columns.
 SHAPES = ((20, 256), (33, 384), (16, 1152))
 DTYPES = (torch.float16, torch.bfloat16)
 
 
+def shapes_of(case: Case) -> list[tuple[int, int]]:
+    """SHAPES, or whole records."""
+    step = 256 if lanes_of(case).records else 128
+    return [(n, -(-k // step) * step) for n, k in SHAPES]
+
+
 def choices(case: Case) -> Iterator[Mapping[str, int | str]]:
     """The sizes that a format's blocks can have, as far as the kernels serve them."""
     format = case.module.FORMAT
-    lanes = format.variant(case.choice).storages[case.storage].kernels.lanes
+    lanes = lanes_of(case)
     values = {size: format.params[size] for size in format.size_axes}
     for i in range(max(map(len, values.values()), default=1)):
         params = {size: found[min(i, len(found) - 1)] for size, found in values.items()}
@@ -84,12 +99,13 @@ def hopper() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_row(case: Case) -> None:
+    shapes = shapes_of(case)
     for i, params in enumerate(choices(case)):
-        check(case, SHAPES[i % 3], params, 1, DTYPES[i % 2], bias=i % 2 == 1)
-        check(case, SHAPES[(i + 1) % 3], params, 1, DTYPES[(i + 1) % 2])
+        check(case, shapes[i % 3], params, 1, DTYPES[i % 2], bias=i % 2 == 1)
+        check(case, shapes[(i + 1) % 3], params, 1, DTYPES[(i + 1) % 2])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", FEW, ids=str)
 def test_few_rows(case: Case) -> None:
     """Up to 8, and more in blocks of 8."""
     for i, params in enumerate(choices(case)):
@@ -97,8 +113,7 @@ def test_few_rows(case: Case) -> None:
         check(case, SHAPES[(i + 1) % 3], params, (8, 2, 9)[i % 3], DTYPES[(i + 1) % 2])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.module.FORMAT.variant(case.choice).storages[
-    case.storage].kernels.lanes.many], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if lanes_of(case).many], ids=str)
 def test_many_rows(case: Case, hopper: None) -> None:
     for i, params in enumerate(choices(case)):
         check(case, SHAPES[i % 3], params, (12, 16, 33)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
@@ -127,18 +142,25 @@ def test_columns_by_groups(case: Case, hopper: None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
-    """Every column of a span of 512, one at a time, so that nothing is summed but zeros: each is where it belongs."""
+    """Every column of a span of 512, one at a time, so that nothing is summed but zeros: each is where it belongs.
+
+    Of records some columns in every run, with each place in a byte, in a word and in 16 bytes, because a launch takes one.
+    """
     packed = packed_of(case, (16, 512), next(choices(case)), seed=3)
     x = torch.eye(512, dtype=dtype, device=DEVICE)
     weight = case.module.dequantize(packed.to("cpu"), torch.float32).t()
-    found = product(x, packed).float()
+    if lanes_of(case).few:
+        found = product(x, packed).float()
+    else:
+        x, weight = x[5::11], weight[5::11]
+        found = torch.cat([product(row[None], packed) for row in x]).float()
     eps = torch.finfo(dtype).eps
     # Zero points and bfloat16's 128 are taken off in float32: what they leave is at most that much of the largest term.
     slack = weight.abs().amax() * 2.0 ** -15
     assert ((found - weight).abs() <= weight.abs() * (eps / 2 + rounding(case, dtype) * 1.01) + slack * eps).all()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", FEW, ids=str)
 def test_bits_do_not_depend_on_the_run_or_on_other_rows(case: Case) -> None:
     """The same call gives the same bits; a row among up to 8 others, or in another place, gives its own."""
     packed = packed_of(case, SHAPES[1], next(choices(case)), seed=5)
@@ -174,6 +196,30 @@ def test_parts_of_a_weight(case: Case) -> None:
     assert kernels_of(shifted, packed) == {"linear"}
 
 
+@pytest.mark.parametrize("case", RECORDS, ids=str)
+def test_records_where_they_lie(case: Case) -> None:
+    """The kernel for one row reads the bytes themselves, of any rows, where 16 divides their address; else the plain one does."""
+    packed = packed_of(case, (48, 768), {}, seed=4)
+    x = x_of(2, 768, torch.float16, 4)
+    one = x[:1].contiguous()
+    whole = product(one, packed)
+    assert kernels_of(one, packed) == {"row"} and kernels_of(x, packed) == {"linear"}
+    assert torch.equal(whole, product(one, packed))
+    part = packed.cut("N", 5, 40)
+    assert kernels_of(one, part) == {"row"} and torch.equal(product(one, part), whole[:, 5:40])
+    (name, tensor), = packed.tensors.items()
+    for offset, kernel in ((16, "row"), (4, "linear"), (1, "linear")):
+        held = torch.empty(tensor.numel() + 32, dtype=torch.uint8, device=DEVICE)
+        start = -held.data_ptr() % 16 + offset
+        moved = packed.derive({name: held[start:start + tensor.numel()].view_as(tensor).copy_(tensor)})
+        assert kernels_of(one, moved) == {kernel}
+        assert (product(one, moved) - whole).abs().max() <= whole.abs().max() * 2.0 ** -9
+    for call in launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE)):
+        assert call.arguments[0].data_ptr() == tensor.data_ptr()
+    calls = launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE), invariant=True)
+    assert [call.kernel.fn.__name__.split("_")[1] for call in calls] == ["linear"]
+
+
 # Fields that are called as the kernels call their own values, and codes that are small floats.
 NAMES = """
 format: lanes_{code}
@@ -203,3 +249,35 @@ def test_names_and_small_floats(code: str, decode: str, tmp_path: Path, hopper: 
     for i, dtype in enumerate(DTYPES):
         for rows in (1, 3, 12):
             check(case, SHAPES[i], {}, rows, dtype)
+
+
+# A record of codes that are small floats, its fields and tensor called as the kernel calls its own values.
+RECORD = """
+format: records_{code}
+title: a record of 16 numbers of 8 bits and codes, called as kernels call their own
+source: nobody
+weight: [N, K]
+fields:
+  p: u8[n, k // 32]
+  low: u8[n, k // 32]
+  c: {code}[n, k]
+decode: c * p - low
+storage:
+  rows:
+    head:
+      run: k
+      record: |
+        b<4: low[b] low[b + 4]
+        b<8: p[b]
+        c<4 l<32: c[64*c + l] c[64*c + 32 + l]
+"""
+
+
+@pytest.mark.parametrize("code", ["i4", "u4", "e2m1"])
+def test_records_of_names_and_small_floats(code: str, tmp_path: Path) -> None:
+    path = tmp_path / f"records_{code}.yaml"
+    path.write_text(RECORD.format(code=code))
+    case = Case(path, "rows", ())
+    assert lanes_of(case).records == "head"
+    for i, dtype in enumerate(DTYPES):
+        check(case, shapes_of(case)[i], {}, 1, dtype)

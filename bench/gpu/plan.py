@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu.weights import DTYPES, Weight, every, fits
 from bench.weights import format_of
-from qdsl.runtime import PackedWeight, configure, launch
+from qdsl.runtime import Lanes, PackedWeight, configure, launch
 from qdsl.runtime.launch import Call
 from qdsl.runtime.linear import _tile_weights
 from qdsl.runtime.tiles import row_tiles
@@ -19,8 +19,8 @@ INVARIANT = (1, 3, 8)                                            # rows of x tha
 WHOLE = (64, 96), (512,)
 RAGGED = (40, 33, 56, 72, 24, 96), (384,)                        # N no multiple of 16, K one of 128 but not of 256
 ODD = (33, 40, 24, 32), (320, 288, 352)                          # K no multiple of 128
-TALL = (3208, 3232), (2176,)
-WIDE = (12680, 12704), (384,)
+TALL = (3208, 3232), (2176, 2304)                                # the second K is for records of 256 columns
+WIDE = (12680, 12704), (384, 512)
 QUICK_ROWS = (1, 5, 12, 100)
 
 
@@ -84,7 +84,7 @@ def cases(quick: bool = False) -> list[Case]:
         found += [_case(weight, grid, checks) for weight in every()]
     if not quick:
         found += [_case(weight, RAGGED, _others()) for weight in others()]
-        lanes = [weight for weight in every() if has_lanes(weight)]
+        lanes = [weight for weight in every() if lanes_of(weight) is not None]
         found += [_case(weight, grid, checks) for grid, checks in ((TALL, _tall()), (WIDE, _wide())) for weight in lanes]
     return [case for case in found if case is not None]
 
@@ -110,13 +110,14 @@ def _case(weight: Weight, grid: tuple[tuple[int, ...], tuple[int, ...]], checks:
     shape = shape_of(weight, grid)
     if shape is None:
         return None
-    kept = tuple(check for check in checks if not check.invariant or (has_lanes(weight) and shape[1] % 128 == 0))
+    few = (found := lanes_of(weight)) is not None and found.few is not None
+    kept = tuple(check for check in checks if not check.invariant or (few and shape[1] % 128 == 0))
     return Case(replace(weight, shape=shape), kept)
 
 
-def has_lanes(weight: Weight) -> bool:
-    """Whether the storage has kernels for matrix units."""
-    return format_of(weight.name).storage(weight.storage, weight.chosen)[1].kernels.lanes is not None
+def lanes_of(weight: Weight) -> Lanes | None:
+    """The storage's kernels for matrix units."""
+    return format_of(weight.name).storage(weight.storage, weight.chosen)[1].kernels.lanes
 
 
 def _whole(quick: bool) -> tuple[Check, ...]:

@@ -4,6 +4,8 @@ A storage gets up to three kernels, and two functions with which they load words
 up to 8 rows of x, which are the columns of the matrix instruction.  `row` is for one row of x and numbers that vary along K:
 there the columns of the instruction are runs of columns of w, so that one instruction serves eight of them.  `many` is for
 more rows of x, which pass through shared memory.  runtime/lanes.py says how the bits lie.
+
+A storage whose records hold codes and numbers together (emit/records.py) gets a `row` that reads them as they are stored.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from qdsl.emit import records
 from qdsl.emit.codebook import Codebook, codebook
+from qdsl.emit.records import Record
 from qdsl.emit.templates import render
 from qdsl.ir.program import Affine, Field, Program, Terms
 from qdsl.numbers import Number
@@ -23,7 +27,7 @@ LOCALS = frozenset((
     "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "EVEN", "STAGES",
     "w", "g", "c", "n", "m", "first", "flip", "acc", "ones", "step", "j", "chunk", "columns", "sums", "new", "r", "row", "words",
     "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start", "point",
-    "BN", "x_scale", "x_sum", "narrow"))
+    "BN", "x_scale", "x_sum", "narrow", "records", "record", "p", "head", "lane", "both", "low", "high"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Plan:
     groups: tuple[Group, ...]
     stored: str = ""                                             # the tensor of a storage whose rows are codes of 8 bits
     book: Codebook | None = None                                 # the numbers that codes are looked up in
+    record: Record | None = None                                 # of a storage whose records hold codes and groups
 
     @property
     def planes(self) -> list[tuple[str, int, int]]:
@@ -160,12 +165,16 @@ class Plan:
         return [g for g in self.groups if not g.varies and all(g.name in product for product in products)]
 
     @property
+    def has_few(self) -> bool:
+        return self.record is None
+
+    @property
     def has_row(self) -> bool:
         return not self.stored and not self.late
 
     @property
     def has_many(self) -> bool:
-        return not self.stored and self.smallest >= 32
+        return self.has_few and not self.stored and self.smallest >= 32
 
     @property
     def narrow(self) -> str:
@@ -221,12 +230,17 @@ def argument(name: str) -> str:
 def plan(program: Program) -> Plan | None:
     """The plan of a storage; None where codes lie otherwise, or groups are no runs of 16, 32, 64 or m * 128 columns.
 
-    Besides the planar one that is every storage in which codes of 8 bits and the numbers of groups lie row by row.
+    Besides the planar one that is every storage in which codes of 8 bits and the numbers of groups lie row by row, or codes
+    of 4 bits and the numbers of groups in records.
     """
     affine = program.affine
     if affine is None:
         return None
     code = program.field(affine.code).number
+    record = records.record(program)
+    if record is not None and code is not None:
+        found = tuple(_group(program, program.field(name), record.tensor) for name in affine.fields)
+        return Plan(program, affine, code, found, record=record)
     tensors = {name: _alone(program, name) for name in (affine.code, *affine.fields)}
     if program.storage == PLANAR:
         tensors[affine.code] = ""
@@ -264,25 +278,42 @@ def _group(program: Program, field: Field, tensor: str) -> Group:
 
 
 def lanes(program: Program) -> list[str]:
-    """The lines of the lane-tile kernels of a planar storage; none where it has none."""
+    """The lines of the lane-tile kernels of a storage; none where it has none."""
     made = plan(program)
     if made is None:
         return []
-    unit = made.unit
+    if made.record is not None:
+        return _stored_row(made, made.record)
     return render(
-        "lanes", storage=program.storage, arguments=", ".join(argument(t.name) for t in program.tensors), code=_code(made.affine),
-        sizes="".join(f"{size}: tl.constexpr, " for size in program.sizes), planes=", ".join(name for name, _, _ in made.planes),
-        words=_words(made), numbers=_numbers(made), line=_line(made), integer=made.integer, base=made.base,
-        table=_table(made), flips=_flips(made), width=made.lies[0], bits=made.lies[1], size=made.size, step=made.step,
-        row=made.has_row, natural=bool(made.stored), late=made.late,
+        "lanes", **_shared(made), arguments=", ".join(argument(t.name) for t in program.tensors),
+        planes=", ".join(name for name, _, _ in made.planes), words=_words(made), table=_table(made), size=made.size,
+        step=made.step, row=made.has_row, natural=bool(made.stored), late=made.late,
         ones=made.integer or bool(made.affine.zero or made.affine.offset),
         loads=lambda how: _loads(made, how), apply=lambda index, ones, exact=False: _apply(made, index, ones, exact),
         finish=_finish(made), many=made.has_many, many_ones=made.sums_in_many, many_zero=_zero(made),
         point=_point(made),
         many_words=_many_words(made), many_finish=_finish(made, True),
         many_blocks=not made.late and any(group.rows for group in made.groups if group not in made.outer),
-        many_rows=any(group.rows for group in (made.groups if made.late else made.outer)),
-        unit=f"{unit[0]} if F == tl.float16 else {unit[1]}" if unit[0] != unit[1] else unit[0])
+        many_rows=any(group.rows for group in (made.groups if made.late else made.outer)))
+
+
+def _stored_row(made: Plan, record: Record) -> list[str]:
+    """The lines of the kernel for one row of x and records as they are stored."""
+    tensor = argument(record.tensor)
+    loads = [line for name in made.affine.fields
+             for line in records.field_lines(record, made.program.field(name), f"{argument(name)}_g")]
+    return render(
+        "records", **_shared(made), arguments=tensor, tensor=tensor, record_size=record.size, codes=record.codes,
+        start=records.start_text(record), head=records.head_text(record), loads=loads, apply=_apply(made, "", "sums", False))
+
+
+def _shared(made: Plan) -> dict[str, object]:
+    """What every kernel says of codes and constants."""
+    unit = made.unit
+    return {"storage": made.program.storage, "code": _code(made.affine), "line": _line(made), "numbers": _numbers(made),
+            "sizes": "".join(f"{size}: tl.constexpr, " for size in made.program.sizes),
+            "integer": made.integer, "base": made.base, "flips": _flips(made), "width": made.lies[0], "bits": made.lies[1],
+            "unit": f"{unit[0]} if F == tl.float16 else {unit[1]}" if unit[0] != unit[1] else unit[0]}
 
 
 def narrow(program: Program) -> list[str]:

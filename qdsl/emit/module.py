@@ -33,7 +33,7 @@ from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
 RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_type", "cdiv",
-           "codebook", "device", "empty", "integer", "lanes", "narrow", "pad")
+           "codebook", "device", "empty", "integer", "lanes", "narrow", "pad", "records")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +274,7 @@ def _storage(program: Program) -> list[str]:
     kernel += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
     made = plan(program)
     if made is not None:
+        few = f"_few_{program.storage}" if made.has_few else "None"
         row = f", row=_row_{program.storage}" if made.has_row else ""
         many = f", many=_many_{program.storage}" if made.has_many else ""
         blocks = _tuple(list(dict.fromkeys(made.blocks))) if made.blocks else "()"
@@ -281,7 +282,8 @@ def _storage(program: Program) -> list[str]:
         least += ", double=True" if made.integer and made.code.bits == 8 else ""
         special = f', codes="{made.stored or made.affine.code}", special={made.special}' if made.special else ""
         narrow = f", narrow={_narrow(program, made)}" if made.narrow else ""
-        kernel.append(f"lanes=Lanes(_few_{program.storage}{row}{many}, blocks={blocks}{least}{special}{narrow})")
+        records = f', records="{made.record.tensor}"' if made.record else ""
+        kernel.append(f"lanes=Lanes({few}{row}{many}, blocks={blocks}{least}{special}{narrow}{records})")
     tail = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}"]
     if program.where:
         tail.append("where=(" + ", ".join(f'"{name}"' for name in program.where) + ("," if len(program.where) == 1 else "") + ")")

@@ -86,4 +86,4 @@ def _is_fused(x: Tensor, packed: PackedWeight, bias: Tensor | None, experts: int
         return False
     tiles = cdiv(x.shape[0], ROWS) + experts
     return tiles <= launch.ROWS_OF_X and x.shape[0] <= experts * configure.most_rows(packed, x.dtype, x.device) \
-        and launch.has_lanes(x.contiguous(), packed)
+        and launch.has_lanes(x.contiguous(), packed, few=True)

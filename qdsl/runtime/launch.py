@@ -74,7 +74,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     kernels, rows, units = _kernels(packed)
     if not rows or not x.shape[0]:
         return
-    if has_lanes(x, packed):
+    if has_lanes(x, packed, invariant):
         which = kind(x, packed, invariant)
         # Bits may depend on how warps share K, so that what must not vary is launched by rule.
         chosen = config or (configure.candidates(which, packed, x.shape[0])[0] if invariant else
@@ -99,7 +99,7 @@ def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None,
 
 
 def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
-    """The launch of `grouped`, for tensors on any device, meta too; has_lanes(x, packed) must hold."""
+    """The launch of `grouped`, for tensors on any device, meta too; has_lanes(x, packed, few=True) must hold."""
     if out.numel():
         config = configure.lanes(out.shape[1] * cdiv(x.shape[0], 8), x.shape[1], x.device)
         yield _few_call(x, packed, bias, out, config, tiles)
@@ -149,16 +149,31 @@ def has_narrow(x: Tensor, packed: PackedWeight) -> bool:
         tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *packed.tensors.values()))
 
 
-def has_lanes(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether the kernels for matrix units serve x [M, K]: 16-bit floats, whole chunks of columns, codes that are numbers."""
+def has_lanes(x: Tensor, packed: PackedWeight, few: bool = False) -> bool:
+    """Whether the kernels for matrix units serve x [M, K]: 16-bit floats, whole chunks of columns, codes that are numbers.
+
+    few: only kernel `few` is wanted, however many rows x has.
+    """
     lanes = packed.layout.kernels.lanes
     if lanes is None or x.dtype not in TYPES or packed.shape[1] % 128 or not packed.shape[1] or not packed.finite:
         return False
+    if lanes.few is None and (few or x.shape[0] != 1):
+        return False
     if x.device.type == "cuda" and configure.target(x.device).capability < 8:
         return False                                             # AMD's, and those before bfloat16: the plain kernel serves them
-    wide = [tensor for tensor in packed.tensors.values() if tensor.dtype == torch.int32 or tensor.shape == packed.shape]
-    return min(lanes.sizes(packed.sizes), default=lanes.least) >= lanes.least and all(
-        tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *wide))
+    wide = [tensor for name, tensor in packed.tensors.items() if tensor.dtype == torch.int32 or _is_words(name, tensor, packed)]
+    return min(lanes.sizes(packed.sizes), default=lanes.least) >= lanes.least and all(map(_is_aligned, (x, *wide)))
+
+
+def _is_words(name: str, tensor: Tensor, packed: PackedWeight) -> bool:
+    """Whether a kernel for matrix units reads a tensor of other elements as words: codes of 8 bits, and records."""
+    lanes = packed.layout.kernels.lanes
+    return tensor.shape == packed.shape or (lanes is not None and name == lanes.records)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether loads of 16 bytes may begin where a tensor does, and torch can view it as words."""
+    return tensor.is_meta or (tensor.data_ptr() % 16 == 0 and tensor.storage_offset() * tensor.element_size() % 4 == 0)
 
 
 def kind(x: Tensor, packed: PackedWeight, invariant: bool = False) -> str:
@@ -202,8 +217,9 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
 
 
 def _lane_tensors(packed: PackedWeight) -> list[Tensor | None]:
-    """Kernel arguments in storage order: codes of 8 bits as words."""
-    return [tensor if tensor is None or tensor.shape != packed.shape else tensor.view(torch.int32) for tensor in _tensors(packed)]
+    """Kernel arguments in storage order: codes of 8 bits, and records, as words."""
+    return [tensor if tensor is None or not _is_words(name, tensor, packed) else tensor.view(torch.int32)
+            for name, tensor in zip(packed.layout.tensors, _tensors(packed), strict=True)]
 
 
 def _lane_rows(config: Mapping[str, int]) -> int:

@@ -69,12 +69,12 @@ class Narrow:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Kernels for matrix units: `few` for up to 8 rows of x, `row` for one, `many` for more.
+    """Kernels for matrix units: `few` for up to 8 rows of x, `row` for one, `many` for more; None where a storage has none.
 
     blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters;
     least: the fewest that the kernels serve.  special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
     double: bfloat16, whose numbers have 8 bits, takes two products for a code.
-    narrow: the kernel for x in 8 bits.
+    narrow: the kernel for x in 8 bits.  records: the tensor, of any elements, that the kernels read as words.
     """
 
     few: Any
@@ -86,6 +86,7 @@ class Lanes:
     special: int = 0
     double: bool = False
     narrow: Narrow | None = None
+    records: str = ""
 
     def sizes(self, sizes: Mapping[str, int]) -> list[int]:
         """The blocks as numbers, for these size parameters."""
@@ -93,7 +94,7 @@ class Lanes:
 
     def trip(self, sizes: Mapping[str, int]) -> int:
         """Columns of w that a warp takes in a trip of the loop of `row`."""
-        return max(256, 8 * min([64, *self.sizes(sizes)]))
+        return 256 if self.records else max(256, 8 * min([64, *self.sizes(sizes)]))
 
 
 @dataclass(frozen=True, slots=True)
