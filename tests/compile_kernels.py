@@ -39,13 +39,17 @@ def signature(case: Case, kind: str, optional: bool, dtype: str) -> tuple[dict[s
     bn, bk = launch._tile(storage.kernels.last, rows, units, storage.kernels.sums)
     types: dict[str, str] = {}
     constants: dict[str, Any] = {"BN": bn, "BK": bk}
-    for name in getattr(storage.kernels, kind).arg_names:
+    names = getattr(storage.kernels, kind).arg_names
+    tables = dict(zip(names[len(storage.coded):], storage.kernels.tables, strict=False))
+    for name in names:
         if name in storage.tensors:
             stored = storage.tensors[name]
             held = stored_dtype(str(case.choice.get(stored.dtype, stored.dtype)))
             types[name] = POINTERS[torch.uint8 if held.is_floating_point and held.itemsize == 1 else held]
             if stored.optional and not optional:
                 constants[name] = None
+        elif name in tables:
+            types[name] = POINTERS[tables[name].values.dtype]
         elif name in ("x", "bias", "out"):
             types[name] = dtype
         else:

@@ -60,7 +60,7 @@ def test_the_kernel(case: Case, rows: tuple[int, ...]) -> None:
     x, bias = x_of(offsets[-1], k, dtype), x_of(len(rows), n, dtype, 3) if rows[1] else None
     out = torch.full((offsets[-1], n), torch.nan, dtype=dtype, device=DEVICE)
     tiles = experts.tile_map(torch.tensor(offsets, device=DEVICE), offsets[-1])
-    with guarded(*packed.tensors.values(), x, bias, tiles, out) as trace:
+    with guarded(packed, x, bias, tiles, out) as trace:
         launch.grouped(x, packed, tiles, bias, out)
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
     close(out, x, packed, offsets, bias)

@@ -58,7 +58,7 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
     """The kernel's product; it touches nothing else, and stores every element once."""
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
     x, packed = ops.as_stored(x, packed)
-    with guarded(*packed.tensors.values(), x, bias, out) as trace:
+    with guarded(packed, x, bias, out) as trace:
         launch.linear(x, packed, bias, out)
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
     return out.cpu()

@@ -30,7 +30,8 @@ def params(case: Case) -> Iterator[dict[str, int | str]]:
 
 def weight(case: Case, chosen: dict[str, int | str], seed: int = 0) -> PackedWeight:
     """Random, its columns in order."""
-    packed = random_packed(case, SHAPE, seed, chosen)
+    longest = max((size for size in case.module.FORMAT.sizes(chosen, SHAPE).values()), default=1)
+    packed = random_packed(case, (SHAPE[0], max(SHAPE[1], longest)), seed, chosen)
     index = [name for name, stored in packed.layout.tensors.items() if stored.dtype == "index" and name in packed.tensors]
     return case.module.FORMAT.checked(packed.derive({k: v for k, v in packed.tensors.items() if k not in index}))
 

@@ -179,12 +179,12 @@ def check(module: object, packed: PackedWeight, exact: Tensor, what: object) -> 
     assert same_bits(module.dequantize(packed, torch.float32).nan_to_num(9), exact.nan_to_num(9)), what  # type: ignore[attr-defined]
     packed = packed.to(DEVICE)
     out = torch.full(packed.shape, torch.nan, device=DEVICE)
-    with guarded(*packed.tensors.values(), out):
+    with guarded(packed, out):
         launch.dequantize(packed, out)
     assert same_bits(out.cpu().nan_to_num(9), exact.nan_to_num(9)), what
     x = torch.randn(2, packed.shape[1], generator=torch.Generator().manual_seed(1)).to(DEVICE)
     product = torch.full((2, packed.shape[0]), torch.nan, device=DEVICE)
-    with guarded(*packed.tensors.values(), x, product):
+    with guarded(packed, x, product):
         launch.linear(x, packed, None, product)
     wanted, most = x.cpu().double() @ exact.double().t(), x.cpu().double().abs() @ exact.double().abs().t()
     close = (product.cpu().double() - wanted).abs() <= (packed.shape[1] + 2) * 2.0 ** -24 * most + 1e-30

@@ -19,6 +19,7 @@ INVARIANT = (1, 3, 8)                                            # rows of x tha
 WHOLE = (64, 96), (512,)
 RAGGED = (40, 33, 56, 72, 24, 96), (384,)                        # N no multiple of 16, K one of 128 but not of 256
 ODD = (33, 40, 24, 32), (320, 288, 352)                          # K no multiple of 128
+OTHERS = (RAGGED[0], (*RAGGED[1], 4096))                         # a block may be as long
 TALL = (3208, 3232), (2176, 2304)                                # the second K is for records of 256 columns
 WIDE = (12680, 12704), (384, 512)
 QUICK_ROWS = (1, 5, 12, 100)
@@ -83,7 +84,7 @@ def cases(quick: bool = False) -> list[Case]:
     for grid, checks in ((RAGGED, _ragged(quick)), (ODD, _odd(quick))):
         found += [_case(weight, grid, checks) for weight in every()]
     if not quick:
-        found += [_case(weight, RAGGED, _others()) for weight in others()]
+        found += [_case(weight, OTHERS, _others()) for weight in others()]
         lanes = [weight for weight in every() if lanes_of(weight) is not None]
         found += [_case(weight, grid, checks) for grid, checks in ((TALL, _tall()), (WIDE, _wide())) for weight in lanes]
     return [case for case in found if case is not None]

@@ -219,7 +219,7 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
 def _lane_tensors(packed: PackedWeight) -> list[Tensor | None]:
     """Kernel arguments in storage order: codes of 8 bits, and records, as words."""
     return [tensor if tensor is None or not _is_words(name, tensor, packed) else tensor.view(torch.int32)
-            for name, tensor in zip(packed.layout.tensors, _tensors(packed), strict=True)]
+            for name, tensor in zip(packed.layout.coded, _tensors(packed), strict=True)]
 
 
 def _lane_rows(config: Mapping[str, int]) -> int:

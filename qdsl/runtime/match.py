@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One way to read the tensors."""
+    """One way to read the tensors; `as_stored` if none of them had all its axes run together, as some packages do."""
 
     storage: str
     params: Mapping[str, int | str]
     shape: tuple[int, int]
     tensors: Mapping[str, Tensor]
+    as_stored: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
     if not found:
         nearest = max(misses, key=lambda miss: miss.reached, default=Miss(0, f"{format.name} has no storage '{storage}' here"))
         raise FormatError(nearest.message)
-    return found
+    return [match for match in found if match.as_stored] or found
 
 
 def torch_dtype(kind: str) -> torch.dtype:
@@ -103,7 +105,8 @@ def _match(format: Format, variant: Variant, storage: str, label: str, tensors: 
         if isinstance(shaped, Miss):
             closest = max(closest, shaped, key=lambda miss: miss.reached)
         else:
-            fits.append(Match(storage, format.complete({**chosen, **sizes}), solved, shaped))
+            alike = all(_squeezed(shaped[name].shape) == _squeezed(tensor.shape) for name, tensor in named.items())
+            fits.append(Match(storage, format.complete({**chosen, **sizes}), solved, shaped, alike))
     return fits or closest
 
 
@@ -165,7 +168,7 @@ def _size_choices(format: Format, given: Mapping[str, int | str]) -> Iterator[di
 
 def _shaped(layout: Storage, label: str, named: Mapping[str, Tensor], shape: tuple[int, int], sizes: Mapping[str, int],
             ) -> dict[str, Tensor] | Miss:
-    """The tensors in exactly the storage's shapes; axes of one element may have been dropped or added."""
+    """The tensors in exactly the storage's shapes."""
     found: dict[str, Tensor] = {}
     for reached, (name, tensor) in enumerate(named.items()):
         stored = layout.tensors[name]
@@ -173,7 +176,7 @@ def _shaped(layout: Storage, label: str, named: Mapping[str, Tensor], shape: tup
         if wanted is None:
             bad = next(a for a in stored.axes if a.extent(*shape, sizes) is None)
             return Miss(2, f"{label}: {bad.dim} = {shape[bad.dim == 'K']} must be a multiple of {bad.by(sizes)}")
-        if tensor.shape != wanted and _squeezed(tensor.shape) != _squeezed(wanted):
+        if _squeezed(tensor.shape) not in (_squeezed(wanted), _squeezed((prod(wanted),))):
             shown = "".join(f", {key} = {value}" for key, value in sizes.items())
             return Miss(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "
                                      f"[{_text(stored)}] = {list(wanted)} for N = {shape[0]}, K = {shape[1]}{shown}")
@@ -182,6 +185,7 @@ def _shaped(layout: Storage, label: str, named: Mapping[str, Tensor], shape: tup
 
 
 def _squeezed(shape: Sequence[int]) -> list[int]:
+    """Without axes of one element, which packages drop and add; some run all axes together."""
     return [extent for extent in shape if extent != 1]
 
 

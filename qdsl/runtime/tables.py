@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 KINDS = {"f32": torch.float32, "i32": torch.int32}
+FEW = 16                                                         # entries up to which a traced lookup is worth its length
 
 
 class Table:
     """Numbers as float32 or int32, brought to a device when it first asks for them.  `table[codes]` keeps the codes' shape."""
 
-    __slots__ = ("_on", "values")
+    __slots__ = ("_bits", "_on", "values")
 
     def __init__(self, kind: str, *numbers: float) -> None:
         self.values = torch.tensor(numbers, dtype=KINDS[kind])
+        self._bits: list[int] = self.values.view(torch.int32).tolist()
         self._on: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
@@ -27,4 +32,16 @@ class Table:
 
     def __getitem__(self, codes: Tensor) -> Tensor:
         """The numbers of integer codes, each within the table."""
+        if isinstance(codes, FakeTensor) and len(self.values) <= FEW:
+            return self._chosen(codes)
         return self.on(codes.device).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+
+    def _chosen(self, codes: Tensor) -> Tensor:
+        """The same by the bits of the codes, one after the other: operations of which a compiler makes vectors."""
+        wide = codes.to(torch.int32)
+        left: list[Any] = [*self._bits, *self._bits[-1:] * (FEW - len(self._bits))]
+        for bit in range(FEW.bit_length() - 1):
+            mask = wide << 31 - bit >> 31
+            left = [(mask & (a ^ b)) ^ a for a, b in zip(left[::2], left[1::2], strict=True)]
+        found: Tensor = left[0].view(self.values.dtype)
+        return found

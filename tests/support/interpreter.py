@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from qdsl.runtime import PackedWeight
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -54,10 +56,15 @@ def times(addresses: list[np.ndarray], tensor: torch.Tensor) -> np.ndarray:
 _trace: Trace | None = None
 
 
+def _read(packed: PackedWeight) -> list[torch.Tensor]:
+    return [*packed.tensors.values(), *(table.on(packed.device) for table in packed.layout.kernels.tables)]
+
+
 @contextmanager
-def guarded(*tensors: torch.Tensor | None) -> Iterator[Trace]:
-    """Launches inside may touch these tensors alone."""
+def guarded(*held: torch.Tensor | PackedWeight | None) -> Iterator[Trace]:
+    """Launches inside may touch these tensors, and what weights are made of, alone."""
     global _trace
+    tensors = [tensor for each in held for tensor in (_read(each) if isinstance(each, PackedWeight) else [each])]
     _trace = trace = Trace([tensor for tensor in tensors if tensor is not None])
     try:
         with np.errstate(over="ignore", invalid="ignore"):       # infinities are values here
