@@ -20,6 +20,7 @@ from qdsl.passes.derive_planar import PLANAR, PLANES, coordinate, is_code
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 LOCALS = frozenset((
     "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "EVEN", "STAGES",
+    "UNROLL", "WHOLE", "at",
     "w", "g", "c", "n", "m", "first", "flip", "acc", "ones", "step", "j", "chunk", "columns", "sums", "new", "r", "row", "words",
     "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start", "point",
     "BN", "x_scale", "x_sum", "narrow"))
@@ -152,6 +153,12 @@ class Plan:
     @property
     def has_many(self) -> bool:
         return not self.stored and self.smallest >= 32
+
+    @property
+    def tall(self) -> bool:
+        """Whether `many` has registers for sums of 128 rows of x: codes are one plane of 4 bits, and sums are scaled at most."""
+        large = all(max(found) >= CHUNK for found in self.sizes.values())
+        return large and self.integer and self.code.bits == 4 and self.exact_zero is not None and not self.affine.offset
 
     @property
     def narrow(self) -> str:
