@@ -359,27 +359,29 @@ def _row_planar(
 @triton.jit
 def _many_planar(
     q, s, x, bias, out, M, N, K,
-    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, F: tl.constexpr,
+    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
 
-    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x.
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
+    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
     """
     SIZE: tl.constexpr = 128 if bk >= 128 else 32
     UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
     ZERO: tl.constexpr = 0
-    w, g, c = lanes.warps(W)
+    if WHOLE:
+        K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
-    x += m * K + tl.arange(0, SIZE)[:, None]
+    x, at = lanes.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
     flip = lanes.flips(N, 8, 0, False, F)
     acc = lanes.tiles(R, 16 * W, BM)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES):
-        columns = lanes.parts(x, chunk, SIZE)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        columns = lanes.parts(x + chunk * 128, at, SIZE)
         new = ()
         for r in tl.static_range(R):
-            row = lanes.rows(first + 16 * W * r + 16 * w + g, N)
-            n = lanes.within(first + 16 * W * r + tl.arange(0, 16 * W)[:, None], N).to(tl.int64)
+            row = lanes.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = lanes.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):

@@ -31,9 +31,10 @@ class Gate:
     limits: tuple[tuple[str, float], ...]
     params: tuple[tuple[str, int | str], ...] = ()
     archs: tuple[str, ...] = ("sm_80", "sm_90")
+    shape: tuple[int, int] | None = None                         # another layer than SHAPES'
 
     def __str__(self) -> str:
-        return f"{self.format}.{self.storage}-{self.rows}"
+        return f"{self.format}.{self.storage}-{self.rows}" + (f"-{self.shape[0]}x{self.shape[1]}" if self.shape else "")
 
     @property
     def kernel(self) -> str:
@@ -59,6 +60,8 @@ GATES = (
     Gate("q8_0", "planar", 1, (("f16", 1.5),)),
     Gate("int_group", "planar", 1, (("f16", 1.5), ("bf16", 1.7))),
     Gate("int4_rows", "planar", 64, (("f16", 3.2), ("bf16", 3.6)), archs=("sm_90",)),
+    Gate("int4_rows", "planar", 128, (("f16", 3.1), ("bf16", 3.4)), archs=("sm_90",), shape=(28672, 8192)),
+    Gate("int4_rows", "planar", 128, (("f16", 3.6), ("bf16", 3.8)), archs=("sm_90",)),
 )
 
 
@@ -73,7 +76,7 @@ def every(arch: str) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         for gate in GATES:
-            packed = weight(gate, SHAPES[arch])
+            packed = weight(gate, gate.shape or SHAPES[arch])
             for kind, limit in gate.limits if arch in gate.archs else ():
                 x, out = (torch.empty(gate.rows, size, dtype=TYPES[kind], device="meta") for size in reversed(packed.shape))
                 for call in launch.linear_calls(x, packed, None, out):

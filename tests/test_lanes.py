@@ -54,12 +54,14 @@ def x_of(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
     return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / 64).to(dtype).to(DEVICE)
 
 
-def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None,
+            config: Mapping[str, int] | None = None) -> torch.Tensor:
     """The kernel's product; it touches nothing else, and stores every element once."""
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
     x, packed = ops.as_stored(x, packed)
     with guarded(packed, x, bias, out) as trace:
-        launch.linear(x, packed, bias, out)
+        for call in launch.linear_calls(x, packed, bias, out, config=config):
+            call.run()
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
     return out.cpu()
 
@@ -76,12 +78,12 @@ def rounding(case: Case, dtype: torch.dtype) -> float:
 
 
 def check(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], rows: int, dtype: torch.dtype, bias: bool = False,
-          packed: PackedWeight | None = None) -> None:
+          packed: PackedWeight | None = None, config: Mapping[str, int] | None = None) -> None:
     """Within what rounding the result once and float32 sums of K terms may lose."""
     packed = packed or packed_of(case, shape, params)
     x = x_of(rows, shape[1], dtype, rows)
     added = x_of(1, shape[0], dtype, 7)[0] if bias else None
-    found = product(x, packed, added).double()
+    found = product(x, packed, added, config).double()
     weight = case.module.dequantize(packed.to("cpu"), torch.float32).double()
     exact = x.cpu().double() @ weight.t() + (0 if added is None else added.cpu().double())
     spread = x.cpu().double().abs() @ weight.abs().t() + (0 if added is None else added.cpu().double().abs())
@@ -137,6 +139,21 @@ def test_columns_by_groups(case: Case, hopper: None) -> None:
         packed = packed.to(DEVICE)
         for rows, dtype in ((1, DTYPES[i % 2]), (5, DTYPES[1 - i % 2]), (12, torch.float16)):
             check(case, shape, params, rows, dtype, bias=i % 2 == 1, packed=packed)
+
+
+@pytest.mark.parametrize("tile", configure.TALL, ids=lambda tile: f"{tile.R}x{tile.W}{'-whole' * tile.whole}")
+@pytest.mark.parametrize("case", [case for case in CASES if lanes_of(case).tall], ids=str)
+def test_tiles_of_128_rows(case: Case, tile: configure.Tall, hopper: None) -> None:
+    """Each of those that the rule picks from, where it may; the others are for shapes that leave tiles short."""
+    shape, rows = ((16 * tile.R * tile.W, 384), 128) if tile.whole else ((20, 1152), 100)
+    params = next((params for params in choices(case) if configure.most_rows(
+        packed_of(case, shape, params), torch.float16, torch.device(DEVICE)) == 128), None)
+    if params is None:                                           # groups of fewer than 128 columns
+        return
+    configs = configure.candidates("many", packed_of(case, shape, params), rows)
+    config = next(each for each in configs if (each["R"], each["W"], each["WHOLE"] > 0) == (tile.R, tile.W, tile.whole))
+    for dtype in DTYPES:
+        check(case, shape, params, rows, dtype, bias=tile.whole, config=config)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

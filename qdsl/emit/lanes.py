@@ -25,6 +25,7 @@ from qdsl.passes.derive_planar import PLANAR, PLANES, coordinate, is_code
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 LOCALS = frozenset((
     "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "EVEN", "STAGES",
+    "UNROLL", "WHOLE", "at",
     "w", "g", "c", "n", "m", "first", "flip", "acc", "ones", "step", "j", "chunk", "columns", "sums", "new", "r", "row", "words",
     "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start", "point",
     "BN", "x_scale", "x_sum", "narrow", "records", "record", "p", "head", "lane", "both", "low", "high"))
@@ -177,6 +178,12 @@ class Plan:
         return self.has_few and not self.stored and self.smallest >= 32
 
     @property
+    def tall(self) -> bool:
+        """Whether `many` has registers for sums of 128 rows of x: codes are one plane of 4 bits, and sums are scaled at most."""
+        large = all(max(found) >= CHUNK for found in self.sizes.values())
+        return large and self.integer and self.code.bits == 4 and self.exact_zero is not None and not self.affine.offset
+
+    @property
     def narrow(self) -> str:
         """The type in which 8 bits of x meet codes of 8 bits; '' where there is no such kernel.
 
@@ -290,7 +297,7 @@ def lanes(program: Program) -> list[str]:
         step=made.step, row=made.has_row, natural=bool(made.stored), late=made.late,
         ones=made.integer or bool(made.affine.zero or made.affine.offset),
         loads=lambda how: _loads(made, how), apply=lambda index, ones, exact=False: _apply(made, index, ones, exact),
-        finish=_finish(made), many=made.has_many, many_ones=made.sums_in_many, many_zero=_zero(made),
+        finish=_finish(made), many=made.has_many, many_ones=made.sums_in_many, many_zero=_zero(made), many_flips=_flips(made, "lanes.warps(W)[1]"),
         point=_point(made),
         many_words=_many_words(made), many_finish=_finish(made, True),
         many_blocks=not made.late and any(group.rows for group in made.groups if group not in made.outer),
@@ -419,10 +426,10 @@ def _table(made: Plan) -> list[str]:
             "else:", f"    return codebook.table(g, N, {texts[1]})"]
 
 
-def _flips(made: Plan) -> str:
+def _flips(made: Plan, g: str = "g") -> str:
     """What numbers are made with beside words, as a tuple."""
     if made.book is not None:
-        return f"_table_{made.program.storage}(g, N, F)"
+        return f"_table_{made.program.storage}({g}, N, F)"
     return f"lanes.flips(N, {made.lies[0]}, {made.lies[1]}, {made.code.kind == 'signed'}, F)"
 
 

@@ -280,6 +280,7 @@ def _storage(program: Program) -> list[str]:
         blocks = _tuple(list(dict.fromkeys(made.blocks))) if made.blocks else "()"
         least = f", least={made.least}" if made.stored else ""
         least += ", double=True" if made.integer and made.code.bits == 8 else ""
+        least += ", tall=True" if made.has_many and made.tall else ""
         special = f', codes="{made.stored or made.affine.code}", special={made.special}' if made.special else ""
         narrow = f", narrow={_narrow(program, made)}" if made.narrow else ""
         records = f', records="{made.record.tensor}"' if made.record else ""

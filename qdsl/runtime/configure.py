@@ -25,6 +25,24 @@ WARPS = 15                                                       # per multiproc
 
 
 @dataclass(frozen=True, slots=True)
+class Tall:
+    """R tiles of 16 * W rows of w that meet 128 rows of x, for codes of 4 bits and groups of 128 columns and more.
+
+    unroll: chunks in a trip.  whole: for shapes that fill all tiles.  count: instructions of a thread per weight in the loop,
+    on sm_90; what it says of time is predicted.
+    """
+
+    R: int
+    W: int
+    unroll: int
+    whole: bool
+    count: float
+
+
+TALL = (Tall(2, 8, 1, True, 3.1), Tall(2, 4, 1, True, 3.3), Tall(1, 4, 2, True, 3.5), Tall(1, 4, 2, False, 3.7))
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """What a launch depends on: the first digit of the compute capability (9: Hopper), 0 elsewhere, and multiprocessors."""
 
@@ -68,7 +86,7 @@ def most_rows(packed: PackedWeight, dtype: torch.dtype, device: torch.device) ->
     found = packed.layout.kernels.lanes
     if found is None or not has_many(packed, dtype, device):
         return 16
-    return 64 if min(found.sizes(packed.sizes), default=128) >= 128 else 32
+    return 128 if _is_tall(packed) else 64 if min(found.sizes(packed.sizes), default=128) >= 128 else 32
 
 
 def chosen(kind: str, packed: PackedWeight, m: int, x: torch.Tensor) -> dict[str, int]:
@@ -84,7 +102,9 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
     """Configurations worth timing, the one by rule first."""
     n, k = packed.shape
     device = device or packed.device
-    if kind == "many":
+    if kind == "many" and m > 64 and _is_tall(packed):
+        rule, *others = _tall(m, n, k, device)
+    elif kind == "many":
         rule = _many(m, n, device)
         others = [{**rule, "R": r, "STAGES": stages} for r in (1, 2) for stages in (2, 3, 4)]
     else:
@@ -129,7 +149,24 @@ def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
     """R tiles of 64 rows of w per program, and BM rows of x."""
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
     r = 2 if (4 if bm < 64 else 2) * cdiv(n, 128) >= target(device).multiprocessors else 1
-    return {"R": r, "W": 4, "BM": bm, "STAGES": 3}
+    return {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0}
+
+
+def _is_tall(packed: PackedWeight) -> bool:
+    """Whether a program of kernel `many` may take 128 rows of x."""
+    found = packed.layout.kernels.lanes
+    return found is not None and found.tall and min(found.sizes(packed.sizes), default=128) >= 128
+
+
+def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:
+    """Tiles for more than 64 rows of x, by the instructions of the multiprocessor that has most to do."""
+    def cost(tile: Tall) -> float:
+        rows = 16 * tile.R * tile.W
+        return cdiv(cdiv(n, rows) * cdiv(m, 128), target(device).multiprocessors) * rows * tile.count
+
+    fit = [tile for tile in TALL if not tile.whole or (m % 128 == 0 and n % (16 * tile.R * tile.W) == 0)]
+    return [{"R": tile.R, "W": tile.W, "BM": 128, "STAGES": 2, "UNROLL": tile.unroll, "WHOLE": k if tile.whole else 0}
+            for tile in sorted(fit, key=cost)]
 
 
 @cache

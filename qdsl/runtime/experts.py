@@ -18,6 +18,7 @@ from qdsl.runtime.linear import FLOATS
 from qdsl.runtime.packed import FormatError, PackedWeight
 
 ROWS = 8                                                         # of x in a tile
+MOST = 64                                                        # rows of x per expert up to which tiles decode anew (predicted)
 
 
 def tile_map(offsets: Tensor, rows: int) -> Tensor:
@@ -85,5 +86,5 @@ def _is_fused(x: Tensor, packed: PackedWeight, bias: Tensor | None, experts: int
     if x.device.type != "cuda" or not ops.is_plain(x, bias, *packed.tensors.values()) or ops.is_differentiated(x, bias):
         return False
     tiles = cdiv(x.shape[0], ROWS) + experts
-    return tiles <= launch.ROWS_OF_X and x.shape[0] <= experts * configure.most_rows(packed, x.dtype, x.device) \
+    return tiles <= launch.ROWS_OF_X and x.shape[0] <= experts * min(MOST, configure.most_rows(packed, x.dtype, x.device)) \
         and launch.has_lanes(x.contiguous(), packed, few=True)

@@ -634,9 +634,47 @@ def tiles(R: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
 
 
 @triton.jit
-def parts(x, chunk, size: tl.constexpr):
+def tile_of_x(x, M, K, rows: tl.constexpr, size: tl.constexpr, W: tl.constexpr, whole: tl.constexpr):
+    """Where a program's rows of x [M, K] begin, and the places after it of `size` columns of them, transposed [size, rows].
+
+    A thread copies 8 elements of every 256 * W // size rows.  If whole, their places are one place and constants; else the
+    rows past M are the last one, whose places are no such.
+    """
+    k = tl.arange(0, size)[:, None]
+    m = tl.arange(0, rows)[None, :]
+    if whole:
+        run: tl.constexpr = 256 * W // size
+        return x + tl.program_id(1).to(tl.int64) * (rows * K), m // run * (run * K) + m % run * K + k
+    else:
+        return x + (within(tl.program_id(1) * rows + m, M).to(tl.int64) * K + k), 0
+
+
+@triton.jit
+def rows_of_tile(first, W: tl.constexpr, N, whole: tl.constexpr):
+    """Rows g and g + 8 of every warp's 16, from row `first` on: [8 * W, 1] int64."""
+    p = tl.arange(0, 8 * W)[:, None]
+    n = p // 8 * 16 + p % 8
+    if whole:
+        n = n.to(tl.int64) + first
+        return n, n + 8
+    else:
+        return rows(first + n, N)
+
+
+@triton.jit
+def tile_of_rows(first, W: tl.constexpr, N, whole: tl.constexpr):
+    """16 * W rows from row `first` on: [16 * W, 1] int64."""
+    n = tl.arange(0, 16 * W)[:, None]
+    if whole:
+        return first.to(tl.int64) + (n // 16 * 16 + n % 8).to(tl.int64) + (n // 8 % 2 * 8).to(tl.int64)
+    else:
+        return within(first + n, N).to(tl.int64)
+
+
+@triton.jit
+def parts(x, at, size: tl.constexpr):
     """The columns of a chunk, transposed [size, BM], by groups of `size`."""
     found = ()
     for u in tl.static_range(128 // size):
-        found = found + (tl.load(x + (chunk * 128 + u * size)),)
+        found = found + (tl.load(x + u * size + at),)
     return found

@@ -197,7 +197,7 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
         rows = 16 * config["R"] * config["W"]
         return Call(lanes.many, (*tensors, x, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, config["BM"])),
                     {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
-                    weights=min(rows, n) * k, step=rows * 128)
+                    weights=min(rows, n) * k, step=rows * 128 * config["UNROLL"])
     if which == "row":
         return Call(lanes.row, (*tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
                     _lane_options(config), **_lane_weights(config, n, k, lanes.trip(packed.sizes)))

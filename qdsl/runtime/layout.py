@@ -74,6 +74,7 @@ class Lanes:
     blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters;
     least: the fewest that the kernels serve.  special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
     double: bfloat16, whose numbers have 8 bits, takes two products for a code.
+    tall: `many` keeps sums of 128 rows of x in registers, where its groups have 128 columns or more; else of 64.
     narrow: the kernel for x in 8 bits.  records: the tensor, of any elements, that the kernels read as words.
     """
 
@@ -85,6 +86,7 @@ class Lanes:
     codes: str = ""
     special: int = 0
     double: bool = False
+    tall: bool = False
     narrow: Narrow | None = None
     records: str = ""
 

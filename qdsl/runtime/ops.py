@@ -88,7 +88,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
 
     Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or on a CPU float64
-    for x in float64.  On a GPU up to 16 rows of x (64 by some kernels, configure.most_rows) meet exact weights; in every other
+    for x in float64.  On a GPU up to 16 rows of x (128 by some kernels, configure.most_rows) meet exact weights; in every other
     case weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; QUANTIZE_X has the
     gradients of the product without.  Raises FormatError where x does not fit, or codes are no 8 bits.
     """
