@@ -297,9 +297,8 @@ def lanes(program: Program) -> list[str]:
         step=made.step, row=made.has_row, natural=bool(made.stored), late=made.late,
         ones=made.integer or bool(made.affine.zero or made.affine.offset),
         loads=lambda how: _loads(made, how), apply=lambda index, ones, exact=False: _apply(made, index, ones, exact),
-        finish=_finish(made), many=made.has_many, many_ones=made.sums_in_many, many_zero=_zero(made), many_flips=_flips(made, "lanes.warps(W)[1]"),
-        point=_point(made),
-        many_words=_many_words(made), many_finish=_finish(made, True),
+        finish=_finish(made), many=made.has_many, many_ones=made.sums_in_many, many_zero=_zero(made), point=_point(made),
+        many_flips=_flips(made, "lanes.warps(W)[1]"), many_words=_many_words(made), many_finish=_finish(made, True),
         many_blocks=not made.late and any(group.rows for group in made.groups if group not in made.outer),
         many_rows=any(group.rows for group in (made.groups if made.late else made.outer)))
 
