@@ -43,6 +43,19 @@ EQUAL: dict[str, dict[str, str]] = {
     "int4_rows": {
         "rows.q: u8[n<N, t<K / 2 word] -> ue4m3[n<N, t<K / 2 word]": SAME_BYTE,
     },
+    "nf4": {
+        "bitsandbytes.weight: u8[e<(N * K) / 2, 1] -> ue4m3[e<(N * K) / 2, 1]": SAME_BYTE,
+        "bitsandbytes.weight: u8[e<(N * K) / 2, 1] -> u8[e<ceil((N * K) / 2), 1]": ALSO_ELSEWHERE,
+    },
+    "curve": {
+        "stream.scales: f16[n<N, j<K / 16] -> f16[n<N, j<ceil(K / 16)]": ALSO_ELSEWHERE,
+        "stream.ups: u8[n<N] -> ue4m3[n<N]": SAME_BYTE,
+    },
+    "levels_less_points": {
+        "pairs.codes: u8[n<N, t<K / 2] -> u8[n<N, t<ceil(K / 2)]": ALSO_ELSEWHERE,
+        "pairs.codes: u8[n<N, t<K / 2] -> ue4m3[n<N, t<K / 2]": SAME_BYTE,
+        "pairs.points: i8[n<N, j<K / 32] -> i8[n<N, j<ceil(K / 32)]": ALSO_ELSEWHERE,
+    },
     "flat_nibbles": {
         "flat.codes: u8[e<(N * K) / 2, 1] -> ue4m3[e<(N * K) / 2, 1]": SAME_BYTE,
     },

@@ -47,6 +47,8 @@ def terminal(programs: Sequence[Program]) -> list[str]:
     for field in programs[0].fields:
         kind = kinds[field.name] if field.number else "index"
         lines.append(f"  {field.name:<6} {kind:<10} [{', '.join(field_axes(programs, field))}]")
+    for table in spec.tables:
+        lines.append(f"  {table.name}: {', '.join(map(str, table.values))}")
     for param in spec.params:
         lines.append(f"  {param.name}: one of {', '.join(map(str, param.values))}")
     for program in distinct(programs):
@@ -73,6 +75,7 @@ def data(programs: Sequence[Program]) -> dict[str, Any]:
     return {
         **summary(programs), "source": spec.origin,
         "params": {param.name.value: list(param.values) for param in spec.params},
+        "tables": {table.name.value: list(table.values) for table in spec.tables},
         "fields": {field.name: {"type": kinds[field.name], "axes": field_axes(programs, field)} for field in programs[0].fields},
         "layouts": [{
             "storage": program.storage, "params": dict(program.params), "bits_per_weight": float(bits_per_weight(program)),

@@ -116,7 +116,9 @@ def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tens
             wanted = [wanted[0] * wanted[1]]
         for (name, tile), extent in zip(placement.tiles, wanted, strict=True):
             have = tensor.var(name).extent if name else Index(1)
+            tried = False
             for sample in samples(program, [*extents, *wanted]):
+                tried = True
                 records, elements = have(sample), extent(sample)
                 if tile * records != elements:
                     exact[name] = False
@@ -126,4 +128,7 @@ def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tens
                                               f"'{name or 'its only record'}', but there are {elements} to store",
                                  f"at {sizes}")
                     return tensor
+            if not tried:
+                problems.add(tensor.span, f"there are no N and K at which the extents of '{program.storage}' divide")
+                return tensor
     return replace(tensor, vars=tuple(replace(var, exact=exact[var.name]) for var in tensor.vars))

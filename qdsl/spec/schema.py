@@ -264,11 +264,11 @@ class _Reader:
             wrong = next((text for text in texts if not _FLOAT.match(text.value) or abs(float(text.value)) > LARGEST), None)
             if wrong is not None:
                 self.problems.add(wrong.span, f"a table holds numbers of float32, not '{wrong}'")
-            elif not texts:
+            elif not texts and isinstance(value, Sequence):
                 self.problems.add(key.span, f"table '{key}' needs a list of numbers")
-            elif all(_INTEGER.match(text.value) for text in texts):
+            elif texts and all(_INTEGER.match(text.value) for text in texts):
                 yield Table(key, tuple(int(text.value) for text in texts))
-            else:
+            elif texts:
                 yield Table(key, tuple(round_to_f32(float(text.value)) for text in texts))
 
     def fields(self, node: Node | None) -> Iterable[Field]:

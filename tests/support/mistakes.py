@@ -14,7 +14,7 @@ from typing import Any
 from qdsl import encode, numbers
 from qdsl.passes.schemes import SCHEMES
 from qdsl.spec import grammar as g
-from qdsl.spec.model import Param, Spec, Storage, Stored, Tensor
+from qdsl.spec.model import Param, Spec, Storage, Stored, Table, Tensor
 from qdsl.spec.schema import load
 from qdsl.spec.source import Source, Span, Text
 
@@ -25,6 +25,7 @@ SIGNS = {"+": "-", "-": "+", "*": "+", "//": "%", "%": "//", "/": "*"}
 LETTERS = {"n": "k", "k": "n", "N": "K", "K": "N"}
 KINDS = {
     "axis": "n for k, N for K, an axis or subscript too few, axes exchanged", "ceil": "ceil left out or added",
+    "entry": "two entries of a table exchanged, the last left out, negated or one more",
     "field": "another field in decode or encode", "group-axis": "blocks along the other axis",
     "item-order": "two items of a record exchanged", "line-order": "two lines of a record exchanged",
     "loop-order": "two loops exchanged", "number": "one more, one less, twice",
@@ -54,6 +55,7 @@ def listing(spec: Spec) -> list[str]:
     """Everything of a spec that decides what it means, a line for each part; equal listings are the same spec."""
     rows = [f"params.{p.name}: [{', '.join(map(str, p.values))}]" for p in spec.params]
     rows += [f"dims.{dim.name}: {shown(dim.value)}" for dim in spec.dims]
+    rows += [f"tables.{table.name}: [{', '.join(map(str, table.values))}]" for table in spec.tables]
     rows += [f"fields.{field.name}: {shown(field.typed)}" for field in spec.fields]
     rows += [f"decode: {shown(spec.decode)}"] + ([f"encode: {shown(spec.encode)}"] if spec.encode else [])
     for storage in spec.storages:
@@ -173,6 +175,10 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             for i, (key, values) in enumerate(node.when):
                 yield from (("stored", replace(node, when=(*node.when[:i], (key, fewer), *node.when[i + 1:])))
                             for fewer in _dropped(values))
+        case Table():
+            last = node.values[-1]
+            yield from (("entry", replace(node, values=values)) for values in (*_exchanged(node.values), node.values[:-1]))
+            yield from (("entry", replace(node, values=(*node.values[:-1], new))) for new in (-last, last + 1))
         case Storage():
             yield from (("where", replace(node, where=where)) for where in _dropped(node.where))
             yield from (("tensor-order", replace(node, tensors=tensors)) for tensors in _exchanged(node.tensors))

@@ -57,6 +57,7 @@ def limits() -> list[str]:
     return rows(["limit", "at most"], [
         ["size of a spec", f"{marked.MAX_BYTES // 1024} KiB, {marked.MAX_NODES} nodes, {marked.MAX_DEPTH} levels"],
         ["entries of a mapping or a list", str(schema.MAX_ENTRIES)],
+        ["entries of a table", str(schema.MAX_TABLE)],
         ["characters, names and numbers, levels of an expression",
          f"{grammar.MAX_LENGTH}, {grammar.MAX_ATOMS}, {grammar.MAX_DEPTH}"],
         ["lines of a record", str(grammar.MAX_LINES)],
