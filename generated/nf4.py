@@ -1,4 +1,4 @@
-"""nf4: NF4 of bitsandbytes, 4-bit codes into quantiles of a normal distribution, scaled by the largest magnitude of a block.
+"""nf4: NF4 of bitsandbytes, 4-bit codes into quantiles of a normal distribution, with one scale per block.
 
     w = levels[q] * s
     float32, rounded after each operation
@@ -9,7 +9,7 @@
     bitsandbytes: 4.5 bits per weight with block = 64
     planar: 4.5 bits per weight with block = 64
 
-Built from the spec nf4 (sha256 c9997a1846b2c9b4) by qdsl 0.1.0.
+Built from the spec nf4 (sha256 b10fdcdfc0c5bccc) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -356,12 +356,12 @@ VARIANT = Variant(
 )
 
 FORMAT = Format(
-    name="nf4", title="NF4 of bitsandbytes, 4-bit codes into quantiles of a normal distribution, scaled by the largest magnitude of a block",
+    name="nf4", title="NF4 of bitsandbytes, 4-bit codes into quantiles of a normal distribution, with one scale per block",
     source="bitsandbytes functional.py get_4bit_type, QuantState.as_dict", formula="levels[q] * s",
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
-    digest="c9997a1846b2c9b4",
+    digest="b10fdcdfc0c5bccc",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

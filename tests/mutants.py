@@ -56,6 +56,11 @@ EQUAL: dict[str, dict[str, str]] = {
         "pairs.codes: u8[n<N, t<K / 2] -> ue4m3[n<N, t<K / 2]": SAME_BYTE,
         "pairs.points: i8[n<N, j<K / 32] -> i8[n<N, j<ceil(K / 32)]": ALSO_ELSEWHERE,
     },
+    "super_blocks": {
+        "halves.blocks.record: pad:64 pad:32 -> pad:32 pad:64": "96 bits are skipped",
+        "pairs.words.record: pad:64 pad:32 -> pad:32 pad:64": "96 bits are skipped",
+        "pairs.words: u8[n<N, t<K / 256 word] -> ue4m3[n<N, t<K / 256 word]": SAME_BYTE,
+    },
     "flat_nibbles": {
         "flat.codes: u8[e<(N * K) / 2, 1] -> ue4m3[e<(N * K) / 2, 1]": SAME_BYTE,
     },

@@ -26,6 +26,7 @@ from qdsl.generated import (
     fp8_tensor,
     int8_channel,
     int8_tensor,
+    iq4_nl,
     q4_0,
     q4_k,
     q6_k,
@@ -113,7 +114,7 @@ def test_gguf_quantizes_many_weights_to_the_same_bytes(kind: GGMLQuantizationTyp
 
 # Bytes of a block, and where its half-precision scales begin.
 BLOCKS = [(q4_0, Q4_0, 18, [0]), (q8_0, Q8_0, 34, [0]), (q4_k, GGMLQuantizationType.Q4_K, 144, [0, 2]),
-          (q6_k, GGMLQuantizationType.Q6_K, 210, [208])]
+          (q6_k, GGMLQuantizationType.Q6_K, 210, [208]), (iq4_nl, GGMLQuantizationType.IQ4_NL, 18, [0])]
 
 
 @pytest.mark.parametrize(("module", "kind", "size", "scales"), BLOCKS, ids=lambda value: getattr(value, "name", None))

@@ -37,8 +37,8 @@ for name in names:
         error = (module.dequantize(packed, torch.float32) - weight).abs().max() / weight.abs().max()
         assert error < 0.15, (name, error)
     else:
-        row = {"q4_k": 144, "q6_k": 210}[name]
-        packed = module.wrap({"blocks": torch.zeros(64, row, dtype=torch.uint8)})
+        packed = module.FORMAT.empty((64, 256), next(iter(module.FORMAT.variant({}).storages)))
+        packed = module.wrap({key: torch.zeros_like(tensor, device="cpu") for key, tensor in packed.tensors.items()}, (64, 256))
     dense, x = module.dequantize(packed, torch.float32), torch.ones(2, 256)
     torch.testing.assert_close(module.linear(x, packed), x @ dense.T)
     torch.testing.assert_close(module.Linear(packed)(x), x @ dense.T)
