@@ -97,8 +97,9 @@ class Examined:
         bias = (torch.randn(self.weight.shape[0], generator=torch.Generator().manual_seed(1)).to(dtype).to(self.device)
                 if check.bias else None)
         found, again = product(x, self.weight, bias), product(x, self.weight, bias)
-        rounded = self.device.type == "cuda" and rows > configure.most_rows(self.weight, x.dtype, x.device)
-        kernel = "dequantize and matmul" if rounded else kernel_of(x, self.weight, bias)
+        tiles = self.device.type == "cuda" and rows > configure.most_rows(self.weight, x.dtype, x.device)
+        kernel = "dequantize and matmul" if tiles else kernel_of(x, self.weight, bias)
+        rounded = tiles or self.weight.layout.kernels.rounds(x.dtype)
         wide, added = x.cpu().double(), torch.zeros(1).double() if bias is None else bias.cpu().double()
         exact = wide @ self.exact.t() + added
         spread = wide.abs() @ self.exact.abs().t() + added.abs()

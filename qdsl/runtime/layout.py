@@ -116,6 +116,10 @@ class Kernels:
     tables: tuple[Table, ...] = ()
     lanes: Lanes | None = None
 
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether kernels for matrix units round weights: to x's dtype, where that does not hold all numbers of a table."""
+        return any(not torch.equal(table.values.to(dtype).to(table.values.dtype), table.values) for table in self.tables)
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
