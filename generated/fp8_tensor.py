@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, narrow, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, many, narrow, pad
 from qdsl.runtime.numbers import e4m3
 
 
@@ -200,7 +200,7 @@ def _narrow_safetensors(
     sum = acc.to(tl.float32)
     s_g = lanes.number(tl.load(weight_scale), 0)
     sum *= s_g
-    lanes.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+    many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
 
 
 @triton.jit
@@ -334,18 +334,18 @@ def _many_planar(
     if WHOLE:
         K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
-    x, at = lanes.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
     flip = lanes.flips(N, 8, 0, False, F)
-    acc = lanes.tiles(R, 16 * W, BM)
+    acc = many.tiles(R, 16 * W, BM)
     for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = lanes.parts(x + chunk * 128, at, SIZE)
+        columns = many.parts(x + chunk * 128, at, SIZE)
         new = ()
         for r in tl.static_range(R):
-            row = lanes.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          None, 8, 0, SIZE, F)
                 total += sum
             new = new + (total,)
@@ -354,7 +354,7 @@ def _many_planar(
         sum = acc[r]
         s_g = lanes.number(tl.load(s), 0)
         sum *= s_g
-        lanes.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, narrow, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, many, narrow, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -234,14 +234,14 @@ def _narrow_safetensors(
         acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
     sum = acc.to(tl.float32)
     ones = tl.load(x_sum + m)
-    s_g = lanes.of_rows(weight_scale, n, 1, 0, 1, 0)
+    s_g = many.of_rows(weight_scale, n, 1, 0, 1, 0)
     if weight_zero_point is None:
         z_g = 0.0
     else:
-        z_g = lanes.of_rows(weight_zero_point, n, 1, 0, 1, 8)
+        z_g = many.of_rows(weight_zero_point, n, 1, 0, 1, 8)
     sum += (-z_g) * ones
     sum *= s_g
-    lanes.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+    many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
 
 
 @triton.jit
@@ -396,21 +396,21 @@ def _many_planar(
     if WHOLE:
         K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
-    x, at = lanes.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
     flip = lanes.flips(N, 8, 8, True, F)
-    acc = lanes.tiles(R, 16 * W, BM)
+    acc = many.tiles(R, 16 * W, BM)
     ones = tl.zeros((16 * W, BM), tl.float32)
     for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = lanes.parts(x + chunk * 128, at, SIZE)
+        columns = many.parts(x + chunk * 128, at, SIZE)
         new = ()
         for r in tl.static_range(R):
-            row = lanes.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          None, 8, 8, SIZE, F)
-                sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
+                sums = many.column_sums(columns[u], 16 * W, UNIT, F)
                 if r == 0:
                     ones += sums
                 total += sum
@@ -418,15 +418,15 @@ def _many_planar(
         acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        n = lanes.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-        s_g = lanes.of_rows(s, n, 1, 0, 1, 0)
+        n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+        s_g = many.of_rows(s, n, 1, 0, 1, 0)
         if z is None:
             z_g = 0.0
         else:
-            z_g = lanes.of_rows(z, n, 1, 0, 1, 8)
+            z_g = many.of_rows(z, n, 1, 0, 1, 8)
         sum += (-z_g) * ones
         sum *= s_g
-        lanes.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

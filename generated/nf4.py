@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, lanes, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, lanes, many, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -300,28 +300,28 @@ def _many_planar(
     if WHOLE:
         K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
-    x, at = lanes.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
     flip = _table_planar(lanes.warps(W)[1], N, F)
-    acc = lanes.tiles(R, 16 * W, BM)
+    acc = many.tiles(R, 16 * W, BM)
     for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = lanes.parts(x + chunk * 128, at, SIZE)
+        columns = many.parts(x + chunk * 128, at, SIZE)
         new = ()
         for r in tl.static_range(R):
-            row = lanes.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            n = lanes.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          None, 8, 0, SIZE, F)
-                s_g = lanes.of_rows(s, n, lanes.count(K, block), chunk * 128 + u * SIZE, block, 0)
+                s_g = many.of_rows(s, n, lanes.count(K, block), chunk * 128 + u * SIZE, block, 0)
                 sum *= s_g
                 total += sum
             new = new + (total,)
         acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        lanes.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad, records
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, many, pad, records
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -426,25 +426,25 @@ def _many_planar(
     if WHOLE:
         K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
-    x, at = lanes.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
     flip = lanes.flips(N, 4, 4, False, F)
-    acc = lanes.tiles(R, 16 * W, BM)
+    acc = many.tiles(R, 16 * W, BM)
     for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = lanes.parts(x + chunk * 128, at, SIZE)
+        columns = many.parts(x + chunk * 128, at, SIZE)
         new = ()
         for r in tl.static_range(R):
-            row = lanes.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            n = lanes.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          None, 4, 4, SIZE, F)
-                sums = lanes.column_sums(columns[u], 16 * W, UNIT, F)
-                d_g = lanes.of_rows(d, n, lanes.count(K, 256), chunk * 128 + u * SIZE, 256, 0)
-                sc_g = lanes.of_rows(sc, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 6)
-                dmin_g = lanes.of_rows(dmin, n, lanes.count(K, 256), chunk * 128 + u * SIZE, 256, 0)
-                mn_g = lanes.of_rows(mn, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 6)
+                sums = many.column_sums(columns[u], 16 * W, UNIT, F)
+                d_g = many.of_rows(d, n, lanes.count(K, 256), chunk * 128 + u * SIZE, 256, 0)
+                sc_g = many.of_rows(sc, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 6)
+                dmin_g = many.of_rows(dmin, n, lanes.count(K, 256), chunk * 128 + u * SIZE, 256, 0)
+                mn_g = many.of_rows(mn, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 6)
                 sum *= d_g * sc_g
                 sum += sums * (-dmin_g * mn_g)
                 total += sum
@@ -452,7 +452,7 @@ def _many_planar(
         acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        lanes.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from qdsl.emit.build import BuildError, build
+from qdsl.emit.lanes import LOCALS
 from qdsl.emit.module import RUNTIME
 from qdsl.numbers import FLOATS
 from qdsl.passes.schemes import SCHEMES
@@ -106,3 +107,16 @@ def test_a_spec_that_is_wrong_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="'zz' is unknown"):
         list(build(spec, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", GENERATED, ids=lambda path: str(path.relative_to(ROOT / "generated")))
+def test_no_tensor_is_called_like_a_kernels_own_value(path: Path) -> None:
+    """What kernels for matrix units set, and the modules they call: the compiler renames a spec's own tensors of these names."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef) and re.match(r"_(few|row|many|narrow)_", function.name):
+            names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+            given = {argument.arg for argument in function.args.args}
+            called = {node.func.value.id for node in ast.walk(function) if isinstance(node, ast.Call)
+                      and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)}
+            own = {node.id for node in names if isinstance(node.ctx, ast.Store)} - given
+            assert {name for name in own | called if not name.endswith("_g")} <= LOCALS, function.name

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, device, integer, lanes, pad
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, device, integer, lanes, many, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -491,29 +491,29 @@ def _many_planar(
     if WHOLE:
         K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
-    x, at = lanes.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
     flip = lanes.flips(N, 2, 3, False, F)
-    acc = lanes.tiles(R, 16 * W, BM)
+    acc = many.tiles(R, 16 * W, BM)
     for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = lanes.parts(x + chunk * 128, at, SIZE)
+        columns = many.parts(x + chunk * 128, at, SIZE)
         new = ()
         for r in tl.static_range(R):
-            row = lanes.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            n = lanes.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-            words = lanes.by_size(lanes.turned(_words_planar(q_0, q_1, row, K, chunk), chunk, 4, 4, 0), SIZE)
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            words = lanes.by_size(many.turned(_words_planar(q_0, q_1, row, K, chunk), chunk, 4, 4, 0), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                point = lanes.points(z, row, lanes.count(K, group), chunk * 128 + u * SIZE, group, SIZE, F)
-                sum = lanes.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                point = many.points(z, row, lanes.count(K, group), chunk * 128 + u * SIZE, group, SIZE, F)
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
                                          point, 2, 3, SIZE, F)
-                s_g = lanes.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
+                s_g = many.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
                 sum *= s_g
                 total += sum
             new = new + (total,)
         acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        lanes.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from qdsl.passes.derive_planar import PLANAR, PLANES, coordinate, is_code
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 LOCALS = frozenset((
     "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "EVEN", "STAGES",
-    "UNROLL", "WHOLE", "at",
+    "UNROLL", "WHOLE", "STEP", "TRIP", "at", "t", "many", "codebook",
     "w", "g", "c", "n", "m", "first", "flip", "acc", "ones", "step", "j", "chunk", "columns", "sums", "new", "r", "row", "words",
-    "total", "u", "sum", "second", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start", "point",
+    "total", "u", "sum", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start", "point",
     "BN", "x_scale", "x_sum", "narrow", "records", "record", "p", "head", "lane", "both", "low", "high"))
 
 
@@ -358,7 +358,7 @@ def _many_words(made: Plan) -> str:
     """The words of a chunk that is a number, not a digit of the text: planes of few bits are shifted."""
     call = f"_words_{made.program.storage}({', '.join(name for name, _, _ in made.planes)}, row, K, chunk)"
     steps = [TURNS.get((made.planes[0][1], width), 0) for _, width, _ in made.planes]
-    return call if not any(steps) else f"lanes.turned({call}, chunk, {', '.join(map(str, [*steps, 0, 0][:3]))})"
+    return call if not any(steps) else f"many.turned({call}, chunk, {', '.join(map(str, [*steps, 0, 0][:3]))})"
 
 
 def _point(made: Plan) -> str:
@@ -366,7 +366,7 @@ def _point(made: Plan) -> str:
     group = made.point
     if group is None:
         return "None"
-    return (f"lanes.points({group.tensor}, {_row_of(group)}, lanes.count(K, {group.columns}), chunk * 128 + u * SIZE, "
+    return (f"many.points({group.tensor}, {_row_of(group)}, lanes.count(K, {group.columns}), chunk * 128 + u * SIZE, "
             f"{group.columns}, SIZE, F)")
 
 
@@ -445,12 +445,12 @@ def _load(made: Plan, group: Group, how: str) -> str:
         return _constant(group, how in ("many", "narrow"))
     if how == "narrow":
         where = "n" if group.rows == "1" else f"narrow.block(n, m, {group.rows}, BN)" if group.rows else "tl.zeros_like(m)"
-        return (f"lanes.of_rows({group.tensor}, {where}, lanes.count(K, {group.columns}), chunk * 128, {group.columns}, "
+        return (f"many.of_rows({group.tensor}, {where}, lanes.count(K, {group.columns}), chunk * 128, {group.columns}, "
                 f"{group.bits})")
     head = f"{group.tensor}, {_row_of(group)}, lanes.count(K, {group.columns}), chunk"
     if how == "many":
         where = "n" if group.rows == "1" else f"n // {group.rows or 'N'}"
-        return (f"lanes.of_rows({group.tensor}, {where}, lanes.count(K, {group.columns}), chunk * 128 + u * SIZE, "
+        return (f"many.of_rows({group.tensor}, {where}, lanes.count(K, {group.columns}), chunk * 128 + u * SIZE, "
                 f"{group.columns}, {group.bits})")
     if how == "few":
         return f"lanes.by_group({head}, SIZE, {group.columns}, {group.bits})"
@@ -462,7 +462,7 @@ def _constant(group: Group, many: bool = False) -> str:
     if not group.rows:
         return f"lanes.number(tl.load({group.tensor}), {group.bits})"
     if many:
-        return f"lanes.of_rows({group.tensor}, {'n' if group.rows == '1' else f'n // {group.rows}'}, 1, 0, 1, {group.bits})"
+        return f"many.of_rows({group.tensor}, {'n' if group.rows == '1' else f'n // {group.rows}'}, 1, 0, 1, {group.bits})"
     return f"lanes.of_row({group.tensor}, {_row_of(group)}, {group.bits})"
 
 

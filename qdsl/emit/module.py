@@ -33,7 +33,7 @@ from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
 RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_type", "cdiv",
-           "codebook", "device", "empty", "integer", "lanes", "narrow", "pad", "records")
+           "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records")
 
 
 @dataclass(frozen=True, slots=True)
