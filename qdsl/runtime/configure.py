@@ -107,6 +107,7 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
     elif kind == "many":
         rule = _many(m, n, device)
         others = [{**rule, "R": r, "STAGES": stages} for r in (1, 2) for stages in (2, 3, 4)]
+        others += [{**rule, "STAGES": 2, "UNROLL": 2}] if _is_tall(packed) else []
     else:
         found = packed.layout.kernels.lanes
         trip = found.trip(packed.sizes) if found is not None and kind == "row" else TRIP

@@ -86,7 +86,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
         part, result = x[start:start + ROWS_OF_X], out[start:start + ROWS_OF_X]
         yield Call(kernels.linear, (*_read(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
                    {"BN": bn, "BK": bk}, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
-                   weights=min(bn, rows) * units * _unit(packed), step=bn * bk * _unit(packed))
+                   weights=min(bn, rows) * units * _unit(packed), step=min(bn, rows) * min(bk, units) * _unit(packed))
 
 
 def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> None:
