@@ -106,7 +106,11 @@ def values(draw: random.Random, name: str, kind: str, index: tuple[str, ...]) ->
     item = f"{name}[{', '.join('xy'[:len(index)])}]" if index else name
     known = number(kind)
     assert known is not None
-    if not known.is_float:
+    if known.is_float and draw.random() < 0.25:
+        kind = draw.choice(("i16", "i32")) if known.bits == 16 else "i32"
+        before = draw.choice((0, int(kind[1:]) - known.bits))
+        item = padded(item, before, int(kind[1:]) - known.bits - before)
+    elif not known.is_float:
         kind = draw.choice(("u8", "i8")) if known.bits <= 8 else "i16"
         room = int(kind[1:]) - known.bits
         before = draw.choice((0, room))

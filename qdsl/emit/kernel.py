@@ -260,7 +260,7 @@ class Decoder:
         shift, step = (self.bit(side, local) for side in cut)
         loaded = self.load(tensor, records, step, guard)
         level = self.level(*records.values(), step, guard=guard)
-        if part.width == bits and tensor.stored is None:
+        if part.width == bits and tensor.stored is None and not _is_in_integer(field, tensor):
             if number is not None and number.kind == "unsigned" and tensor.element.kind == "signed" and bits < 32:
                 return level, f"{loaded}.to(tl.uint{bits}, bitcast=True)"
             return level, loaded
@@ -270,6 +270,8 @@ class Decoder:
         text = f"{text} & {(1 << part.width) - 1}" if part.width < bits else text
         if tensor.stored is not None and tensor.stored.field == field.name:
             text = f"({text}) {'-' if tensor.stored.amount > 0 else '+'} {abs(tensor.stored.amount)} & {(1 << field.bits) - 1}"
+        if _is_in_integer(field, tensor) and part.width == field.bits:
+            text = f"({text}).to(tl.uint{field.bits}).to(tl.{TRITON_FLOATS[field.kind]}, bitcast=True)"
         return max(level, self.level(shift)), text
 
     def bit(self, part: Slice, index: Sequence[Index]) -> Index:
@@ -390,6 +392,12 @@ class Decoder:
         """How far a record's words are apart."""
         first, second = (self.address(tensor, {var.name: Index(0) for var in tensor.vars}, Index(i)) for i in (0, 1))
         return second - first
+
+
+def _is_in_integer(field: Field, tensor: Tensor) -> bool:
+    """Whether a float that Triton has lies in elements that are integers, of its size or larger."""
+    number = field.number
+    return number is not None and number.name in TRITON_FLOATS and not tensor.element.is_float
 
 
 def _times(index: Index, extent: Index) -> Index:

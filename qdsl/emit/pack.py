@@ -49,7 +49,7 @@ def _plain(program: Program, tensor: Tensor) -> Chain:
     field = program.field(tensor.placements[0].field)
     text = field_shifted(tensor, field, field.name, +1)
     if field_dtype(field) != tensor_dtype(tensor):
-        cast = "to" if tensor_dtype(tensor) == "int16" else "view"
+        cast = "to" if (field_dtype(field), tensor_dtype(tensor)) == ("int32", "int16") else "view"
         text += f".{cast}(torch.{tensor_dtype(tensor)})"
     return Chain(text, tuple(variables(tensor)))
 
