@@ -56,11 +56,12 @@ GATES = (
     Gate("iq4_nl", "planar", 1, (("f16", 3.0),)),
     Gate("nf4", "planar", 1, (("f16", 3.3), ("bf16", 3.3))),
     Gate("int4_rows", "planar", 16, (("f16", 2.8), ("bf16", 2.8)), archs=("sm_90",)),
+    # With the scale in the operand it would be 2.6, but a float16 overflows from code * scale = 65520 on; sums that are scaled do not.
+    Gate("int4_rows", "planar", 128, (("f16", 3.1), ("bf16", 3.4)), archs=("sm_90",), shape=(28672, 8192)),
     # No figure of these is promised; a change that makes them worse should be seen.
     Gate("q8_0", "planar", 1, (("f16", 1.5),)),
     Gate("int_group", "planar", 1, (("f16", 1.5), ("bf16", 1.7))),
     Gate("int4_rows", "planar", 64, (("f16", 3.2), ("bf16", 3.6)), archs=("sm_90",)),
-    Gate("int4_rows", "planar", 128, (("f16", 3.1), ("bf16", 3.4)), archs=("sm_90",), shape=(28672, 8192)),
     Gate("int4_rows", "planar", 128, (("f16", 3.6), ("bf16", 3.8)), archs=("sm_90",)),
 )
 
