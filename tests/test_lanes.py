@@ -101,8 +101,9 @@ def hopper() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_row(case: Case) -> None:
-    shapes = shapes_of(case)
+    shapes = [*shapes_of(case), (16, 1024)]                      # the last: warps share K evenly
     for i, params in enumerate(choices(case)):
+        check(case, shapes[3], params, 1, DTYPES[i % 2])
         check(case, shapes[i % 3], params, 1, DTYPES[i % 2], bias=i % 2 == 1)
         check(case, shapes[(i + 1) % 3], params, 1, DTYPES[(i + 1) % 2])
 

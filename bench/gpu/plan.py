@@ -11,7 +11,7 @@ from bench.gpu.weights import DTYPES, Weight, every, fits
 from bench.weights import format_of
 from qdsl.runtime import Lanes, PackedWeight, configure, launch
 from qdsl.runtime.launch import Call
-from qdsl.runtime.linear import _tile_weights
+from qdsl.runtime.linear import tile_weights
 from qdsl.runtime.tiles import row_tiles
 
 INVARIANT = (1, 3, 8)                                            # rows of x that the kernel for few must not tell apart
@@ -74,7 +74,7 @@ def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: boo
         added = torch.empty(n, dtype=dtype, device="meta") if bias else None
         yield from launch.linear_calls(x, packed, added, out, invariant)
         return
-    for start, stop in row_tiles(packed, weights=_tile_weights(x)):
+    for start, stop in row_tiles(packed, weights=tile_weights(x)):
         yield from launch.dequantize_calls(packed.cut("N", start, stop), torch.empty(stop - start, k, dtype=dtype, device="meta"))
 
 

@@ -15,7 +15,7 @@ from qdsl.numbers import number
 from qdsl.runtime import experts, launch, ops, order, tiles
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Lanes, Storage, Variant
-from qdsl.runtime.linear import _tile_weights, mode_of
+from qdsl.runtime.linear import mode_of, tile_weights
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.module import QuantizedLinear, linear_class
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -366,7 +366,7 @@ class Format:
     def _dequantized_in_order(self, packed: PackedWeight, places: Tensor, out: Tensor) -> Tensor:
         """Tiles of rows with columns as they are stored, and then each column from its place."""
         stored = packed.as_stored()
-        for start, stop in tiles.row_tiles(packed, weights=_tile_weights(out)):
+        for start, stop in tiles.row_tiles(packed, weights=tile_weights(out)):
             part = empty((stop - start, packed.shape[1]), out.dtype, out.device)
             torch.index_select(self._dequantized(stored.cut("N", start, stop), part), 1, places, out=out[start:stop])
         return out

@@ -54,7 +54,7 @@ def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "
     if x.shape[0] <= configure.most_rows(packed, x.dtype, x.device):
         launch.linear(x, packed, bias, out)
         return out
-    for start, stop in row_tiles(packed, weights=_tile_weights(x)):
+    for start, stop in row_tiles(packed, weights=tile_weights(x)):
         weight = _weights(packed, start, stop, x.dtype)
         out[:, start:stop] = torch.nn.functional.linear(x, weight, None if bias is None else bias[start:stop].to(x.dtype))
     return out
@@ -68,7 +68,7 @@ def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> 
     if x.device.type != "cpu":
         launch.linear(x, packed, bias, out, invariant=True)
         return out
-    for start, stop in row_tiles(packed, weights=_tile_weights(x)):
+    for start, stop in row_tiles(packed, weights=tile_weights(x)):
         weight = _weights(packed, start, stop, x.dtype)
         part = None if bias is None else bias[start:stop].to(x.dtype)
         for i in range(x.shape[0]):
@@ -90,12 +90,12 @@ def _transposed(gradient: Tensor, packed: PackedWeight) -> Tensor:
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     wide = gradient.to(dtype)
     total = torch.zeros(gradient.shape[0], packed.shape[1], dtype=dtype, device=gradient.device)
-    for start, stop in row_tiles(packed, weights=_tile_weights(gradient)):
+    for start, stop in row_tiles(packed, weights=tile_weights(gradient)):
         total.addmm_(wide[:, start:stop], _weights(packed, start, stop, dtype))
     return total.to(gradient.dtype)
 
 
-def _tile_weights(x: Tensor) -> int:
+def tile_weights(x: Tensor) -> int:
     """Weights dequantized at a time: a cache's worth on a CPU, 64 MB of float16 on a GPU."""
     return 1 << 18 if x.device.type == "cpu" else 1 << 25
 
