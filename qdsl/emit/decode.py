@@ -32,7 +32,10 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The text of decode, and the steps at which its caller must cut rows and columns so that blocks are whole or alone."""
+    """The text of decode, and the steps at which its caller must cut rows and columns so that blocks are whole or alone.
+
+    fields: its arguments, also those that it does not read.
+    """
 
     lines: tuple[str, ...]
     fields: tuple[Field, ...]
@@ -44,12 +47,12 @@ class Decode:
 def decode(programs: Sequence[Program]) -> Decode:
     """Decode of a format, for all of its storages."""
     program = programs[0]
-    read = {value.name for value in program.values if value.op == "field"}
-    fields = tuple(field for field in program.fields if field.name in read or field.number is None)
+    fields = tuple(program.fields)
+    read = [field for field in fields if field.name in {value.name for value in program.values if value.op == "field"}]
     optional = tuple(f.name for f in fields if any(f.name in p.defaults or f.name in p.where for p in programs))
-    rows, columns = (_levels(programs, fields, axis) for axis in "nk")
+    rows, columns = (_levels(programs, [*read, *(f for f in fields if f.number is None)], axis) for axis in "nk")
     lines = _gathers(fields)
-    prepared = [line for field in fields if field.number is not None
+    prepared = [line for field in read
                 for line in _prepare(programs, fields, field, rows, columns, optional)]
     lines += _ordered(prepared)
     deep = (len(rows.blocks), len(columns.blocks))

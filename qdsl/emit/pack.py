@@ -9,6 +9,7 @@ from qdsl.emit.lines import indent, named
 from qdsl.emit.tensors import (
     Unsupported,
     arguments,
+    as_held,
     bare,
     count,
     cut_slice,
@@ -167,7 +168,7 @@ def _padded(tensor: Tensor, placement: Placement, field: Field, text: str) -> st
 
 def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, order: list[Label], lines: list[str]) -> Chain:
     """The bytes that a slice's lanes at byte `skip` contribute: axes in `order`, then a container's bytes if several."""
-    if cuts.whole and cuts.part.width == field.bits:
+    if as_held(field, cuts):
         chain = split.permute(order)
         if cuts.container == 1:
             return chain if field_dtype(field) == "uint8" else chain.call("view(torch.uint8)")

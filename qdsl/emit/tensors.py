@@ -27,6 +27,12 @@ def field_dtype(field: Field) -> str:
     return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else "int8" if number.kind == "signed" else "uint8"
 
 
+def as_held(field: Field, cuts: Cut) -> bool:
+    """Whether a slice stores the very bytes in which torch holds the field: whole values, and no i16 that is held in int32."""
+    held = 32 if field_dtype(field) == "int32" else field.bits
+    return cuts.whole and cuts.part.width == field.bits == held
+
+
 def tensor_dtype(tensor: Tensor) -> str:
     """The torch dtype of a stored tensor."""
     number = tensor.element

@@ -13,6 +13,7 @@ from qdsl.emit.lines import indent, named
 from qdsl.emit.tensors import (
     Unsupported,
     arguments,
+    as_held,
     bare,
     cut_slice,
     element_labels,
@@ -93,7 +94,7 @@ def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, reco
            taken: set[str]) -> str:
     """The bits of one slice for all elements, in the field's shape."""
     cuts = cut_slice(tensor, placement, part)
-    if cuts.whole and cuts.container in (1, 2, 4) and part.width == field.bits:
+    if as_held(field, cuts):
         chain = _typed(field, tensor, cuts, records)
     else:
         chain = _lanes(field, tensor, cuts, records, lines, taken)

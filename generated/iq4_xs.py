@@ -1,0 +1,424 @@
+"""iq4_xs: GGML IQ4_XS, 4-bit codes into a table of 16 levels, with 6-bit scales in super-blocks of 256.
+
+    w = d * (sc - 32) * levels[q]
+    float32, rounded after each operation
+
+    d      f16 [N, ceil(K/256)]
+    sc     u6  [N, ceil(K/32)]
+    q      u4  [N, K]
+
+    gguf: 4.25 bits per weight
+    planar: 4.3125 bits per weight
+
+Built from the spec iq4_xs (sha256 c16fbfe5615de831) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, many, pad
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+LEVELS = Table("f32", -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 136*K/256]."""
+    r = blocks.unflatten(-1, (-1, 136))
+    sc_bytes = r[..., 4:8].contiguous()
+    sc_low = torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1)
+    sc_bytes2 = r[..., 2:4].contiguous()
+    sc_high = torch.stack([sc_bytes2 >> 2 * i & 3 for i in range(4)], -1).flatten(1)
+    q_bytes = r[..., 8:136].unflatten(-1, (8, 16)).contiguous()
+    return {
+        "d": as_type(r, torch.float16)[..., 0],
+        "sc": sc_low | sc_high << 4,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
+    }
+
+
+def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_gguf."""
+    r = empty((d.shape[0], d.shape[1], 136), torch.uint8, d.device)
+    r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
+    sc_split = sc.unflatten(-1, (-1, 4, 2))
+    r[..., 4:8] = (sc_split[..., 0] & 15) | (sc_split[..., 1] & 15) << 4
+    sc_split2 = sc.unflatten(-1, (-1, 2, 4))
+    r[..., 2:4] = sum((sc_split2[..., i] >> 4) << 2 * i for i in range(4))
+    q_split = q.unflatten(-1, (-1, 8, 2, 16))
+    r[..., 8:136] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).flatten(2)
+    return {
+        "blocks": r.flatten(1),
+    }
+
+
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, ceil(K/256)]; sc uint8 [N, ceil(K/32)]."""
+    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_bytes.unflatten(-1, (4, 8, 2))
+    return {
+        "d": d,
+        "sc": sc & 63,
+        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, d, sc of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    q_bytes = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] = sc.unsqueeze(-1)
+    return {
+        "q": as_type(q_bytes, torch.int32).flatten(1),
+        "d": d,
+        "sc": sc_bytes.squeeze(-1),
+    }
+
+
+def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * levels[q].  d [N, ceil(K/256)], sc
+    [N, ceil(K/32)], q [N, K].
+    """
+    d = d.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
+    sc = sc.view(torch.int8).repeat_interleave(32, 1)[:, :q.shape[-1]]
+    q = q.view(torch.int8)
+    return torch.mul(d * (sc - 32), LEVELS[q], out=out)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gguf(blocks, levels, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 2 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    blocks += 136 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    out += n.to(tl.int64) * K
+    t = u // 128
+    i = u // 16 % 8
+    j = u % 16
+    live = (n < N) & (t < K // 256)
+    d = tl.load(blocks_f16 + 68 * t, live, 0).to(tl.float32)
+    sc_low = tl.load(blocks + 136 * t + i // 2 + 4, live, 0) >> 4 * (i % 2) & 15
+    sc_high = tl.load(blocks + 136 * t + i // 4 + 2, live, 0) >> 2 * (i % 4) & 3
+    sc = (sc_low | sc_high << 4).to(tl.int32)
+    q_word = tl.load(blocks + 136 * t + 16 * i + j + 8, live, 0)
+    for h in tl.static_range(2):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        w = d * (sc - 32) * tl.load(levels + q)
+        tl.store(out + 256 * t + 32 * i + 16 * h + j, w, live)
+
+
+@triton.jit
+def _linear_gguf(blocks, levels, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    blocks += 136 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 2, BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 128
+        i = u // 16 % 8
+        j = u % 16
+        live = (n < N) & (t < K // 256)
+        d = tl.load(blocks_f16 + 68 * t, live, 0).to(tl.float32)
+        sc_low = tl.load(blocks + 136 * t + i // 2 + 4, live, 0) >> 4 * (i % 2) & 15
+        sc_high = tl.load(blocks + 136 * t + i // 4 + 2, live, 0) >> 2 * (i % 4) & 3
+        sc = (sc_low | sc_high << 4).to(tl.int32)
+        q_word = tl.load(blocks + 136 * t + 16 * i + j + 8, live, 0)
+        for h in tl.static_range(2):
+            q = (q_word >> 4 * h & 15).to(tl.int32)
+            x_k = tl.load(x + 256 * t + 32 * i + 16 * h + j, live, 0).to(tl.float32)
+            acc += d * (sc - 32) * tl.load(levels + q) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_planar(q, d, sc, levels, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    d += n.to(tl.int64) * tl.cdiv(K, 256)
+    sc += n.to(tl.int64) * tl.cdiv(K, 32)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    out += n.to(tl.int64) * K
+    t = u // 16
+    c = u // 4 % 4
+    b = u % 4
+    live = (n < N) & (128 * t + 32 * c + 2 * b < K)
+    d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
+    sc1 = (tl.load(sc + 4 * t + c, live, 0) & 63).to(tl.int32)
+    q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                w = d1 * (sc1 - 32) * tl.load(levels + q1)
+                tl.store(out + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, d, sc, levels, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    d += n.to(tl.int64) * tl.cdiv(K, 256)
+    sc += n.to(tl.int64) * tl.cdiv(K, 32)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 16 * tl.cdiv(K, 128), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 16
+        c = u // 4 % 4
+        b = u % 4
+        live = (n < N) & (128 * t + 32 * c + 2 * b < K)
+        d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
+        sc1 = (tl.load(sc + 4 * t + c, live, 0) & 63).to(tl.int32)
+        q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+        for h in tl.static_range(2):
+            for i in tl.static_range(2):
+                for j in tl.static_range(2):
+                    inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                    q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                    x_k = tl.load(x + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, inside, 0).to(tl.float32)
+                    acc += d1 * (sc1 - 32) * tl.load(levels + q1) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of levels[q] in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, K // 128, chunk, more),
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """levels[q] of pairs i in a half of a chunk, as numbers of type F."""
+    if F == tl.float16:
+        return codebook.bytes(words[0], half % 2, i, flip)
+    else:
+        return codebook.floats(words[0], half % 2, i, flip, F)
+
+
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.table(g, N, 0x3e2c1700, 0x75695c4e, -0x5a677380, -0xf273b4c)
+    else:
+        return codebook.table(g, N, -0x7d592f02, 0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e,
+            0x4241413f, 0x42424242)
+
+
+@triton.jit
+def _few_planar(
+    q, d, sc, x, bias, out, M, N, K, tiles,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = (d * sc - 32.0 * d) * levels[q].
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 127 if F == tl.float16 else 0
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = _table_planar(g, N, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+                d_g = lanes.by_group(d, row, lanes.count(K, 256), chunk, SIZE, 256, 0)
+                sc_g = lanes.by_group(sc, row, lanes.count(K, 32), chunk, SIZE, 32, 6)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 0, SIZE, F)
+                    if BASE != 0:
+                        sum -= BASE * sums[u]
+                    sum *= d_g[u] * sc_g[u] - 32.0 * d_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q, d, sc, x, bias, out, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = (d * sc - 32.0 * d) * levels[q].
+
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
+    """
+    STEP: tl.constexpr = 32
+    TRIP: tl.constexpr = max(2, STEP // 16)
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 127 if F == tl.float16 else 0
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = _table_planar(g, N, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 0, F)
+                d_g = lanes.by_column(d, row, lanes.count(K, 256), chunk, K, STEP, 256, 0)
+                sc_g = lanes.by_column(sc, row, lanes.count(K, 32), chunk, K, STEP, 32, 6)
+                if BASE != 0:
+                    sum -= BASE * sums
+                sum *= d_g * sc_g - 32.0 * d_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q, d, sc, x, bias, out, M, N, K,
+    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = (d * sc - 32.0 * d) * levels[q].
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
+    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
+    """
+    SIZE: tl.constexpr = 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = -127 if F == tl.float16 else 0
+    if WHOLE:
+        K = WHOLE
+    first = tl.program_id(0) * (16 * W * R)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    flip = _table_planar(lanes.warps(W)[1], N, F)
+    acc = many.tiles(R, 16 * W, BM)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        columns = many.parts(x + chunk * 128, at, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                                         None, 8, 0, SIZE, F)
+                d_g = many.of_rows(d, n, lanes.count(K, 256), chunk * 128 + u * SIZE, 256, 0)
+                sc_g = many.of_rows(sc, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 6)
+                sum *= d_g * sc_g - 32.0 * d_g
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "d": Field("f16", "N", "ceil(K/256)"),
+        "sc": Field("u6", "N", "ceil(K/32)"),
+        "q": Field("u4", "N", "K"),
+    },
+    storages={
+        "gguf": Storage(
+            tensors={
+                "blocks": Stored("u8", "N", "136*K/256"),
+            },
+            unpack=unpack_gguf, pack=pack_gguf,
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k", tables=(LEVELS,)),
+        ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "16*ceil(K/128)"),
+                "d": Stored("f16", "N", "ceil(K/256)"),
+                "sc": Stored("u8", "N", "ceil(K/32)"),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+                tables=(LEVELS,),
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256", "32"))),
+        ),
+    },
+    decode=decode,
+)
+
+FORMAT = Format(
+    name="iq4_xs", title="GGML IQ4_XS, 4-bit codes into a table of 16 levels, with 6-bit scales in super-blocks of 256",
+    source="ggml-common.h block_iq4_xs and kvalues_iq4nl", formula="d * (sc - 32) * levels[q]",
+    variants={(): VARIANT},
+    detect={"gguf": "IQ4_XS"},
+    digest="c16fbfe5615de831",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

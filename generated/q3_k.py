@@ -1,0 +1,394 @@
+"""q3_k: GGML Q3_K, 3-bit codes around 4 with 6-bit scales in super-blocks of 256.
+
+    w = d * (sc - 32) * (q - 4)
+    float32, rounded after each operation
+
+    d      f16 [N, ceil(K/256)]
+    sc     u6  [N, ceil(K/16)]
+    q      u3  [N, K]
+
+    gguf: 3.4375 bits per weight
+    planar: 3.5625 bits per weight
+
+Built from the spec q3_k (sha256 b035e1b09601ea51) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, pad
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 110*K/256]."""
+    r = blocks.unflatten(-1, (-1, 110))
+    q_bytes = r[..., 32:96].unflatten(-1, (2, 32)).contiguous()
+    q_low = torch.stack([q_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(1)
+    q_bytes2 = r[..., 0:32].contiguous()
+    q_high = torch.stack([q_bytes2 >> 1 * i & 1 for i in range(8)], -2).flatten(1)
+    sc_bytes = r[..., 96:104].contiguous()
+    sc_low = torch.stack([sc_bytes & 15, sc_bytes >> 4], -2).flatten(1)
+    sc_bytes2 = r[..., 104:108].contiguous()
+    sc_high = torch.stack([sc_bytes2 >> 2 * i & 3 for i in range(4)], -2).flatten(1)
+    return {
+        "d": as_type(r, torch.float16)[..., 54],
+        "sc": sc_low | sc_high << 4,
+        "q": q_low | q_high << 2,
+    }
+
+
+def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_gguf."""
+    r = empty((d.shape[0], d.shape[1], 110), torch.uint8, q.device)
+    q_split = q.unflatten(-1, (-1, 2, 4, 32))
+    r[..., 32:96] = sum((q_split[:, :, :, i] & 3) << 2 * i for i in range(4)).flatten(2)
+    q_split2 = q.unflatten(-1, (-1, 8, 32))
+    r[..., 0:32] = sum((q_split2[:, :, i] >> 2) << 1 * i for i in range(8))
+    sc_split = sc.unflatten(-1, (-1, 2, 8))
+    r[..., 96:104] = (sc_split[:, :, 0] & 15) | (sc_split[:, :, 1] & 15) << 4
+    sc_split2 = sc.unflatten(-1, (-1, 4, 4))
+    r[..., 104:108] = sum((sc_split2[:, :, i] >> 4) << 2 * i for i in range(4))
+    r[..., 108:110] = as_type(d.unsqueeze(-1), torch.uint8)
+    return {
+        "blocks": r.flatten(1),
+    }
+
+
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, ceil(K/256)]; sc uint8
+    [N, ceil(K/16)].
+    """
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
+        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
+        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
+        8, 4, 5, 7).flatten(1)[:, :K]
+    return {
+        "d": d,
+        "sc": sc & 63,
+        "q": q_low | q_high << 2,
+    }
+
+
+def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q_0, q_1, d, sc of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2
+        | (q_split[:, :, 1, :, :, 0] & 3) << 4 | (q_split[:, :, 1, :, :, 1] & 3)
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 2, 2, 4, 2, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, 0, :, :, 0] >> 2) | (q_split2[:, :, 0, 0, :, :, 1] >> 2) << 2
+        | (q_split2[:, :, 0, 1, :, :, 0] >> 2) << 4 | (q_split2[:, :, 0, 1, :, :, 1] >> 2) << 6
+        | (q_split2[:, :, 1, 0, :, :, 0] >> 2) << 1 | (q_split2[:, :, 1, 0, :, :, 1] >> 2) << 3
+        | (q_split2[:, :, 1, 1, :, :, 0] >> 2) << 5 | (q_split2[:, :, 1, 1, :, :, 1] >> 2)
+        << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] = sc.unsqueeze(-1)
+    return {
+        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
+        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
+        "d": d,
+        "sc": sc_bytes.squeeze(-1),
+    }
+
+
+def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * (q - 4).  d [N, ceil(K/256)], sc [N,
+    ceil(K/16)], q [N, K].
+    """
+    d = d.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
+    sc = sc.view(torch.int8).repeat_interleave(16, 1)[:, :q.shape[-1]]
+    q = q.view(torch.int8)
+    return torch.mul(d * (sc - 32), q - 4, out=out)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    blocks += 110 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    out += n.to(tl.int64) * K
+    t = u // 32
+    j = u % 32
+    live = (n < N) & (t < K // 256)
+    d = tl.load(blocks_f16 + 55 * t + 54, live, 0).to(tl.float32)
+    q_word1 = tl.load(blocks + 110 * t + j, live, 0)
+    for h in tl.static_range(2):
+        q_word = tl.load(blocks + 110 * t + 32 * h + j + 32, live, 0)
+        for i in tl.static_range(4):
+            sc_low = tl.load(blocks + 110 * t + 2 * i + j // 16 + 96, live, 0) >> 4 * h & 15
+            sc_high = tl.load(blocks + 110 * t + 2 * (i % 2) + j // 16 + 104, live, 0) >> 4 * h + 2 * (i // 2) & 3
+            sc = (sc_low | sc_high << 4).to(tl.int32)
+            q_low = q_word >> 2 * i & 3
+            q_high = q_word1 >> 4 * h + i & 1
+            q = (q_low | q_high << 2).to(tl.int32)
+            w = d * (sc - 32) * (q - 4)
+            tl.store(out + 256 * t + 128 * h + 32 * i + j, w, live)
+
+
+@triton.jit
+def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    blocks += 110 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 8, BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 32
+        j = u % 32
+        live = (n < N) & (t < K // 256)
+        d = tl.load(blocks_f16 + 55 * t + 54, live, 0).to(tl.float32)
+        q_word1 = tl.load(blocks + 110 * t + j, live, 0)
+        for h in tl.static_range(2):
+            q_word = tl.load(blocks + 110 * t + 32 * h + j + 32, live, 0)
+            for i in tl.static_range(4):
+                sc_low = tl.load(blocks + 110 * t + 2 * i + j // 16 + 96, live, 0) >> 4 * h & 15
+                sc_high = tl.load(blocks + 110 * t + 2 * (i % 2) + j // 16 + 104, live, 0) >> 4 * h + 2 * (i // 2) & 3
+                sc = (sc_low | sc_high << 4).to(tl.int32)
+                q_low = q_word >> 2 * i & 3
+                q_high = q_word1 >> 4 * h + i & 1
+                q = (q_low | q_high << 2).to(tl.int32)
+                x_k = tl.load(x + 256 * t + 128 * h + 32 * i + j, live, 0).to(tl.float32)
+                acc += d * (sc - 32) * (q - 4) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_planar(q_0, q_1, d, sc, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    d += n.to(tl.int64) * tl.cdiv(K, 256)
+    sc += n.to(tl.int64) * tl.cdiv(K, 16)
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
+    sc1 = (tl.load(sc + k // 16, live, 0) & 63).to(tl.int32)
+    q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+        + k % 256 // 32 % 4, live,
+        0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
+    q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+        + k % 512 // 32 % 4, live,
+        0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
+    q = (q_low | q_high << 2).to(tl.int32)
+    w = d1 * (sc1 - 32) * (q - 4)
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_planar(q_0, q_1, d, sc, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    d += n.to(tl.int64) * tl.cdiv(K, 256)
+    sc += n.to(tl.int64) * tl.cdiv(K, 16)
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
+        sc1 = (tl.load(sc + k // 16, live, 0) & 63).to(tl.int32)
+        q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+            + k % 256 // 32 % 4, live,
+            0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
+        q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+            + k % 512 // 32 % 4, live,
+            0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
+        q = (q_low | q_high << 2).to(tl.int32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += d1 * (sc1 - 32) * (q - 4) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q_0, q_1, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q_0, row, tl.cdiv(K, 256), chunk // 2, more // 2), lanes.late_words(q_1, row, K, chunk, more, 1)
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[0], 2 * half + 8 * i, to, 2)
+    code |= lanes.field(words[1], 2 * half + 8 * i, to + 2, 1)
+    return lanes.numbers(code, flip, False, F)
+
+
+
+
+@triton.jit
+def _few_planar(
+    q_0, q_1, d, sc, x, bias, out, M, N, K, tiles,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = (d * sc - 32.0 * d) * (q - 4.0).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 16
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 2, 3, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q_0, q_1, row, K, chunk), SIZE)
+                d_g = lanes.by_group(d, row, lanes.count(K, 256), chunk, SIZE, 256, 0)
+                sc_g = lanes.by_group(sc, row, lanes.count(K, 16), chunk, SIZE, 16, 6)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 2, 3, SIZE, F)
+                    sum += (-4.0 - BASE) * sums[u]
+                    sum *= d_g[u] * sc_g[u] - 32.0 * d_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q_0, q_1, d, sc, x, bias, out, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = (d * sc - 32.0 * d) * (q - 4.0).
+
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
+    """
+    STEP: tl.constexpr = 16
+    TRIP: tl.constexpr = max(2, STEP // 16)
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 2, 3, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q_0, q_1, row, K, lanes.after(chunk, t, K // 128, EVEN),
+                        t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 2, 3, F)
+                d_g = lanes.by_column(d, row, lanes.count(K, 256), chunk, K, STEP, 256, 0)
+                sc_g = lanes.by_column(sc, row, lanes.count(K, 16), chunk, K, STEP, 16, 6)
+                sum += (-4.0 - BASE) * sums
+                sum *= d_g * sc_g - 32.0 * d_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "d": Field("f16", "N", "ceil(K/256)"),
+        "sc": Field("u6", "N", "ceil(K/16)"),
+        "q": Field("u3", "N", "K"),
+    },
+    storages={
+        "gguf": Storage(
+            tensors={
+                "blocks": Stored("u8", "N", "110*K/256"),
+            },
+            unpack=unpack_gguf, pack=pack_gguf,
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/8", last="k"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q_0": Stored("i32", "N", "16*ceil(K/256)"),
+                "q_1": Stored("i32", "N", "16*ceil(K/512)"),
+                "d": Stored("f16", "N", "ceil(K/256)"),
+                "sc": Stored("u8", "N", "ceil(K/16)"),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, blocks=("256", "16"))),
+        ),
+    },
+    decode=decode,
+)
+
+FORMAT = Format(
+    name="q3_k", title="GGML Q3_K, 3-bit codes around 4 with 6-bit scales in super-blocks of 256",
+    source="ggml-common.h block_q3_K", formula="d * (sc - 32) * (q - 4)",
+    variants={(): VARIANT},
+    detect={"gguf": "Q3_K"},
+    digest="b035e1b09601ea51",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

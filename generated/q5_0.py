@@ -1,0 +1,395 @@
+"""q5_0: GGML Q5_0, 5-bit codes around 16 with one scale per 32.
+
+    w = d * (q - 16)
+    float32, rounded after each operation
+
+    d      f16 [N, ceil(K/32)]
+    q      u5  [N, K]
+
+    gguf: 5.5 bits per weight
+    planar: 5.5 bits per weight
+
+Built from the spec q5_0 (sha256 e89e6672cdaaf1af) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 22*K/32]."""
+    r = blocks.unflatten(-1, (-1, 22))
+    q_bytes = r[..., 6:22].contiguous()
+    q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
+    q_bytes2 = r[..., 2:6].contiguous()
+    q_high = torch.stack([q_bytes2 >> 1 * i & 1 for i in range(8)], -1).flatten(1)
+    return {
+        "d": as_type(r, torch.float16)[..., 0],
+        "q": q_low | q_high << 4,
+    }
+
+
+def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_gguf."""
+    r = empty((d.shape[0], d.shape[1], 22), torch.uint8, d.device)
+    r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
+    q_split = q.unflatten(-1, (-1, 2, 16))
+    r[..., 6:22] = (q_split[:, :, 0] & 15) | (q_split[:, :, 1] & 15) << 4
+    q_split2 = q.unflatten(-1, (-1, 4, 8))
+    r[..., 2:6] = sum((q_split2[..., i] >> 4) << 1 * i for i in range(8))
+    return {
+        "blocks": r.flatten(1),
+    }
+
+
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, ceil(K/32)]."""
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2
+        & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3,
+        4, 6).flatten(1)[:, :K]
+    return {
+        "d": d,
+        "q": q_low | q_high << 4,
+    }
+
+
+def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q_0, q_1, d of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
+        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 4, 4, 2, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4
+        | (q_split2[:, :, 1, :, :, 0] >> 4) << 1 | (q_split2[:, :, 1, :, :, 1] >> 4) << 5
+        | (q_split2[:, :, 2, :, :, 0] >> 4) << 2 | (q_split2[:, :, 2, :, :, 1] >> 4) << 6
+        | (q_split2[:, :, 3, :, :, 0] >> 4) << 3 | (q_split2[:, :, 3, :, :, 1] >> 4)
+        << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {
+        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
+        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
+        "d": d,
+    }
+
+
+def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * (q - 16).  d [N, ceil(K/32)], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (d.shape[1], -1))
+    q = q.view(torch.int8).unflatten(1, (d.shape[1], -1))
+    d = d.float().unsqueeze(-1)
+    return torch.mul(d, q - 16, out=out).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 16 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    blocks += 22 * n.to(tl.int64) * (K // 32)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    out += n.to(tl.int64) * K
+    t = u // 2
+    j = u % 2
+    live = (n < N) & (t < K // 32)
+    d = tl.load(blocks_f16 + 11 * t, live, 0).to(tl.float32)
+    for h in tl.static_range(2):
+        q_word = tl.load(blocks + 22 * t + 2 * h + j + 2, live, 0)
+        for i in tl.static_range(8):
+            q_low = tl.load(blocks + 22 * t + 8 * j + i + 6, live, 0) >> 4 * h & 15
+            q_high = q_word >> i & 1
+            q = (q_low | q_high << 4).to(tl.int32)
+            w = d * (q - 16)
+            tl.store(out + 32 * t + 16 * h + 8 * j + i, w, live)
+
+
+@triton.jit
+def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    blocks += 22 * n.to(tl.int64) * (K // 32)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 16, BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 2
+        j = u % 2
+        live = (n < N) & (t < K // 32)
+        d = tl.load(blocks_f16 + 11 * t, live, 0).to(tl.float32)
+        for h in tl.static_range(2):
+            q_word = tl.load(blocks + 22 * t + 2 * h + j + 2, live, 0)
+            for i in tl.static_range(8):
+                q_low = tl.load(blocks + 22 * t + 8 * j + i + 6, live, 0) >> 4 * h & 15
+                q_high = q_word >> i & 1
+                q = (q_low | q_high << 4).to(tl.int32)
+                x_k = tl.load(x + 32 * t + 16 * h + 8 * j + i, live, 0).to(tl.float32)
+                acc += d * (q - 16) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_planar(q_0, q_1, d, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    d += n.to(tl.int64) * tl.cdiv(K, 32)
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    d1 = tl.load(d + k // 32, live, 0).to(tl.float32)
+    q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
+        + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
+    q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+        + k % 512 // 32 % 4, live, 0) >> 16 * (k % 512 % 2) + 4 * (k % 512 // 8 % 4) + k % 512 // 128 & 1
+    q = (q_low | q_high << 4).to(tl.int32)
+    w = d1 * (q - 16)
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_planar(q_0, q_1, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    d += n.to(tl.int64) * tl.cdiv(K, 32)
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        d1 = tl.load(d + k // 32, live, 0).to(tl.float32)
+        q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
+            + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
+        q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+            + k % 512 // 32 % 4, live, 0) >> 16 * (k % 512 % 2) + 4 * (k % 512 // 8 % 4) + k % 512 // 128 & 1
+        q = (q_low | q_high << 4).to(tl.int32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += d1 * (q - 16) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q_0, q_1, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q_0, row, K // 128, chunk, more), lanes.late_words(q_1, row, K, chunk, more, 2)
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
+    code |= lanes.field(words[1], 4 * (half % 2) + half // 2 + 8 * i, to + 4, 1)
+    return lanes.numbers(code, flip, False, F)
+
+
+
+
+@triton.jit
+def _few_planar(
+    q_0, q_1, d, x, bias, out, M, N, K, tiles,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = d * (q - 16.0).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 5, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q_0, q_1, row, K, chunk), SIZE)
+                d_g = lanes.by_group(d, row, lanes.count(K, 32), chunk, SIZE, 32, 0)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 4, 5, SIZE, F)
+                    sum += (-16.0 - BASE) * sums[u]
+                    sum *= d_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q_0, q_1, d, x, bias, out, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = d * (q - 16.0).
+
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
+    """
+    STEP: tl.constexpr = 32
+    TRIP: tl.constexpr = max(2, STEP // 16)
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 5, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q_0, q_1, row, K, lanes.after(chunk, t, K // 128, EVEN),
+                        t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 4, 5, F)
+                d_g = lanes.by_column(d, row, lanes.count(K, 32), chunk, K, STEP, 32, 0)
+                sum += (-16.0 - BASE) * sums
+                sum *= d_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q_0, q_1, d, x, bias, out, M, N, K,
+    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = d * (q - 16.0).
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
+    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
+    """
+    SIZE: tl.constexpr = 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = -16 if F == tl.float16 else -144
+    if WHOLE:
+        K = WHOLE
+    first = tl.program_id(0) * (16 * W * R)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    flip = lanes.flips(N, 4, 5, False, F)
+    acc = many.tiles(R, 16 * W, BM)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        columns = many.parts(x + chunk * 128, at, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            words = lanes.by_size(many.turned(_words_planar(q_0, q_1, row, K, chunk), chunk, 0, 1, 0), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                                         None, 4, 5, SIZE, F)
+                d_g = many.of_rows(d, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 0)
+                sum *= d_g
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "d": Field("f16", "N", "ceil(K/32)"),
+        "q": Field("u5", "N", "K"),
+    },
+    storages={
+        "gguf": Storage(
+            tensors={
+                "blocks": Stored("u8", "N", "22*K/32"),
+            },
+            unpack=unpack_gguf, pack=pack_gguf,
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/16", last="k"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q_0": Stored("i32", "N", "16*ceil(K/128)"),
+                "q_1": Stored("i32", "N", "16*ceil(K/512)"),
+                "d": Stored("f16", "N", "ceil(K/32)"),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
+        ),
+    },
+    decode=decode, cuts=("N", "ceil(K/32)"),
+)
+
+FORMAT = Format(
+    name="q5_0", title="GGML Q5_0, 5-bit codes around 16 with one scale per 32",
+    source="ggml-common.h block_q5_0", formula="d * (q - 16)",
+    variants={(): VARIANT},
+    detect={"gguf": "Q5_0"},
+    digest="e89e6672cdaaf1af",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

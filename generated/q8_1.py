@@ -1,0 +1,141 @@
+"""q8_1: GGML Q8_1, 8-bit codes with one scale per 32, and what their sum comes to.
+
+    w = d * q
+    float32, rounded after each operation
+
+    d      f16 [N, K/32]
+    s      f16 [N, K/32]
+    q      i8  [N, K]
+
+    gguf: 9 bits per weight
+
+Built from the spec q8_1 (sha256 89ec427de67b77bb) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 36*K/32]."""
+    r = blocks.unflatten(-1, (-1, 36))
+    return {
+        "d": as_type(r, torch.float16)[..., 0],
+        "s": as_type(r, torch.float16)[..., 1],
+        "q": r[..., 4:36].view(torch.int8).flatten(1),
+    }
+
+
+def pack_gguf(d: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_gguf."""
+    r = empty((d.shape[0], d.shape[1], 36), torch.uint8, d.device)
+    r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
+    r[..., 2:4] = as_type(s.unsqueeze(-1), torch.uint8)
+    r[..., 4:36] = q.unflatten(-1, (-1, 32)).view(torch.uint8)
+    return {
+        "blocks": r.flatten(1),
+    }
+
+
+def decode(d: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * q.  d [N, K/32], s [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
+    d = d.float().unsqueeze(-1)
+    q = q.unflatten(1, (-1, 32))
+    return torch.mul(d, q, out=out).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    blocks += 36 * n.to(tl.int64) * (K // 32)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    out += n.to(tl.int64) * K
+    t = k // 32
+    h = k % 32
+    live = (n < N) & (t < K // 32)
+    d = tl.load(blocks_f16 + 18 * t, live, 0).to(tl.float32)
+    q = tl.load(blocks + 36 * t + h + 4, live, 0).to(tl.int8, bitcast=True)
+    w = d * q
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    blocks += 36 * n.to(tl.int64) * (K // 32)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = k // 32
+        h = k % 32
+        live = (n < N) & (t < K // 32)
+        d = tl.load(blocks_f16 + 18 * t, live, 0).to(tl.float32)
+        q = tl.load(blocks + 36 * t + h + 4, live, 0).to(tl.int8, bitcast=True)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += d * q * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "d": Field("f16", "N", "K/32"),
+        "s": Field("f16", "N", "K/32"),
+        "q": Field("i8", "N", "K"),
+    },
+    storages={
+        "gguf": Storage(
+            tensors={
+                "blocks": Stored("u8", "N", "36*K/32"),
+            },
+            unpack=unpack_gguf, pack=pack_gguf,
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k"),
+        ),
+    },
+    decode=decode,
+)
+
+FORMAT = Format(
+    name="q8_1", title="GGML Q8_1, 8-bit codes with one scale per 32, and what their sum comes to",
+    source="ggml-common.h block_q8_1", formula="d * q",
+    variants={(): VARIANT},
+    detect={"gguf": "Q8_1"},
+    digest="89ec427de67b77bb",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear
