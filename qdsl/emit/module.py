@@ -15,6 +15,7 @@ import qdsl
 from qdsl.emit.axes import axis_text, field_axes, field_kinds, tensor_axes
 from qdsl.emit.decode import Decode, decode
 from qdsl.emit.formula import constant, tables
+from qdsl.emit.tables import constants
 from qdsl.emit.kernel import tile
 from qdsl.emit.kernels import kernels
 from qdsl.emit.lanes import Plan, plan
@@ -109,9 +110,8 @@ def _body(programs: Sequence[Program]) -> list[str]:
     """Everything of a variant but its header and imports."""
     decoded = decode(programs)
     lines = [f"# -- reference {RULE[:103]}", ""]
-    for table, kind in tables(programs[0]).items():
-        numbers = programs[0].spec.table(table).values
-        lines += ["", *wrapped(f"{constant(table)} = Table(", [_quoted(kind), *map(repr, numbers)], ")"), ""]
+    for line in constants(programs[0]):
+        lines += ["", *line, ""]
     for program in programs:
         lines += ["", *_unpack(program), "", "", *_pack(program), ""]
     lines += ["", *_decode(programs, decoded), ""]
