@@ -15,12 +15,12 @@ import qdsl
 from qdsl.emit.axes import axis_text, field_axes, field_kinds, tensor_axes
 from qdsl.emit.decode import Decode, decode
 from qdsl.emit.formula import constant, tables
-from qdsl.emit.tables import constants
 from qdsl.emit.kernel import tile
 from qdsl.emit.kernels import kernels
 from qdsl.emit.lanes import Plan, plan
 from qdsl.emit.lines import folded, indent, wrapped
 from qdsl.emit.pack import pack_body
+from qdsl.emit.tables import constants
 from qdsl.emit.tensors import Unsupported, is_plain, tensor_dtype
 from qdsl.emit.unpack import unpack_body
 from qdsl.ir.program import Field, Program

@@ -12,8 +12,8 @@ from qdsl.numbers import FLOATS, round_to_f32
 from qdsl.spec import grammar, marked
 from qdsl.spec.marked import Mapping, Node, Sequence
 from qdsl.spec.model import Claim, Data, Dim, Field, Param, Spec, Storage, Stored, Table, Tensor
-from qdsl.spec.tables import MAX_TABLE, computed, from_file
 from qdsl.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
+from qdsl.spec.tables import MAX_TABLE, computed, from_file
 
 _T = TypeVar("_T")
 

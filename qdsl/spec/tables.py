@@ -102,12 +102,22 @@ class _Reader:
     def _binary(self, expr: g.Binary) -> int:
         a, b = self.value(expr.left), self.value(expr.right)
         if expr.op == "**":
-            return a ** b if 0 <= b <= 31 else _fail(expr.span, f"the exponent {b} is not from 0 to 31{self._where()}")
+            return int(a ** b) if 0 <= b <= 31 else _fail(expr.span, f"the exponent {b} is not from 0 to 31{self._where()}")
         if expr.op == "/":
             _fail(expr.span, "a computed table holds integers: divide with '//'")
         if expr.op in ("//", "%") and (a < 0 or b < 1):
             _fail(expr.span, f"'{expr.op}' needs a left side of at least 0 and a right side of at least 1, not {a} and {b}")
-        return {"+": lambda: a + b, "-": lambda: a - b, "*": lambda: a * b, "//": lambda: a // b, "%": lambda: a % b}[expr.op]()
+        match expr.op:
+            case "+":
+                return a + b
+            case "-":
+                return a - b
+            case "*":
+                return a * b
+            case "//":
+                return a // b
+            case _:
+                return a % b
 
     def _entry(self, word: str, at: list[int], span: Span) -> int:
         table = self.tables.get(word)
