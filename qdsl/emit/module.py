@@ -179,7 +179,7 @@ def _encode(program: Program, decoded: Decode) -> list[str]:
         else:
             fixed += [rows, columns, f"axes={len(scale.index)}"]
     fixed += [f"{key}={_literal(value)}" for key, value in encode.options.items() if key not in encode.open]
-    fixed += [f"{key}={value}" for key, value in encode.constants.items() if value]
+    fixed += [f"{key}={constant(value) if isinstance(value, str) else value}" for key, value in encode.constants.items() if value]
     given = [f'"{key}": {_literal(value)}' for key, value in encode.options.items() if key in encode.open]
     call = [*fixed, f"**{{{', '.join(given)}, **options}}" if given else "**options"]
     named = [*(f"{size}: int" for size in sizes), *(f"{key}: str" for key in types)]

@@ -2,7 +2,8 @@
 
 from qdsl.encode.absmax import absmax, signmax
 from qdsl.encode.kquant import kquant_minmax, kquant_signmax
+from qdsl.encode.levels import absmax_level
 from qdsl.encode.minmax import affine, minmax
 from qdsl.encode.nearest import meansign, nearest
 
-__all__ = ["absmax", "affine", "kquant_minmax", "kquant_signmax", "meansign", "minmax", "nearest", "signmax"]
+__all__ = ["absmax", "absmax_level", "affine", "kquant_minmax", "kquant_signmax", "meansign", "minmax", "nearest", "signmax"]

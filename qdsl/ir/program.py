@@ -154,7 +154,8 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """The scheme that chooses codes: its roles (role -> field), options, and the constants of decode that it needs to know.
+    """The scheme that chooses codes: its roles (role -> field), options, and the constants and the table of decode that
+    it needs to know.
 
     `open` names the options that a caller of quantize may give too; importance: it may give that.
     """
@@ -162,7 +163,7 @@ class Encode:
     scheme: str
     roles: Mapping[str, str]
     options: Mapping[str, str | int | float]
-    constants: Mapping[str, int]
+    constants: Mapping[str, int | float | str]
     open: tuple[str, ...]
     importance: bool
 

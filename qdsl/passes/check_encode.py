@@ -6,9 +6,10 @@ reads the constants off it.  Does not: judge whether a scheme suits a format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
+from math import prod
 
 from qdsl.ir.index import Index
 from qdsl.ir.program import Encode, Program, Value
@@ -16,6 +17,7 @@ from qdsl.passes.schemes import KINDS, SCHEMES, Scheme
 from qdsl.spec import grammar as g
 from qdsl.spec.source import Problems, Source, Span, Text, did_you_mean
 
+Constants = dict[str, int | float | str]
 LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
 
 
@@ -127,10 +129,10 @@ def _parsed(pattern: str) -> g.Expr:
     return g.expression(Text(pattern, (Span(Source("", pattern), 1, 1),)))
 
 
-def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> dict[str, int] | None:
+def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
     """The constants with which a value is what a pattern says, whatever the order of factors and summands; None if it is not.
 
-    A name of the pattern that is no role is an integer constant; one that is subtracted may be missing, and is 0 then.
+    A name of the pattern that is no role is a constant, which may be missing: a summand is an integer, and a table has a name.
     """
     value = _plain(program, value)
     match pattern:
@@ -142,33 +144,50 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
             return {word: number} if isinstance(number, int) else None
         case g.Number(number):
             return {} if value.op == "const" and value.const == number else None
+        case g.Subscript(word, index):
+            found = _each(program, roles, index, [program.values[i] for i in value.args]) if value.op == "table" else None
+            return None if found is None else {**found, word: value.name}
         case g.Binary("-", left, g.Name(word)) if word not in roles:
-            found = _sides(program, roles, (left, pattern.right), value) if value.op == "-" else None
             whole = _matched(program, roles, left, value)
-            return found if found is not None else None if whole is None else {**whole, word: 0}
+            return _sides(program, roles, pattern, value) if value.op == "-" and whole is None else whole
         case g.Binary("*"):
             return _products(program, roles, pattern, value)
         case g.Binary(op) if op == value.op:
-            found = _sides(program, roles, (pattern.left, pattern.right), value)
-            return found if found is not None or op == "-" else _sides(program, roles, (pattern.right, pattern.left), value)
+            return _sides(program, roles, pattern, value)
     return None
 
 
-def _sides(program: Program, roles: Mapping[str, str], patterns: tuple[g.Expr, ...], value: Value) -> dict[str, int] | None:
-    return _each(program, roles, patterns, [program.values[i] for i in value.args])
+def _sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value: Value) -> Constants | None:
+    """A sum either way round, a difference as it stands."""
+    sides = [program.values[i] for i in value.args]
+    found = _each(program, roles, (pattern.left, pattern.right), sides)
+    return found if found is not None or pattern.op == "-" else _each(program, roles, (pattern.right, pattern.left), sides)
 
 
-def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> dict[str, int] | None:
-    wanted = list(_factors_of(pattern))
-    factors = list(_factors(program, value))
-    if len(factors) != len(wanted):
+def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
+    """Factors in any order.  Numbers are multiplied, and a factor that is 1 unless a weight has another is left out."""
+    wanted, factors = list(_factors_of(pattern)), list(_factors(program, value))
+    free = [part.name for part in wanted if isinstance(part, g.Name) and part.name not in roles]
+    number = prod(factor.const for factor in factors if factor.op == "const")
+    number /= prod(part.value for part in wanted if isinstance(part, g.Number))
+    if number != 1 and not free:
         return None
-    found = (_each(program, roles, order, factors) for order in permutations(wanted))
-    return next((constants for constants in found if constants is not None), None)
+    parts = [part for part in wanted if not isinstance(part, g.Number) and not (isinstance(part, g.Name) and part.name in free)]
+    rest = [factor for factor in factors if factor.op != "const" and not _is_one(program, roles, factor)]
+    if len(parts) != len(rest):
+        return None
+    found = (_each(program, roles, order, rest) for order in permutations(parts))
+    constants = next((each for each in found if each is not None), None)
+    return constants if constants is None or number == 1 else {**constants, free[0]: number}
 
 
-def _each(program: Program, roles: Mapping[str, str], patterns: tuple[g.Expr, ...], values: list[Value]) -> dict[str, int] | None:
-    found: dict[str, int] = {}
+def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:
+    default = program.defaults.get(value.name) if value.op == "field" and value.name not in roles.values() else None
+    return default is not None and default.is_const and default.const == 1
+
+
+def _each(program: Program, roles: Mapping[str, str], patterns: Sequence[g.Expr], values: Sequence[Value]) -> Constants | None:
+    found: Constants = {}
     for pattern, value in zip(patterns, values, strict=True):
         constants = _matched(program, roles, pattern, value)
         if constants is None:
