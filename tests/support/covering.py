@@ -29,7 +29,7 @@ def covering(cases: Sequence[Case], functions: Callable[[Case], Sequence[Any]]) 
     """Cases, most lines first, whose functions have between them all lines that the functions of all cases have."""
     if ALL:
         return list(cases)
-    lines = {case: {line for function in functions(case) for line in _lines(function)} for case in cases}
+    lines = {case: {line for function in functions(case) for line in lines_of(function)} for case in cases}
     left = set().union(*lines.values())
     found: list[Case] = []
     while left:
@@ -38,7 +38,7 @@ def covering(cases: Sequence[Case], functions: Callable[[Case], Sequence[Any]]) 
     return found
 
 
-def _lines(function: Any) -> Iterator[str]:
+def lines_of(function: Any) -> Iterator[str]:
     """Lines of a function, and of those of its module that it calls, with names in order of appearance and 0 for numbers."""
     plain: FunctionType = getattr(function, "fn", function)
     scope = plain.__globals__
@@ -54,4 +54,4 @@ def _lines(function: Any) -> Iterator[str]:
         yield re.sub(r"(?<![\w.])\w+", word, line.strip())
     for name in plain.__code__.co_names:
         if hasattr(scope.get(name), "fn"):
-            yield from _lines(scope[name])
+            yield from lines_of(scope[name])
