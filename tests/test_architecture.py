@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     # the running shore
     "runtime": {"numbers"},
     "encode": {"runtime", "numbers"},
-    "checkpoint": {"runtime", "files"},
+    "checkpoint": {"runtime", "files", "generated"},
     "generated": set(),
     # what joins them for a user
     "loading": {"emit", "files"},

@@ -252,7 +252,7 @@ class TensorFile:
         self.path = Path(path)
         with open_regular(path) as file:
             self.header = _read(file, self.path)
-            self._map: mmap.mmap | None = _mapped(file)
+            self._map: mmap.mmap | None = mapped(file)
 
     def __enter__(self) -> TensorFile:
         return self
@@ -287,17 +287,23 @@ class TensorFile:
         dtype = torch_dtypes()[entry.dtype]
         if self._map is None:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
-        if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
-        if entry.dtype == "BOOL" and int(raw.max()) > 1:
+        flat = elements(self._map, entry.start, entry.nbytes, dtype)
+        if entry.dtype == "BOOL" and entry.nbytes and int(flat.view(torch.uint8).max()) > 1:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: a BOOL that is neither 0 nor 1")
-        if entry.start % dtype.itemsize:
-            raw = raw.clone()
-        return raw.view(dtype).view(entry.shape)
+        return flat.view(entry.shape)
 
 
-def _mapped(file: BinaryIO) -> mmap.mmap:
+def elements(data: mmap.mmap, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of a map as a flat tensor, without copying where they are aligned."""
+    import torch
+
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start)
+    return (raw.clone() if start % dtype.itemsize else raw).view(dtype)
+
+
+def mapped(file: BinaryIO) -> mmap.mmap:
     """The whole file, copy on write: torch wants writable memory, and a write to a read-only map would be a crash."""
     if sys.platform == "linux":                                  # NORESERVE: the file may be larger than the memory
         return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000),
