@@ -18,8 +18,8 @@ def test_nothing_is_found_in_the_parser() -> None:
 def lock(data: bytes) -> None:
     """Opens for one input in millions, whose bytes are guessed one after the other by what they lead to."""
     if data[:1] == b"A":
-        if data[1:2] == b"B":  # noqa: SIM102: a line for each byte, so that each leads to something new
-            if data[2:3] == b"D":
+        if data[1:2] == b"B":                                    # a line for each byte: each leads to something new
+            if data[2:3] == b"D":  # noqa: SIM102
                 if data[3:4] == b"H":
                     raise AssertionError("open")
             data = b""
