@@ -96,7 +96,8 @@ def test_version_and_help() -> None:
             found = run(*command, option)
             assert found.exit_code == 0 and "Usage:" in found.stdout and not found.stderr
     top = run("--help").stdout
-    assert all(re.search(rf"\b{command}\b", top) for command in ("check", "build", "list", "show", "analyze", "inspect", "dequantize"))
+    commands = ("check", "build", "list", "show", "analyze", "inspect", "dequantize")
+    assert all(re.search(rf"\b{command}\b", top) for command in commands)
 
 
 @pytest.mark.parametrize("arguments", [
