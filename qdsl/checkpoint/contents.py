@@ -105,7 +105,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     types = [[each["type"], str(each["tensors"]), str(each["weights"]), _bits(each["bits_per_weight"]), _size(each["nbytes"])]
              for each in found["types"]]
     metadata = [[escaped(key), value["type"], _value(value)] for key, value in found["metadata"].items()]
-    return [head, *(f"note: {note}" for note in found["notes"]),
+    return [head, *(f"note: {escaped(note)}" for note in found["notes"]),
             *([f"{found['problems']} tensors cannot be read"] if found["problems"] else []),
             *_block(["metadata", "type", "value"], metadata, ""),
             *_block(["tensor", "type", "shape", "bits", "size", ""], tensors, "   >>"),

@@ -248,13 +248,12 @@ class GgufFile:
 
     def _open(self, path: Path) -> Header:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 24:
+            if (size := os.fstat(file.fileno()).st_size) < 24:
                 raise CheckpointError(f"{path}: {size} bytes; a GGUF file begins with 24 bytes of magic, version and counts")
             data = mapped(file)
         self.paths.append(path)
         self._maps.append(data)
-        return parse(data, size, path)
+        return parse(data, len(data), path)
 
     def _add_others(self, count: int, total: int) -> None:
         """The other files of a set: each says which it is, and together they have the tensors that each says there are."""
