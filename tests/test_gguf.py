@@ -599,6 +599,7 @@ REFUSED: dict[str, tuple[dict[str, Value], list[NewTensor], str]] = {
     "6 dimensions": ({}, [NewTensor("a", F32, (1,) * 6, [bytes(4)])], "has 6 dimensions"),
     "negative length": ({}, [NewTensor("a", F32, (-1,), [])], r"F32 \[-1\] is not stored"),
     "too large": ({}, [NewTensor("a", F32, (1 << 40, 1 << 40), [])], "is not stored"),
+    "too large beside a zero": ({}, [NewTensor("a", F32, (1 << 70, 0), [])], "is not stored"),
     "removed type": ({}, [NewTensor("a", type_of(4), (32,), [bytes(18)])], r"removed Q4_2 \[32\] is not stored"),
     "half a block": ({}, [NewTensor("a", Q8_0, (2, 16), [bytes(34)])], "rows of 16 elements are not made of Q8_0's blocks of 32"),
     "too few bytes": ({}, [NewTensor("a", F32, (2,), [bytes(4), bytes(3)])], "takes 8 bytes, but was given 7"),

@@ -19,6 +19,7 @@ from qdsl.files import replacing
 
 VERSION = 3
 NAME_LIMIT = 63                                                  # bytes that every reader of llama.cpp's takes
+ELEMENTS_LIMIT = 1 << 40                                         # of a tensor: all together stay under 2^63 bytes
 # Architectures whose readers take longer names: diffusion models keep those of their checkpoints.
 DIFFUSION = ("flux", "sd1", "sdxl", "sd3", "aura", "hidream", "cosmos", "ltxv", "hyvid", "wan", "lumina2", "qwen_image")
 
@@ -64,7 +65,8 @@ def _check_names(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], pa
 def _header(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], path: Path) -> tuple[bytes, list[int], int]:
     """The bytes before the data, which the parser accepts, the sizes of the tensors, and the alignment."""
     for tensor in tensors:                                       # what cannot even be written down
-        if not tensor.type.known or min((*tensor.shape, 0)) < 0 or math.prod(tensor.shape) >= 1 << 50:
+        lengths = [max(1, length) for length in tensor.shape]
+        if not tensor.type.known or min((*tensor.shape, 0)) < 0 or math.prod(lengths) >= ELEMENTS_LIMIT:
             raise CheckpointError(f"{path}: tensor {shown(tensor.name)}: {tensor.type.name} {list(tensor.shape)} is not stored")
     alignment = alignment_of(metadata, path)
     parts = [MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
