@@ -203,7 +203,8 @@ def decode(d: Tensor, sc: Tensor, down: Tensor, g: Tensor, out: Tensor | None = 
     sc = sc.view(torch.int8).unflatten(1, (-1, 16))[..., None, None]
     down = down.view(torch.int8).unflatten(1, (-1, 16, 2)).unsqueeze(-1)
     grid = GRID[g.unflatten(-1, (-1, 16, 2))]
-    return torch.mul(d * (2 * sc + 1), grid + 0.125 * (1 - 2 * down), out=out).flatten(1)
+    w = torch.add(grid, 0.125 * (1 - 2 * down), out=out)
+    return torch.mul(d * (2 * sc + 1), w, out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

@@ -134,7 +134,8 @@ def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = Non
     sc = sc.unflatten(1, (-1, 16))[..., None, None]
     s = s.view(torch.int8).unflatten(1, (-1, 16, 2, 8))
     grid = GRID[g.unflatten(-1, (-1, 16, 2))]
-    return torch.mul(d * (sc + 0.5) * 0.25 * grid, 1 - 2 * s, out=out).flatten(1)
+    w = torch.mul(d * (sc + 0.5) * 0.25, grid, out=out)
+    return torch.mul(w, 1 - 2 * s, out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

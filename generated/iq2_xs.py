@@ -102,7 +102,8 @@ def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = Non
     sc = sc.unflatten(1, (-1, 16))[..., None, None]
     grid = GRID[g.unflatten(-1, (-1, 16, 2))]
     sign = SIGN[s.unflatten(-1, (-1, 16, 2))]
-    return torch.mul(d * (sc + 0.5) * 0.25 * grid, sign, out=out).flatten(1)
+    w = torch.mul(d * (sc + 0.5) * 0.25, grid, out=out)
+    return torch.mul(w, sign, out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = Non
     sc = sc.view(torch.int8).unflatten(1, (-1, 8))[..., None, None]
     s = s.view(torch.int8).unflatten(1, (-1, 8, 8, 4))
     grid = GRID[g.unflatten(-1, (-1, 8, 8))]
-    return torch.mul(d * (2 * sc + 1) * grid, 1 - 2 * s, out=out).flatten(1)
+    w = torch.mul(d * (2 * sc + 1), grid, out=out)
+    return torch.mul(w, 1 - 2 * s, out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = Non
     sc = sc.unflatten(1, (-1, 8))[..., None, None, None]
     grid = GRID[g.unflatten(-1, (-1, 8, 4, 2))]
     sign = SIGN[s.unflatten(-1, (-1, 8, 4))].unflatten(-1, (2, 4))
-    return torch.mul(d * (sc + 0.5) * 0.5 * grid, sign, out=out).flatten(1)
+    w = torch.mul(d * (sc + 0.5) * 0.5, grid, out=out)
+    return torch.mul(w, sign, out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

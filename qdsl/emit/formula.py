@@ -93,15 +93,28 @@ def tables(program: Program) -> dict[str, str]:
     return found
 
 
-def outermost(program: Program, names: Mapping[str, str]) -> tuple[str, list[str]] | None:
-    """The last operation of the formula and the texts of its operands; None where the formula is a field.
+def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[str, str, str]]]:
+    """The formula as what it begins with, and the operations that follow, each (op, left, right) with one side empty.
 
+    Every step has a value for each weight, so that one tensor can hold them all, one after the other.
     `names` says what fields, and rows of tables, are called.
     """
-    root = program.values[-1]
-    if root.op not in ("+", "-", "*", "/"):
-        return None
-    return root.op, [_text(program, arg, TORCH, names, 0) for arg in root.args]
+    values = program.values
+    at = len(values) - 1
+    found: list[tuple[str, str, str]] = []
+    while values[at].op in ("+", "-", "*", "/") and not values[at].is_int:
+        sides = [arg for arg in values[at].args if values[arg].index == values[-1].index]
+        if not sides:
+            break
+        held = next((arg for arg in sides if values[arg].op in ("+", "-", "*", "/")), sides[0])
+        left, right = ("" if arg == held else _text(program, arg, TORCH, names, 0) for arg in values[at].args)
+        right = right if left or right else _text(program, held, TORCH, names, 0)        # a square
+        found.append((values[at].op, left, right))
+        at = held
+    start = _text(program, at, TORCH, names, 0)
+    inner = values[values[at].args[0]] if values[at].op == "float" else None
+    cast = inner is not None and not (inner.op == "table" and tables(program)[inner.name] == "f32")
+    return f"as_float({start}, out)" if cast else start, found[::-1]
 
 
 def integer_fields(program: Program) -> dict[str, int]:

@@ -26,6 +26,11 @@ def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype)
 
 
+def as_float(numbers: Tensor, out: Tensor | None) -> Tensor:
+    """Integers as float32, in the memory of `out` if there is any: a pass of its own is faster than an operation that casts."""
+    return numbers.float() if out is None else out.copy_(numbers)
+
+
 def integer(bytes_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Little-endian integers of the bytes along the last axis: without a dtype int32 for up to 3 bytes, else int64."""
     wide = dtype or (torch.int32 if bytes_.shape[-1] <= 3 else torch.int64)

@@ -147,7 +147,9 @@ def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Map
         else:
             known = number(kind)
             assert known is not None
-            low, count = (known.bias - 20, 24) if known.exponent == 8 else (0 if known.is_float else int(known.low), 1 << known.bits)
+            low, count = (0 if known.is_float else int(known.low)), 1 << known.bits
+            if known.exponent == 8:                              # powers of two that a product can do with
+                low, count = known.bias - 20, 24
             found[name] = torch.randint(low, low + count, size, generator=generator).to(dtype)
     return found
 
