@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, many
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, many, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     sc_bytes = r[..., 4:8].contiguous()
     sc_low = torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1)
     sc_bytes2 = r[..., 2:4].contiguous()
-    sc_high = torch.stack([sc_bytes2 >> 2 * i & 3 for i in range(4)], -1).flatten(1)
+    sc_high = spread(r[..., 2:4], 2).flatten(1)
     q_bytes = r[..., 8:136].unflatten(-1, (8, 16)).contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_bytes = r[..., 2:18].contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],
-        "q": torch.stack([q_bytes >> 2 * i & 3 for i in range(4)], -1).flatten(1),
+        "q": spread(r[..., 2:18], 2).flatten(1),
     }
 
 

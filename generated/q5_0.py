@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_bytes = r[..., 6:22].contiguous()
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
     q_bytes2 = r[..., 2:6].contiguous()
-    q_high = torch.stack([q_bytes2 >> 1 * i & 1 for i in range(8)], -1).flatten(1)
+    q_high = spread(r[..., 2:6], 1).flatten(1)
     return {
         "d": as_type(r, torch.float16)[..., 0],
         "q": q_low | q_high << 4,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_bytes = r[..., 8:24].contiguous()
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
     q_bytes2 = r[..., 4:8].contiguous()
-    q_high = torch.stack([q_bytes2 >> 1 * i & 1 for i in range(8)], -1).flatten(1)
+    q_high = spread(r[..., 4:8], 1).flatten(1)
     return {
         "d": as_type(r, torch.float16)[..., 0],
         "m": as_type(r, torch.float16)[..., 1],

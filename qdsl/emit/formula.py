@@ -83,14 +83,26 @@ def _float_text(program: Program, number: int, dialect: Dialect, names: Mapping[
 
 
 def tables(program: Program) -> dict[str, str]:
-    """The tables that decode reads, each with the type that holds its numbers: i32 where integers meet integers, else f32."""
+    """The tables that decode reads, each with the type that holds its numbers: i32 where integers meet integers, else f32.
+
+    Rows are held in i8 where every step up to the next float fits.
+    """
     found: dict[str, str] = {}
     reads = {number: value for number, value in enumerate(program.values) if value.op == "table"}
     for number, value in reads.items():
         users = [user for user in program.values if number in user.args and user.op != "float"]
         held = "i32" if value.is_int and users else "f32"
+        if len(program.spec.table(value.name).shape) > 1 and value.is_int:
+            held = "i8" if all(-128 <= end < 128 for step in _above(program, number) for end in step.range or ()) else "i32"
         found[value.name] = held if found.get(value.name, held) == held else "i32"
     return found
+
+
+def _above(program: Program, number: int) -> list[Value]:
+    """A value and the integers that are computed from it."""
+    value = program.values[number]
+    users = [i for i, user in enumerate(program.values) if number in user.args and user.is_int]
+    return [value, *(step for i in users for step in _above(program, i))]
 
 
 def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[str, str, str]]]:

@@ -34,7 +34,7 @@ from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
 RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_float", "as_type",
-           "cdiv", "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records")
+           "cdiv", "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records", "spread")
 
 
 @dataclass(frozen=True, slots=True)
