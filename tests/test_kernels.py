@@ -39,7 +39,7 @@ def grid(case: Case) -> list[tuple[int, int]]:
     empty = [shape for shape in found if 0 in shape][:2]
     rest = sorted((shape for shape in found if 0 not in shape), key=lambda s: (s[0] * s[1], s))
     if case not in COVERING:
-        return [rest[len(rest) // 3], rest[2 * len(rest) // 3], rest[-1]]
+        return [([shape for shape in rest if shape[1] % 128] or rest)[-1], rest[len(rest) // 2], rest[-1]]
     return [*empty, *rest[::max(1, len(rest) // 9)], rest[-1]]
 
 
