@@ -30,7 +30,7 @@ COVERING = covering(CASES, lambda case: kernels(case, "dequantize", "linear"))
 ROWS = (0, 1, 2, 3, 5, 7, 8, 17, 32, 40, 64, 96, 128)
 COLUMNS = (0, 1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 77, 90, 96, 128, 160, 256, 288, 320, 512, 640)
 MOST = 24 << 10                                                  # weights: the interpreter is slow
-MOST_AT_ONCE = 1 << 19                                           # weights of one launch
+MOST_AT_ONCE = 1 << 18                                           # weights of one launch
 
 
 def grid(case: Case) -> list[tuple[int, int]]:
@@ -39,7 +39,7 @@ def grid(case: Case) -> list[tuple[int, int]]:
     empty = [shape for shape in found if 0 in shape][:2]
     rest = sorted((shape for shape in found if 0 not in shape), key=lambda s: (s[0] * s[1], s))
     if case not in COVERING:
-        return [rest[len(rest) // 3], rest[2 * len(rest) // 3], rest[-1]]
+        return [([shape for shape in rest if shape[1] % 128] or rest)[-1], rest[len(rest) // 2], rest[-1]]
     return [*empty, *rest[::max(1, len(rest) // 9)], rest[-1]]
 
 
@@ -153,7 +153,7 @@ def holding(case: Case, name: str, values: torch.Tensor) -> Iterator[PackedWeigh
     if step > 1 and by_rows and not ALL:
         values = torch.cat([values[::step], values[::128], values[127::128]])
     fields = random_fields(case, (n * max(1, -(-values.numel() // count)) if by_rows else n, k))
-    for part in values[::401].split(1) if count == 1 and not by_rows else [values]:
+    for part in values[::401 if ALL else 1601].split(1) if count == 1 and not by_rows else [values]:
         if part.numel():
             fields[name] = part.repeat(-(-fields[name].numel() // part.numel()))[:fields[name].numel()].view(fields[name].shape)
             yield case.module.pack(fields, storage=case.storage, **case.choice)
