@@ -5,6 +5,7 @@ The rules and their order are those of llama.cpp's src/llama-quant.cpp (MIT), at
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -57,8 +58,8 @@ _KEPT = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altu
                                                                     "g1", "g2", "decay_w1", "decay_w2", "lerp_fused")))
 _KEPT_NAMES = ("position_embd.weight", "token_types.weight")
 
-_OUTPUT = "output.weight"
-_EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
+OUTPUT = "output.weight"
+EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 _ROLES = (("attn_qkv.weight", "value"), ("attn_kv_b.weight", "value"), ("attn_v.weight", "value"), ("attn_k.weight", "key"),
           ("attn_q.weight", "query"), ("attn_output.weight", "attention output"), ("ffn_up", "up"), ("ffn_gate", "gate"),
           ("ffn_down", "down"))
@@ -96,6 +97,11 @@ class Tensor:
     @property
     def columns(self) -> int:
         return self.shape[-1] if self.shape else 1
+
+    @property
+    def experts(self) -> int:
+        """Matrices, one after the other."""
+        return math.prod(self.shape[:-2])
 
     @property
     def rank(self) -> int:
@@ -168,14 +174,14 @@ def choose(model: Model, tensors: Iterable[Tensor], options: Options) -> dict[st
     if mixed and model.architecture not in ARCHITECTURES:
         raise QuantizeError(f"mixes are known for {', '.join(ARCHITECTURES)}, not for '{model.architecture}': with --pure "
                             f"every matrix gets the type {options.mix.default}")
-    ordered = sorted(tensors, key=_place)
+    ordered = sorted(tensors, key=place_of)
     rules = _Rules(model, options, ordered)
     return {tensor.name: rules.choice(tensor) for tensor in ordered}
 
 
 def requires_imatrix(name: str, type: str, mix: str) -> bool:
     """Whether a tensor would be garbage in a type unless it is known which columns matter."""
-    if name == _OUTPUT or name in _EMBEDDINGS:
+    if name == OUTPUT or name in EMBEDDINGS:
         return False
     return type in _IMATRIX_ONLY or (type == "Q2_K" and mix == "Q2_K_S")
 
@@ -183,7 +189,7 @@ def requires_imatrix(name: str, type: str, mix: str) -> bool:
 def is_kept(tensor: Tensor, leave_output: bool = False) -> bool:
     """Whether a tensor of a language model stays in its type: vectors, norms, routers and other small ones."""
     name = tensor.name
-    return tensor.rank < 2 or not name.endswith("weight") or name in _KEPT_NAMES or (leave_output and name == _OUTPUT) \
+    return tensor.rank < 2 or not name.endswith("weight") or name in _KEPT_NAMES or (leave_output and name == OUTPUT) \
         or any(part in name for part in _KEPT)
 
 
@@ -199,15 +205,15 @@ def fitting(tensor: Tensor, wanted: str) -> Choice:
     return Choice(type, wanted)
 
 
-def _place(tensor: Tensor) -> tuple[int, bytes]:
+def place_of(tensor: Tensor) -> tuple[int, bytes]:
     found = re.match(r"blk\.(\d+)", tensor.name)
     return (int(found[1]) if found else -1, tensor.name.encode())
 
 
 def _role(name: str) -> str:
-    if name == _OUTPUT:
+    if name == OUTPUT:
         return "output"
-    return "embedding" if name in _EMBEDDINGS else next((role for part, role in _ROLES if part in name), "other")
+    return "embedding" if name in EMBEDDINGS else next((role for part, role in _ROLES if part in name), "other")
 
 
 class _Rules:
@@ -226,7 +232,7 @@ class _Rules:
         if default is None or is_kept(tensor, options.leave_output):
             return Choice(tensor.type, tensor.type)
         named = options.override(tensor.name)
-        if role == "embedding" and options.embedding and not (named and tensor.name == _EMBEDDINGS[1]):
+        if role == "embedding" and options.embedding and not (named and tensor.name == EMBEDDINGS[1]):
             return _exactly(tensor, options.embedding)
         if role == "output" and options.output:
             return _exactly(tensor, options.output)
@@ -238,7 +244,7 @@ class _Rules:
         if role == "output" or (self.tied and role == "embedding"):
             return self.options.output or self._output(tensor, default)
         if self.mix == "MXFP4_MOE":
-            return "MXFP4" if len(tensor.shape) > 2 and tensor.shape[-3] > 1 else "Q8_0"
+            return "MXFP4" if tensor.experts > 1 else "Q8_0"
         if role == "embedding":
             return _EMBEDDING.get(self.mix, default)
         counted = self.seen[role]
