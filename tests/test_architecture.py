@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "analyze": {"runtime", "places", ""},
     "tune": {"runtime", "files"},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
-    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", ""},
+    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", ""},
     "__main__": {"cli"},
 }
 # Other people's packages, in function bodies too.

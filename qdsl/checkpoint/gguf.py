@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.ggml_types import TORCH, GgmlType, type_of
-from qdsl.checkpoint.gguf_metadata import KEYS_LIMIT, Buffer, Cursor, Metadata, Value, read_metadata
-from qdsl.checkpoint.safetensors import CheckpointError, elements, mapped, open_regular, shown
+from qdsl.checkpoint.gguf_metadata import KEYS_LIMIT, Cursor, Metadata, Value, read_metadata
+from qdsl.checkpoint.safetensors import Buffer, CheckpointError, elements, mapped, open_regular, shown
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qdsl.checkpoint.safetensors import CheckpointError, shown
+from qdsl.checkpoint.safetensors import Buffer, CheckpointError, shown
 
 HEADER_LIMIT = 256 << 20                                         # bytes before the data; large vocabularies take about 16 MB
 KEYS_LIMIT = 1 << 16
@@ -22,7 +22,6 @@ _ARRAY = 9
 _SIZES = {word: struct.calcsize(f"<{letter}") for word, letter in _LETTERS.items() if letter != "_"}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
-Buffer = bytes | bytearray | memoryview
 Scalar = bool | int | float | str
 
 

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import qdsl.generated
+from qdsl.checkpoint.ggml_types import TORCH
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 
 if TYPE_CHECKING:
@@ -39,15 +40,25 @@ def wrapped(file: GgufFile, entry: GgufTensor) -> PackedWeight:
     module = module_of(entry.type.name)
     if module is None:
         raise CheckpointError(f"{where}: {entry.type.name} is not the type of a weight")
-    storage = module.SPEC.storages[0]
-    main, *others = next(iter(module.SPEC.variants.values())).storages[storage].tensors
-    rows = math.prod(entry.shape[:-1])
-    columns = entry.shape[-1] if entry.shape else 1
-    tensors = {main: file.rows(entry.name)}
-    stem = entry.name.removesuffix(".weight")
-    tensors |= {each: file.tensor(f"{stem}.{each}") for each in others if f"{stem}.{each}" in file.tensors}
+    tensors = {_names(module)[0]: file.rows(entry.name)}
+    tensors |= {key: file.tensor(name) for key, name in beside(file, entry).items()}
+    shape = (math.prod(entry.shape[:-1]), entry.shape[-1] if entry.shape else 1)
     try:
-        packed: PackedWeight = module.wrap(tensors, shape=(rows, columns), storage=storage)
+        packed: PackedWeight = module.wrap(tensors, shape=shape, storage=module.SPEC.storages[0])
     except FormatError as error:
         raise CheckpointError(f"{where}: {error}") from None
     return packed
+
+
+def beside(file: GgufFile, entry: GgufTensor) -> dict[str, str]:
+    """Tensors of the file that belong to a weight: what its format calls them -> their names, as NAME.scale of NAME.weight."""
+    module = None if entry.type.name in TORCH else module_of(entry.type.name)
+    others = _names(module)[1:] if module else []
+    stem = entry.name.removesuffix(".weight")
+    return {each: f"{stem}.{each}" for each in others if f"{stem}.{each}" in file.tensors}
+
+
+def _names(module: ModuleType) -> list[str]:
+    """The tensors of a format's first storage, that of files."""
+    variant = next(iter(module.SPEC.variants.values()))
+    return list(variant.storages[module.SPEC.storages[0]].tensors)

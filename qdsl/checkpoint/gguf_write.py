@@ -13,8 +13,8 @@ from pathlib import Path
 
 from qdsl.checkpoint.ggml_types import GgmlType
 from qdsl.checkpoint.gguf import MAGIC, alignment_of, parse
-from qdsl.checkpoint.gguf_metadata import Buffer, Value
-from qdsl.checkpoint.safetensors import CheckpointError, shown
+from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.safetensors import Buffer, CheckpointError, copy_chunks, shown
 from qdsl.files import replacing
 
 VERSION = 3
@@ -47,16 +47,7 @@ def write(path: str | os.PathLike[str], metadata: Mapping[str, Value], tensors: 
     with replacing(target) as file:
         file.write(header)
         for tensor, size in zip(tensors, sizes, strict=True):
-            written = 0
-            for chunk in tensor.chunks:
-                written += memoryview(chunk).nbytes
-                if written > size:
-                    break
-                file.write(chunk)
-            if written != size:
-                more = "more" if written > size else str(written)
-                raise CheckpointError(f"{target}: tensor {shown(tensor.name)}: {tensor.type.name} {list(tensor.shape)} takes "
-                                      f"{size} bytes, its chunks have {more}")
+            copy_chunks(file, tensor.chunks, size, f"{target}: tensor {shown(tensor.name)}")
             file.write(bytes(-size % alignment))
         return file.tell()
 

@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,8 @@ HEADER_LIMIT = 100_000_000                                       # the library's
 RANK_LIMIT = 64                                                  # as many dimensions as torch's operators take
 NAME_LIMIT = 1024
 _METADATA = "__metadata__"
+
+Buffer = bytes | bytearray | memoryview
 
 # Bits of an element and the name in torch (none: listed, but not loaded), in the library's order: by alignment.
 _DTYPES = {
@@ -311,6 +313,15 @@ def mapped(file: BinaryIO) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A tensor to be written: dtype as safetensors calls it, and its bytes in pieces of any length, asked for once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Iterable[Buffer]
+
+
 def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
           metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file; the same tensors and metadata give the same bytes, in whatever order they come.
@@ -320,16 +331,45 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
     Raises CheckpointError for what read_header would refuse; the destination is then as it was.
     """
     target = Path(path)
-    plan = [(name, *_described(name, tensor, target)) for name, tensor in tensors.items()]
+    plan = {}
+    for name, tensor in tensors.items():
+        dtype, shape = _described(name, tensor, target)
+        plan[name] = Chunks(dtype, shape, _asked(tensors, name, (dtype, shape), target))
+    write_chunks(target, plan, metadata)
+
+
+def write_chunks(path: str | os.PathLike[str], tensors: Mapping[str, Chunks], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file as `write` does, of tensors that come in pieces.
+
+    Raises CheckpointError for what read_header would refuse, and for pieces that do not add up to their tensor.
+    """
+    target = Path(path)
+    plan = [(name, each.dtype, each.shape) for name, each in tensors.items()]
     plan.sort(key=lambda item: (-_ORDER[item[1]], item[0]))
     header = _header(plan, metadata, target)
     with replacing(target) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name, dtype, shape in plan:
-            tensor = tensors[name]
-            if _described(name, tensor, target) != (dtype, shape):
-                raise CheckpointError(f"{target}: tensor {shown(name)}: dtype or shape changed while it was written")
-            file.write(_bytes(tensor))
+            copy_chunks(file, tensors[name].pieces, _DTYPES[dtype][0] * math.prod(shape) // 8, f"{target}: tensor {shown(name)}")
+
+
+def copy_chunks(file: BinaryIO, pieces: Iterable[Buffer], size: int, where: str) -> None:
+    """Write pieces that have `size` bytes together.  Raises CheckpointError, beginning with `where`, for more or fewer."""
+    left = size
+    for piece in pieces:
+        left -= memoryview(piece).nbytes
+        if left < 0:
+            break
+        file.write(piece)
+    if left:
+        raise CheckpointError(f"{where}: takes {size} bytes, but was given {'more' if left < 0 else size - left}")
+
+
+def _asked(tensors: Mapping[str, torch.Tensor], name: str, known: tuple[str, tuple[int, ...]], path: Path) -> Iterator[Buffer]:
+    tensor = tensors[name]
+    if _described(name, tensor, path) != known:
+        raise CheckpointError(f"{path}: tensor {shown(name)}: dtype or shape changed while it was written")
+    yield bytes_of(tensor)
 
 
 def _described(name: str, tensor: torch.Tensor, path: Path) -> tuple[str, tuple[int, ...]]:
@@ -363,7 +403,8 @@ def _header(plan: list[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str,
     return data
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor in order, as bytes; copied only where they do not lie so."""
     import torch
 
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
