@@ -113,7 +113,8 @@ def stored_shape(architecture: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def choose(architecture: str, tensors: Iterable[Tensor], options: Options, from_gguf: bool) -> dict[str, Choice]:
     """The type of every tensor by name, ordered by name.  tensors: in the shape in which they are stored.
 
-    from_gguf: what is not quantized stays as it is; out of a checkpoint it becomes float32, or 16 bits.  Raises QuantizeError for mixes that these models have none of.
+    from_gguf: what is not quantized stays as it is; out of a checkpoint it becomes float32, or 16 bits.
+    Raises QuantizeError for mixes that these models have none of.
     """
     mix = options.mix
     if mix.default and mix.name.startswith("IQ") and not options.pure:

@@ -99,6 +99,10 @@ class Tensor:
         return self.shape[-1] if self.shape else 1
 
     @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
     def experts(self) -> int:
         """Matrices, one after the other."""
         return math.prod(self.shape[:-2])
