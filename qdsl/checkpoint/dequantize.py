@@ -15,8 +15,6 @@ from qdsl.checkpoint.safetensors import Buffer, CheckpointError, Chunks, bytes_o
 if TYPE_CHECKING:
     import torch
 
-    from qdsl.runtime.packed import PackedWeight
-
 DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 WEIGHTS = 1 << 22                                                # of one piece: 16 MiB of floats
 _KEPT = ("F64", "I8", "I16", "I32", "I64")                       # written as they are
@@ -61,12 +59,10 @@ def _exact(file: GgufFile, entry: GgufTensor) -> Iterator[torch.Tensor]:
 
     if entry.nbytes == 0:
         return
-    packed: PackedWeight | None = None if entry.type.name in TORCH else file.weight(entry.name)
-    rows = file.rows(entry.name)
-    step = max(1, WEIGHTS // max(1, entry.shape[-1] if entry.shape else 1))
-    for start in range(0, rows.shape[0], step):
-        stop = min(start + step, rows.shape[0])
-        if packed is None:
-            yield rows[start:stop]
-        else:
-            yield packed.format.dequantize(packed.cut("N", start, stop), torch.float32)
+    experts = range(entry.shape[0]) if len(entry.shape) == 3 and beside(file, entry) else [None]
+    for expert in experts:
+        packed = file.weight(entry.name, expert)
+        n, k = packed.shape
+        step = max(1, WEIGHTS // k)
+        for start in range(0, n, step):
+            yield packed.format.dequantize(packed.cut("N", start, min(start + step, n)), torch.float32)

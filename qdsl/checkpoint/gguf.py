@@ -325,15 +325,16 @@ class GgufFile:
         columns = entry.type.row_bytes(entry.shape[-1] if entry.shape else 1) // dtype.itemsize
         return flat.view(math.prod(entry.shape[:-1]), columns)
 
-    def weight(self, name: str) -> PackedWeight:
+    def weight(self, name: str, expert: int | None = None) -> PackedWeight:
         """A tensor of floats as a weight of the format that ships for its type, not copied: [N, K] with N as in `rows`.
 
-        K is the length of the rows that are stored, also where the model has another shape.  Raises CheckpointError as `entry`
-        does, and for a type that no format has.
+        K is the length of the rows that are stored, also where the model has another shape.  expert: of experts' weights
+        [E, N, K], this one's alone, as those need whose scales beside them differ (NVFP4).  Raises CheckpointError as `entry`
+        does, for a type that no format has, and for tensors that do not fit together.
         """
         from qdsl.checkpoint.gguf_weights import wrapped
 
-        return wrapped(self, self.entry(name))
+        return wrapped(self, self.entry(name), expert)
 
 
 def _split(header: Header, path: Path) -> tuple[int, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pkgutil
 from functools import cache
 from importlib import import_module
@@ -29,8 +28,8 @@ def module_of(type: str) -> ModuleType | None:
     return None
 
 
-def wrapped(file: GgufFile, entry: GgufTensor) -> PackedWeight:
-    """A tensor as a weight, with those beside it that its format needs: as `name.scale` beside `name.weight`.
+def wrapped(file: GgufFile, entry: GgufTensor, expert: int | None) -> PackedWeight:
+    """A tensor, or one expert's part of it, as a weight, with the tensors beside it that its format needs.
 
     Raises CheckpointError where no format is there for its type, and where the tensors do not fit together.
     """
@@ -40,11 +39,17 @@ def wrapped(file: GgufFile, entry: GgufTensor) -> PackedWeight:
     module = module_of(entry.type.name)
     if module is None:
         raise CheckpointError(f"{where}: {entry.type.name} is not the type of a weight")
-    tensors = {_names(module)[0]: file.rows(entry.name)}
-    tensors |= {key: file.tensor(name) for key, name in beside(file, entry).items()}
-    shape = (math.prod(entry.shape[:-1]), entry.shape[-1] if entry.shape else 1)
+    rows = file.rows(entry.name)
+    others = {key: file.tensor(name) for key, name in beside(file, entry).items()}
+    if expert is not None:
+        if len(entry.shape) != 3 or not 0 <= expert < entry.shape[0]:
+            raise CheckpointError(f"{where}: {list(entry.shape)} has no expert {expert}")
+        rows = rows.view(*entry.shape[:2], -1)[expert]
+        others = {key: each[expert] if each.shape == entry.shape[:1] else each for key, each in others.items()}
+    columns = entry.shape[-1] if entry.shape else 1
     try:
-        packed: PackedWeight = module.wrap(tensors, shape=shape, storage=module.SPEC.storages[0])
+        packed: PackedWeight = module.wrap({_names(module)[0]: rows, **others}, shape=(rows.shape[0], columns),
+                                           storage=module.SPEC.storages[0])
     except FormatError as error:
         raise CheckpointError(f"{where}: {error}") from None
     return packed
