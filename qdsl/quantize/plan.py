@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qdsl.checkpoint.contents import escaped
 from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.safetensors import shown
 from qdsl.quantize import QuantizeError
 from qdsl.quantize.imatrix import Imatrix
 from qdsl.quantize.mixes import Options, Tensor, requires_imatrix
+from qdsl.quantize.quality import Sums
 from qdsl.quantize.source import Source
 
 QUANTIZATION_VERSION = 2                                         # ggml's, of the blocks' layouts
@@ -57,6 +59,11 @@ class Plan:
     @property
     def weights(self) -> int:
         return sum(step.weights for step in self.steps)
+
+    def bits(self, steps: Sequence[Step]) -> float | None:
+        """Bits per weight of some of the tensors."""
+        weights = sum(step.weights for step in steps)
+        return 8 * sum(step.nbytes for step in steps) / weights if weights else None
 
     def by_type(self) -> dict[str, list[Step]]:
         """Tensors by their new type, the type of most bytes first."""
@@ -116,16 +123,36 @@ def _cut(text: str) -> str:
     return text.encode()[:TEXT_LIMIT].decode(errors="ignore")
 
 
-def data(found: Plan, path: Path) -> dict[str, Any]:
-    """The plan for a program."""
-    return {"file": str(path), "nbytes": found.nbytes, "weights": found.weights, "notes": list(found.notes),
-            "bits_per_weight": 8 * found.nbytes / found.weights if found.weights else None,
-            "types": [_sum(type, steps) for type, steps in found.by_type().items()],
-            "tensors": [{"name": step.tensor.name, "shape": list(step.tensor.shape), "from": step.tensor.type, "type": step.type,
-                         "nbytes": step.nbytes} for step in found.steps]}
+def data(found: Plan, path: Path, costs: Mapping[str, Sums] | None = None) -> dict[str, Any]:
+    """The plan for a program; costs: what each tensor's new type cost, once that is known."""
+    known = costs or {}
+    tensors = [{"name": step.tensor.name, "shape": list(step.tensor.shape), "from": step.tensor.type, "type": step.type,
+                "nbytes": step.nbytes, **(known[step.tensor.name].data() if step.tensor.name in known else {})}
+               for step in found.steps]
+    return {"file": str(path), "nbytes": found.nbytes, "weights": found.weights, "bits_per_weight": found.bits(found.steps),
+            "notes": list(found.notes), "types": [_sum(found, type, known) for type in found.by_type()], "tensors": tensors}
 
 
-def _sum(type: str, steps: list[Step]) -> dict[str, Any]:
-    weights, nbytes = sum(step.weights for step in steps), sum(step.nbytes for step in steps)
-    return {"type": type, "tensors": len(steps), "weights": weights, "nbytes": nbytes,
-            "bits_per_weight": 8 * nbytes / weights if weights else None}
+def _sum(found: Plan, type: str, costs: Mapping[str, Sums]) -> dict[str, Any]:
+    steps = found.by_type()[type]
+    changed = [costs[step.tensor.name] for step in steps if step.tensor.name in costs]
+    return {"type": type, "tensors": len(steps), "weights": sum(step.weights for step in steps),
+            "nbytes": sum(step.nbytes for step in steps), "bits_per_weight": found.bits(steps),
+            **(sum(changed, Sums()).data() if changed else {})}
+
+
+def tables(report: Mapping[str, Any]) -> list[list[list[str]]]:
+    """What `data` gives as texts: a table of tensors and one of types, each with its heads first."""
+    ends = {"snr_db": "SNR dB", "weighted_snr_db": "weighted"}
+    keys = [key for key in ends if any(key in each for each in report["types"])]
+
+    def last(row: Mapping[str, Any]) -> list[str]:
+        ratios = ["" if key not in row else "exact" if row[key] is None else f"{row[key]:.1f}" for key in keys]
+        return [f"{row['nbytes'] / (1 << 20):.2f}", *ratios]
+
+    heads = ["MiB", *(ends[key] for key in keys)]
+    tensors = [[escaped(each["name"]), " x ".join(map(str, each["shape"])), each["from"], each["type"], *last(each)]
+               for each in report["tensors"]]
+    types = [[each["type"], str(each["tensors"]), str(each["weights"]), f"{each['bits_per_weight'] or 0:.3f}", *last(each)]
+             for each in report["types"]]
+    return [[["tensor", "shape", "from", "to", *heads], *tensors], [["type", "tensors", "weights", "bits", *heads], *types]]

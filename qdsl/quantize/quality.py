@@ -31,7 +31,8 @@ class Sums:
         """Decibels, None where nothing was lost; weighted_error is ggml's, and there where an importance matrix is."""
         found = {"snr_db": decibels(self.signal, self.noise)}
         if self.weighted_signal:
-            found |= {"weighted_snr_db": decibels(self.weighted_signal, self.weighted_noise), "weighted_error": self.weighted_noise}
+            found["weighted_snr_db"] = decibels(self.weighted_signal, self.weighted_noise)
+            found["weighted_error"] = self.weighted_noise
         return found
 
 
@@ -57,10 +58,6 @@ def measured(weight: Tensor, stored: Tensor, importance: Tensor | None = None) -
     groups = squares.view(weight.shape[0], -1, GROUP if columns % GROUP == 0 else columns)
     matter = importance.double() * torch.sqrt(groups.mean(2, keepdim=True) + groups).view_as(squares)
     return Sums(*found, float((matter * squares).sum()), float((matter * noise).sum()))
-
-
-def shown(ratio: float | None) -> str:
-    return "exact" if ratio is None else f"{ratio:.1f}"
 
 
 def svg(title: str, tensors: Sequence[Mapping[str, Any]]) -> str:

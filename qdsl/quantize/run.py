@@ -9,7 +9,7 @@ import math
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -80,17 +80,18 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
 
 def _check(plan: Plan, options: Options, imatrix: Imatrix | None) -> None:
     """All that can be known before the first weight."""
-    for type in plan.by_type():
-        module = None if type in TORCH else module_of(type)
-        if any(step.type == type and not step.copied for step in plan.steps) and type not in TORCH:
-            if module is None or module.FORMAT.variant(module.FORMAT.complete({})).encode is None:
-                raise QuantizeError(f"there is no quantizer for {type} yet")
-            storage = module.FORMAT.variant(module.FORMAT.complete({})).storages[module.SPEC.storages[0]]
-            if len(storage.tensors) > 1:
-                raise QuantizeError(f"{type} needs a tensor beside each, {list(storage.tensors)[1]}, which no mix writes")
     if missing := without_imatrix(plan.steps, options, imatrix):
-        raise QuantizeError(f"tensor {shown(missing[0].tensor.name)} would be garbage as {missing[0].type}: it needs an importance "
-                            "matrix, given with --imatrix" + (", which has nothing of this tensor" if imatrix else ""))
+        known = f"{imatrix.path} has nothing of it" if imatrix else "give one with --imatrix"
+        raise QuantizeError(f"tensor {shown(missing[0].tensor.name)} would be garbage as {missing[0].type} without an importance "
+                            f"matrix: {known}")
+    for type in sorted({step.type for step in plan.steps if not step.copied} - TORCH.keys()):
+        module = module_of(type)
+        variant = None if module is None else module.FORMAT.variant(module.FORMAT.complete({}))
+        if module is None or variant is None or variant.encode is None:
+            raise QuantizeError(f"there is no quantizer for {type} yet")
+        others = list(variant.storages[module.SPEC.storages[0]].tensors)[1:]
+        if others:
+            raise QuantizeError(f"{type} needs another tensor beside each, {others[0]}, which is not written")
 
 
 def _tasks(step: Step, imatrix: Imatrix | None) -> Iterator[Task]:
@@ -106,7 +107,7 @@ def _tasks(step: Step, imatrix: Imatrix | None) -> Iterator[Task]:
             yield Task(tensor.name, step.type, start, min(start + size, first + rows), None if known is None else known[expert])
 
 
-def _results(tasks: list[Task], source: Source, jobs: int) -> Iterator[tuple[Buffer, Sums]]:
+def _results(tasks: list[Task], source: Source, jobs: int) -> Generator[tuple[Buffer, Sums], None, None]:
     """The tasks' bytes and costs in their order, a few ahead of the one that is asked for."""
     jobs = min(jobs, len(tasks))
     if jobs <= 1:
@@ -154,7 +155,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def encode(source: Source, task: Task) -> tuple[Buffer, Sums]:
-    """Some rows in their new type, as bytes, and what that cost.  Raises QuantizeError with the place of a weight that cannot be."""
+    """Some rows in their new type, as bytes, and what that cost.  Raises QuantizeError with the place of a wrong weight."""
     weight = source.rows(task.name, task.start, task.stop).float()
     _check_finite(weight, source, task.name, task.start)
     if task.type in TORCH:

@@ -77,7 +77,7 @@ class Gguf:
         self.file = GgufFile(path)
         self.path = path
         self.paths = self.file.paths
-        self.given = None
+        self.given: str | None = None
         self.metadata = self.file.metadata.stored()
         self.tensors = {name: Tensor(name, self.file.entry(name).shape, self.file.entry(name).type.name)
                         for name in self.file.tensors}
@@ -105,8 +105,13 @@ class Gguf:
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         import torch
 
+        from qdsl.checkpoint.gguf_weights import beside
+
         if self.tensors[name].type in TORCH:
             return self.file.rows(name)[start:stop]
+        if others := beside(self.file, self.file.entry(name)):
+            raise QuantizeError(f"{self.path}: tensor {shown(name)}: with {shown(next(iter(others.values())))} beside it, it is "
+                                "not quantized again")
         packed = self.file.weight(name)
         return packed.format.dequantize(packed.cut("N", start, stop), torch.float32)
 
