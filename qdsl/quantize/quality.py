@@ -49,15 +49,17 @@ def measured(weight: Tensor, stored: Tensor, importance: Tensor | None = None) -
     """
     import torch
 
-    exact, error = weight.double(), stored.double() - weight.double()
-    squares, noise = exact.square(), error.square()
-    found = (float(squares.sum()), float(noise.sum()))
-    if importance is None:
+    def squared(values: Tensor) -> float:
+        return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+    error = stored - weight
+    found = (squared(weight), squared(error))
+    if importance is None or not weight.numel():
         return Sums(*found)
     columns = weight.shape[1]
-    groups = squares.view(weight.shape[0], -1, GROUP if columns % GROUP == 0 else columns)
-    matter = importance.double() * torch.sqrt(groups.mean(2, keepdim=True) + groups).view_as(squares)
-    return Sums(*found, float((matter * squares).sum()), float((matter * noise).sum()))
+    groups = weight.square().view(weight.shape[0], -1, GROUP if columns % GROUP == 0 else columns)
+    matter = (importance * torch.sqrt(groups.mean(2, keepdim=True) + groups).view_as(weight)).sqrt_()
+    return Sums(*found, squared(matter * weight), squared(matter * error))
 
 
 def svg(title: str, tensors: Sequence[Mapping[str, Any]]) -> str:
