@@ -13,8 +13,9 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -134,8 +135,17 @@ _there: list[Source] = []                                        # what a proces
 
 def _start(path: Path, architecture: str | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)                 # the process that asked hears of it, and ends this one
+    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _there.append(open_source(path, architecture))
+
+
+def _end_with_parent() -> None:
+    """Where it was killed, nobody else would say that the work is over."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_there(task: Task) -> tuple[bytes, Sums]:
