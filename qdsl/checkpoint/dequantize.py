@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdsl.checkpoint.ggml_types import TORCH
+from qdsl.checkpoint.ggml_types import TORCH, WEIGHTLESS
 from qdsl.checkpoint.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.gguf_weights import beside
 from qdsl.checkpoint.safetensors import Buffer, CheckpointError, Chunks, bytes_of, shown, write_chunks
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 WEIGHTS = 1 << 22                                                # of one piece: 16 MiB of floats
-_KEPT = ("F64", "I8", "I16", "I32", "I64")                       # written as they are
 
 
 def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], dtype: str = "f32") -> dict[str, Any]:
@@ -36,7 +35,7 @@ def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], d
 
 
 def _chunks(file: GgufFile, entry: GgufTensor, dtype: str) -> Chunks:
-    if entry.type.name in _KEPT or entry.type.name == DTYPES[dtype]:
+    if entry.type.name in WEIGHTLESS or entry.type.name == DTYPES[dtype]:
         return Chunks(entry.type.name, entry.logical_shape, [file.data(entry.name)])
     return Chunks(DTYPES[dtype], entry.logical_shape, _rounded(file, entry, dtype))
 

@@ -75,6 +75,7 @@ REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
 # Types whose elements are numbers of torch's own, and what torch calls them.
 TORCH = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
          "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}
+WEIGHTLESS = ("F64", "I8", "I16", "I32", "I64")                   # what is stored in these is no weight
 
 
 def type_of(id: int) -> GgmlType:

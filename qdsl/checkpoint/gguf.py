@@ -106,8 +106,7 @@ def _count(cursor: Cursor, what: str, least: int, limit: int) -> int:
     if count > limit:
         raise cursor.fail(f"{count} {what} are over the limit of {limit}", cursor.place - 8)
     if count > (cursor.end - cursor.place) // least:
-        raise cursor.fail(f"{count} {what} take {least} bytes each at least, but {cursor.end - cursor.place} follow",
-                          cursor.place - 8)
+        raise cursor.fail(f"{count} {what} take {least} bytes each at least, but {cursor.left()}", cursor.place - 8)
     return count
 
 

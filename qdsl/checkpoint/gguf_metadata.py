@@ -115,12 +115,16 @@ class Cursor:
     def fail(self, what: str, place: int | None = None) -> CheckpointError:
         return CheckpointError(f"{self.path}: byte {self.place if place is None else place}: {what}")
 
+    def left(self) -> str:
+        """How many bytes there are still, for messages."""
+        rest = self.end - self.place
+        return f"{rest} follow" if self.end == len(self.data) else f"{rest} are left of the {HEADER_LIMIT} of a header"
+
     def skip(self, count: int, what: str) -> int:
         """Step over `count` bytes; where they begin."""
         start = self.place
         if count > self.end - start:
-            left = "follow" if self.end == len(self.data) else f"are left of the {HEADER_LIMIT} that a header may take"
-            raise self.fail(f"{what} of {count} bytes, but {self.end - start} {left}")
+            raise self.fail(f"{what} of {count} bytes, but {self.left()}")
         self.place = start + count
         return start
 
@@ -145,7 +149,7 @@ class Cursor:
         """Step over `count` elements of an array, or over a value that is none."""
         size = _SIZES.get(element, 8)                            # of a string: its length alone
         if count > (self.end - self.place) // size:
-            raise self.fail(f"{count} {element} take {size} bytes each at least, but {self.end - self.place} follow")
+            raise self.fail(f"{count} {element} take {size} bytes each at least, but {self.left()}")
         if element == "string":
             self._skip_strings(count)
         else:

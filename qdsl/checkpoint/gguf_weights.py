@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import qdsl.generated
-from qdsl.checkpoint.ggml_types import TORCH
+from qdsl.checkpoint.ggml_types import TORCH, WEIGHTLESS
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def wrapped(file: GgufFile, entry: GgufTensor, expert: int | None) -> PackedWeig
     from qdsl.runtime.packed import FormatError
 
     where = f"{file.paths[entry.shard]}: tensor {shown(entry.name)}"
-    module = module_of(entry.type.name)
+    module = None if entry.type.name in WEIGHTLESS else module_of(entry.type.name)
     if module is None:
         raise CheckpointError(f"{where}: {entry.type.name} is not the type of a weight")
     rows = file.rows(entry.name)

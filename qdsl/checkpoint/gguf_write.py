@@ -55,7 +55,7 @@ def write(path: str | os.PathLike[str], metadata: Mapping[str, Value], tensors: 
 def _check_names(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], path: Path) -> None:
     architecture = metadata["general.architecture"].decoded() if "general.architecture" in metadata else None
     for tensor in tensors:
-        length = len(tensor.name.encode())
+        length = len(_encoded(tensor.name, path))
         if length > NAME_LIMIT and architecture not in DIFFUSION:
             raise CheckpointError(f"{path}: tensor {shown(tensor.name)}: a name of {length} bytes; readers of architecture "
                                   f"{shown(str(architecture))} take {NAME_LIMIT}")
@@ -68,13 +68,13 @@ def _header(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], path: P
             raise CheckpointError(f"{path}: tensor {shown(tensor.name)}: {tensor.type.name} {list(tensor.shape)} is not stored")
     alignment = alignment_of(metadata, path)
     parts = [MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
-    parts += [_text(key) + value.stored() for key, value in metadata.items()]
+    parts += [_text(key, path) + value.stored() for key, value in metadata.items()]
     place = 0
     sizes = []
     for tensor in tensors:
         row = tensor.shape[-1] if tensor.shape else 1
         dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
-        parts.append(_text(tensor.name) + dims + struct.pack("<IQ", tensor.type.id, place))
+        parts.append(_text(tensor.name, path) + dims + struct.pack("<IQ", tensor.type.id, place))
         size = math.prod(tensor.shape[:-1]) * tensor.type.row_bytes(row)
         sizes.append(size)
         place += -(-size // alignment) * alignment
@@ -87,6 +87,13 @@ def _header(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], path: P
     return header, sizes, alignment
 
 
-def _text(text: str) -> bytes:
-    data = text.encode()
+def _text(text: str, path: Path) -> bytes:
+    data = _encoded(text, path)
     return struct.pack("<Q", len(data)) + data
+
+
+def _encoded(text: str, path: Path) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path}: {shown(text)}: half of a surrogate pair") from None
