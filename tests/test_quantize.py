@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from qdsl import cli
 from qdsl.checkpoint import safetensors
 from qdsl.checkpoint.gguf import GgufFile
 from qdsl.cli import app
@@ -29,36 +31,11 @@ from qdsl.quantize.mixes import MIXES, Model, Options, Tensor
 from qdsl.quantize.plan import plan
 from qdsl.quantize.source import open_source
 from tests.support.formats import ROOT
-from tests.support.models import Made
+from tests.support.models import Made, weights, written
 
 DENSE = Made(Model("llama", 2, 4, 2), 256, 512)
 EXPERTS = Made(Model("llama", 1, 4, 4, 3), 64, 96, tied=True)
 PLAIN = ("--type", "q4_0", "--output-tensor-type", "q8_0")        # types that need no search
-
-
-def weights(made: Made, seed: int = 0) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(seed)
-    return {tensor.name: (draw.standard_normal(tensor.shape) * 0.02).astype(np.float32 if tensor.type == "F32" else np.float16)
-            for tensor in made.tensors("F16", vocabulary=48)}
-
-
-def written(path: Path, made: Made, tensors: Mapping[str, np.ndarray] | None = None, architecture: str | None = None) -> Path:
-    """A model in a GGUF file, as other software writes it."""
-    name = architecture or made.model.architecture
-    writer = gguf.GGUFWriter(path, name)
-    writer.add_block_count(made.model.layers)
-    writer.add_head_count(made.model.heads)
-    writer.add_head_count_kv(made.model.heads_kv)
-    writer.add_expert_count(made.model.experts)
-    writer.add_file_type(1)
-    writer.add_array("tokenizer.ggml.tokens", ["a", "b", "ü"])
-    for key, tensor in (weights(made) if tensors is None else tensors).items():
-        writer.add_tensor(key, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture
@@ -450,6 +427,22 @@ def test_language_models_become_gguf_files_first(folder: Path) -> None:
     other = checkpoint(folder / "other.safetensors", {"img_in.weight": torch.zeros(8, 8, dtype=torch.uint8)})
     assert "tensor 'img_in.weight': U8 cannot be stored in a GGUF file" in refused(other, "-t", "q8_0", "--arch", "flux")
     assert "no architecture 'fluxx' of diffusion models" in refused(other, "-t", "q8_0", "--arch", "fluxx")
+
+
+# On a terminal
+
+
+def test_progress_is_a_line_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with cli._progress(200) as tell:
+        tell(50, "a")
+    assert shown.getvalue() == ""
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    with cli._progress(200) as tell:
+        tell(50, "a\x1b")
+        tell(200, "b")
+    assert shown.getvalue() == "\r\x1b[K 25%  'a\\x1b'\r\x1b[K100%  'b'\r\x1b[K"
 
 
 # The report

@@ -1,8 +1,13 @@
-"""Tensor lists of language models as they stand in files, made up from a few numbers."""
+"""Language models made up from a few numbers: their tensor lists, as they stand in files, and small ones as files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import gguf
+import numpy as np
 
 from qdsl.quantize.mixes import Model, Tensor
 
@@ -51,3 +56,29 @@ MODELS = {
     "qwen3, 28 layers, 2 heads to a value": Made(Model("qwen3", 28, 16, 8), 1024, 3072),
     "qwen3moe, 128 experts": Made(Model("qwen3moe", 48, 32, 4, 128), 2048, 768),
 }
+
+
+def weights(made: Made) -> dict[str, np.ndarray]:
+    """Small weights of a small model: matrices in F16, vectors in F32."""
+    draw = np.random.default_rng(0)
+    return {tensor.name: (draw.standard_normal(tensor.shape) * 0.02).astype(np.float32 if tensor.type == "F32" else np.float16)
+            for tensor in made.tensors("F16", vocabulary=48)}
+
+
+def written(path: Path, made: Made, tensors: Mapping[str, np.ndarray] | None = None, architecture: str | None = None) -> Path:
+    """A model in a GGUF file, as other software writes it."""
+    name = architecture or made.model.architecture
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_block_count(made.model.layers)
+    writer.add_head_count(made.model.heads)
+    writer.add_head_count_kv(made.model.heads_kv)
+    writer.add_expert_count(made.model.experts)
+    writer.add_file_type(1)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b", "ü"])
+    for key, tensor in (weights(made) if tensors is None else tensors).items():
+        writer.add_tensor(key, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
