@@ -389,7 +389,8 @@ def test_five_dimensions_and_leading_ones(folder: Path) -> None:
     tensors = {"patch_embedding.weight": drawn(32, 16, 1, 2, 2), "blocks.0.modulation": drawn(1, 6, 512),
                "blocks.0.self_attn.norm_q.weight": drawn(64), "text_embedding.2.weight": drawn(64, 64),
                "head.modulation": drawn(1, 2, 64), "blocks.0.ffn.2.weight": drawn(1, 64, 64), "pad": drawn(1, 2048)}
-    found = report(checkpoint(folder / "wan.safetensors", tensors), "-t", "q4_0", "--tensor-type", "ffn=q8_0", "-o", "wan.gguf")
+    found = report(checkpoint(folder / "wan.safetensors", tensors), "-t", "q4_0", "--tensor-type", "blocks|patch|pad=q8_0",
+                   "-o", "wan.gguf")
     types = {each["name"]: each["type"] for each in found["tensors"]}
     assert types == {"patch_embedding.weight": "F32", "blocks.0.modulation": "F32", "blocks.0.self_attn.norm_q.weight": "F32",
                      "text_embedding.2.weight": "BF16", "head.modulation": "F32", "blocks.0.ffn.2.weight": "Q8_0", "pad": "F32"}
@@ -426,6 +427,9 @@ def test_language_models_become_gguf_files_first(folder: Path) -> None:
         assert "a language model; make a GGUF file of it first" in refused(each, "-t", "q8_0")
     other = checkpoint(folder / "other.safetensors", {"img_in.weight": torch.zeros(8, 8, dtype=torch.uint8)})
     assert "tensor 'img_in.weight': U8 cannot be stored in a GGUF file" in refused(other, "-t", "q8_0", "--arch", "flux")
+    checkpoint(other, {"transformer_blocks.0.attn.norm_added_k.weight": drawn(64)})
+    message = "has a tensor 'transformer_blocks.0.attn.norm_added_k.weight', which flux has not"
+    assert message in refused(other, "-t", "q8_0", "--arch", "flux")
     assert "no architecture 'fluxx' of diffusion models" in refused(other, "-t", "q8_0", "--arch", "fluxx")
 
 

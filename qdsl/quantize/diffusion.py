@@ -16,6 +16,7 @@ from qdsl.quantize import QuantizeError
 from qdsl.quantize.mixes import Choice, Options, Tensor, is_kept, place_of
 
 PREFIX = "model.diffusion_model."                                # of a file that holds other models too
+FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")     # as GGUF and safetensors call them
 SMALL = 1024                                                     # so few elements are not worth a smaller type
 RESHAPED = 512                                                   # elements from which rows of 256 are made
 
@@ -129,7 +130,7 @@ def _choice(architecture: Architecture, tensor: Tensor, options: Options, seen: 
     name = tensor.name.removeprefix(PREFIX)
     if default is None:
         return Choice(tensor.type, tensor.type)
-    named = options.override(tensor.name)
+    named = None if _is_float32(architecture, name, tensor) else options.override(tensor.name)
     if named is None and _stays(architecture, name, tensor):
         type = tensor.type if from_gguf else _plain(architecture, name, tensor)
         return Choice(type, type)
@@ -153,19 +154,19 @@ def _role(name: str) -> str:
 
 
 def _stays(architecture: Architecture, name: str, tensor: Tensor) -> bool:
-    """Whether a tensor is not quantized: all but matrices, and what little there is at both ends of a model."""
-    return is_kept(tensor) or tensor.rank != 2 or math.prod(tensor.shape) <= SMALL or name in architecture.whole \
-        or any(part in name for part in (*architecture.kept, *architecture.exact))
+    """Whether a tensor is quantized only where a user says so: all but matrices, and what little is at both ends of a model."""
+    return _is_float32(architecture, name, tensor) or is_kept(tensor) or tensor.rank != 2 or name in architecture.whole \
+        or any(part in name for part in architecture.kept)
+
+
+def _is_float32(architecture: Architecture, name: str, tensor: Tensor) -> bool:
+    """Vectors, convolutions over video, what is small, and what readers do not expect in other types."""
+    return tensor.rank < 2 or len(tensor.shape) > 4 or math.prod(tensor.shape) <= SMALL \
+        or any(part in name for part in architecture.exact)
 
 
 def _plain(architecture: Architecture, name: str, tensor: Tensor) -> str:
-    """The type of a tensor that is not quantized: float32 where that is small or asked for, else 16 bits."""
+    """The type of a tensor that is not quantized."""
     if tensor.type not in FLOATS:
         return tensor.type
-    if tensor.rank < 2 or len(tensor.shape) > 4 or math.prod(tensor.shape) <= SMALL \
-            or any(part in name for part in architecture.exact):
-        return "F32"
-    return "BF16" if tensor.type == "BF16" else "F16"
-
-
-FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")     # as GGUF and safetensors call them
+    return "F32" if _is_float32(architecture, name, tensor) else "BF16" if tensor.type == "BF16" else "F16"

@@ -37,9 +37,8 @@ class Sums:
 
 
 def decibels(signal: float, noise: float) -> float | None:
-    if noise == 0.0:
-        return None
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    """None without noise.  Never infinite: JSON has no word for that."""
+    return None if noise == 0.0 else 10 * math.log10(max(signal, 5e-324) / noise)
 
 
 def measured(weight: Tensor, stored: Tensor, importance: Tensor | None = None) -> Sums:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
-from qdsl.checkpoint.gguf import ORIG_SHAPE, GgufFile
+from qdsl.checkpoint.gguf import ORIG_SHAPE, SPLIT, GgufFile
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.gguf_write import DIFFUSION
 from qdsl.checkpoint.safetensors import shown
@@ -78,7 +78,7 @@ class Gguf:
         self.path = path
         self.paths = self.file.paths
         self.given: str | None = None
-        self.metadata = self.file.metadata.stored()
+        self.metadata = {key: value for key, value in self.file.metadata.stored().items() if key not in SPLIT}
         self.tensors = {name: Tensor(name, self.file.entry(name).shape, self.file.entry(name).type.name)
                         for name in self.file.tensors}
 
@@ -150,6 +150,8 @@ class Safetensors:
         if found not in diffusion.ARCHITECTURES:
             raise QuantizeError(f"no architecture '{found}' of diffusion models: expected one of "
                                 f"{', '.join(diffusion.ARCHITECTURES)}")
+        if wrong := [name for name in diffusion.ARCHITECTURES[found].not_with if name in names]:
+            raise QuantizeError(f"{self.path}: has a tensor {shown(wrong[0])}, which {found} has not in the form that is read")
         return found
 
     def choices(self, options: Options) -> dict[str, Choice]:
