@@ -208,6 +208,10 @@ def test_each_expert_has_its_own_importance(folder: Path) -> None:
     assert not parts[1].equal(q4_0.quantize(original[1]).tensors["blocks"])
     weighted = {each["name"] for each in found["tensors"] if "weighted_snr_db" in each}
     assert weighted == {name}
+    assert found["notes"] == ["i.gguf has nothing of 6 tensors, the first 'blk.0.attn_k.weight'"]
+    message = "importance of 'blk.0.ffn_up_exps.weight': 192 values, the tensor needs 256"
+    assert message in refused(written(folder / "other.gguf", DENSE, {name: np.ones((8, 256), np.float16)}), "-t", "q4_0",
+                              "--imatrix", "i.gguf", "--dry-run")
     with GgufFile("out.gguf") as file:
         assert file.rows(name).equal(torch.cat(parts))
         assert [file.metadata[f"quantize.imatrix.{key}"] for key in ("file", "dataset", "entries_count", "chunks_count")] \

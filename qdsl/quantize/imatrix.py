@@ -45,22 +45,31 @@ class Imatrix:
     datasets: tuple[str, ...] = ()
     chunks: int = 0
 
+    def entry(self, tensor: Tensor) -> Entry | None:
+        """What is known of a tensor.  Raises CheckpointError with its name for an entry of another length."""
+        entry = self.entries.get(tensor.name)
+        wanted = tensor.experts * tensor.columns
+        if entry is None or entry.sums.nbytes == 4 * wanted:
+            return entry
+        if tensor.name in EMBEDDINGS:
+            return None                                          # it has counted tokens there
+        each = f" for each of {tensor.experts} experts" if tensor.experts > 1 else ""
+        raise CheckpointError(f"{self.path}: importance of {shown(tensor.name)}: {entry.sums.nbytes // 4} values, the tensor needs "
+                              f"{tensor.columns}{each}")
+
     def values(self, tensor: Tensor) -> torch.Tensor | None:
         """The mean squared input of each column, float32 [experts, columns]; None where nothing is known of the tensor.
 
-        Where an expert was never asked all its columns matter alike.  Raises CheckpointError with the tensor's name for an entry
-        of another length, or with values that no sum of squares can have.
+        Where an expert was never asked all its columns matter alike.  Raises CheckpointError as `entry` does, and for values that
+        no sum of squares can have.
         """
         import torch
 
-        entry = self.entries.get(tensor.name)
-        wanted = tensor.experts * tensor.columns
-        if entry is None or (tensor.name in EMBEDDINGS and entry.sums.nbytes != 4 * wanted):
-            return None                                          # of embeddings it counts tokens
+        entry = self.entry(tensor)
+        if entry is None:
+            return None
         where = f"{self.path}: importance of {shown(tensor.name)}"
-        if entry.sums.nbytes != 4 * wanted:
-            raise CheckpointError(f"{where}: {entry.sums.nbytes // 4} values, the tensor needs {tensor.columns}"
-                                  + (f" for each of {tensor.experts} experts" if tensor.experts > 1 else ""))
+        wanted = tensor.experts * tensor.columns
         sums = torch.frombuffer(bytearray(entry.sums), dtype=torch.float32)
         counts = torch.tensor([float(entry.calls or 1)])
         if entry.counts is not None:

@@ -14,7 +14,7 @@ from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.safetensors import shown
 from qdsl.quantize import QuantizeError
 from qdsl.quantize.imatrix import Imatrix
-from qdsl.quantize.mixes import Options, Tensor, requires_imatrix
+from qdsl.quantize.mixes import EMBEDDINGS, OUTPUT, Options, Tensor, requires_imatrix
 from qdsl.quantize.quality import Sums
 from qdsl.quantize.source import Source
 
@@ -74,7 +74,9 @@ class Plan:
 
 
 def plan(source: Source, options: Options, imatrix: Imatrix | None = None, requantize: bool = False) -> Plan:
-    """Raises QuantizeError for what has no type, or would need a new start: quantized weights, unless `requantize`."""
+    """Raises QuantizeError for what has no type and, unless `requantize`, for quantized weights; CheckpointError for importances
+    that do not fit.
+    """
     steps = tuple(Step(source.tensors[name], choice.type, choice.wanted) for name, choice in source.choices(options).items())
     for step in steps:
         type = step.tensor.type
@@ -94,6 +96,11 @@ def _notes(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) -
     missing = without_imatrix(steps, options, imatrix)
     if missing:
         yield f"{len(missing)} tensors need an importance matrix, the first {shown(missing[0].tensor.name)} as {missing[0].type}"
+    if imatrix is not None:
+        unknown = [step.tensor.name for step in steps if step.type not in TORCH and not step.copied
+                   and imatrix.entry(step.tensor) is None and step.tensor.name not in (OUTPUT, *EMBEDDINGS)]
+        if unknown:
+            yield f"{imatrix.path} has nothing of {len(unknown)} tensors, the first {shown(unknown[0])}"
 
 
 def without_imatrix(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) -> list[Step]:
