@@ -290,6 +290,8 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
 
     if out is None and not dry_run:
         _fail("error: say with --out what to write, or give --dry-run", 2)
+    if svg is not None and dry_run:
+        _fail("error: --svg draws what quantizing cost, which a --dry-run does not know", 2)
     with _reported():
         options = mixes.Options(mixes.mix_of(mix), imatrix is not None, pure, leave_output,
                                 output=output_type and mixes.type_named(output_type),
@@ -306,7 +308,7 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
                 costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
                                           tell=tell)
         report = plan.data(planned, file, costs)
-        if svg is not None and costs:
+        if svg is not None:
             from qdsl.files import write_text
 
             write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))

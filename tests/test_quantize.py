@@ -267,6 +267,8 @@ def test_wrong_arguments(folder: Path, arguments: tuple[str, ...], message: str)
 def test_without_anything_to_write(folder: Path) -> None:
     found = quantize(written(folder / "in.gguf", DENSE), "-t", "q8_0")
     assert found.exit_code == 2 and "--out" in found.stderr
+    found = quantize("in.gguf", "-t", "q8_0", "--dry-run", "--svg", "out.svg")
+    assert found.exit_code == 2 and "--svg" in found.stderr
     found = quantize("in.gguf", "-t", "q8_0", "-o", "in.gguf")
     assert found.exit_code == 1 and "in.gguf: the output is the input" in found.stderr
 

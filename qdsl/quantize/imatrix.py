@@ -54,8 +54,8 @@ class Imatrix:
         if tensor.name in EMBEDDINGS:
             return None                                          # it has counted tokens there
         each = f" for each of {tensor.experts} experts" if tensor.experts > 1 else ""
-        raise CheckpointError(f"{self.path}: importance of {shown(tensor.name)}: {entry.sums.nbytes // 4} values, the tensor needs "
-                              f"{tensor.columns}{each}")
+        raise CheckpointError(f"{self.path}: importance of {shown(tensor.name)}: {entry.sums.nbytes // 4} values, the tensor "
+                              f"needs {tensor.columns}{each}")
 
     def values(self, tensor: Tensor) -> torch.Tensor | None:
         """The mean squared input of each column, float32 [experts, columns]; None where nothing is known of the tensor.
