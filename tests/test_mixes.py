@@ -152,6 +152,7 @@ def test_what_stays(name: str) -> None:
     (lambda: mix_of("Q4_K_N"), "no mix 'Q4_K_N': .*did you mean Q4_K_"),
     (lambda: type_named("q4_9"), "no type 'q4_9'"),
     (lambda: type_named("i32"), "no type 'i32' to store weights in"),
+    (lambda: type_named("q8_1"), "no type 'q8_1' to store weights in; did you mean Q"),
     (lambda: override_of("attn_v"), "PATTERN=TYPE"),
     (lambda: override_of("=q4_k"), "PATTERN=TYPE"),
     (lambda: override_of("attn_(=q4_k"), "no regular expression"),

@@ -25,7 +25,7 @@ from qdsl import cli
 from qdsl.checkpoint import safetensors
 from qdsl.checkpoint.gguf import GgufFile
 from qdsl.cli import app
-from qdsl.generated import q4_0, q8_0
+from qdsl.generated import fp8_block, q4_0, q8_0
 from qdsl.quantize import QuantizeError, diffusion, quality, run
 from qdsl.quantize.mixes import MIXES, Model, Options, Tensor
 from qdsl.quantize.plan import plan
@@ -255,13 +255,20 @@ def test_a_weight_that_a_type_cannot_hold(folder: Path) -> None:
 @pytest.mark.parametrize(("arguments", "message"), [
     (("-t", "q4_k_n"), "no mix 'q4_k_n'"),
     (("-t", "q8_0", "--tensor-type", "a=b"), "no type 'b'"),
-    (("-t", "q8_0", "--tensor-type", "attn_v=q8_1"), "there is no quantizer for Q8_1 yet"),
     (("-t", "q8_0", "--arch", "flux"), "says its architecture itself"),
     (("-t", "q8_0", "--imatrix", "in.gguf"), "this is no importance matrix"),
     (("-t", "q8_0", "--imatrix", "none.dat"), "none.dat"),
 ])
 def test_wrong_arguments(folder: Path, arguments: tuple[str, ...], message: str) -> None:
     assert message in refused(written(folder / "in.gguf", DENSE), *arguments)
+
+
+@pytest.mark.parametrize(("module", "message"), [
+    (None, "there is no quantizer for Q8_0 yet"), (fp8_block, "Q8_0 needs another tensor beside each, weight_scale_inv"),
+], ids=["none", "fp8_block"])
+def test_types_that_cannot_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch, module: Any, message: str) -> None:
+    monkeypatch.setattr(run, "module_of", lambda type: module)
+    assert message in refused(written(folder / "in.gguf", DENSE), "-t", "q8_0")
 
 
 def test_without_anything_to_write(folder: Path) -> None:

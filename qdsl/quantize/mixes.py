@@ -48,6 +48,7 @@ _ATTENTION_OUTPUT_OF_8 = (*_LOWEST, "Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_
                           "IQ4_NL", "IQ4_XS")
 _FALLBACK = {**dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
              **dict.fromkeys(("Q2_0", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0"), "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")  # the last two are of what weights are multiplied with
 _IMATRIX_ONLY = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
 
 # What stays as it is: tensors of few rows or few values, of which a small error would spread.
@@ -150,10 +151,11 @@ def mix_of(name: str) -> Mix:
 
 
 def type_named(name: str) -> str:
-    """A type's name as ggml writes it, but in capitals.  Raises QuantizeError for one that no tensor can be given."""
+    """A type's name as ggml writes it, but in capitals.  Raises QuantizeError for one that no weight can be given."""
     upper = name.upper()
-    if upper not in BY_NAME or (upper in TORCH and upper not in ("F32", "F16", "BF16")):
-        near = get_close_matches(upper, BY_NAME, n=1)
+    weights = [type for type in BY_NAME if type not in _NO_WEIGHTS]
+    if upper not in weights:
+        near = get_close_matches(upper, weights, n=1)
         raise QuantizeError(f"no type '{name}' to store weights in" + (f"; did you mean {near[0]}?" if near else ""))
     return upper
 
