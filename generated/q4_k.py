@@ -12,7 +12,7 @@
     gguf: 4.5 bits per weight
     planar: 4.625 bits per weight
 
-Built from the spec q4_k (sha256 b6b16ae16056c384) by qdsl 0.1.0.
+Built from the spec q4_k (sha256 ef419917d816a89d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import kquant_minmax
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes, many, records
 
 
@@ -109,6 +110,15 @@ def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tens
     q = q.unflatten(1, (-1, 8, 32))
     w = torch.mul(d * sc, as_float(q, out), out=out)
     return torch.sub(w, dmin * mn, out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale and min by search for the least error; both in steps of the
+    super-block's largest.  importance: float32 [K].
+    """
+    q, sc, mn, d, dmin = kquant_minmax(weight, code="u4", scale="u6", min="u6", super_scale="f16", super_min="f16",
+            columns=32, super_columns=256, first=-1, step=0.1, steps=20, spread=2, importance=importance)
+    return {"q": q, "sc": sc, "mn": mn, "d": d, "dmin": dmin}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -488,7 +498,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256", "32"))),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -496,7 +506,7 @@ FORMAT = Format(
     source="ggml-common.h block_q4_K", formula="d * sc * q - dmin * mn",
     variants={(): VARIANT},
     detect={"gguf": "Q4_K"},
-    digest="b6b16ae16056c384",
+    digest="ef419917d816a89d",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap
