@@ -2,7 +2,7 @@
 
 Floats of 8 bits and less are sign, exponent and mantissa of the stated widths; `specials` says which patterns are not
 finite: 'ieee' (top exponent: infinities and NaN), 'nan' (all ones: NaN), 'fnuz' (only the pattern of -0: NaN) or 'none'.
-e8m0 and ue4m3 are powers of two and ggml's unsigned E4M3.  Standard library only; torch and Triton forms of the same
+e8m0 and e8m0h are powers of two, ue4m3 is ggml's unsigned E4M3.  Standard library only; torch and Triton forms of the same
 decoders are in qdsl/runtime/numbers.py and are tested against these on every code.
 """
 
@@ -58,6 +58,8 @@ class Number:
             return code
         if self.name == "e8m0":
             return math.nan if code == 255 else math.ldexp(1.0, code - 127)
+        if self.name == "e8m0h":
+            return math.ldexp(1.0, code - 128)
         if self.name == "ue4m3":
             return 0.0 if code == 0x7F else _small_float(code & 0x7F, 4, 3, 7)
         return self._decode_float(code)
@@ -78,16 +80,17 @@ class Number:
         """The code nearest to a finite value, ties to even codes, values past the largest cut to it.
 
         -0.0 keeps its sign where the type has one, and a type without signs gives negative values its smallest code; the
-        powers of two of e8m0 take ties upward, as torch does.
+        powers of two take ties upward, as torch does.
         Raises ValueError for NaN and infinities.
         """
         if not math.isfinite(value):
             raise ValueError(f"{value} has no code in {self.name}")
         if not self.is_float:
             return int(min(max(round(value), self.low), self.high)) & (1 << self.bits) - 1
-        if self.name == "e8m0":
+        if self.mantissa == 0:
             fraction, power = math.frexp(value)                # value = fraction * 2^power, 0.5 <= fraction < 1
-            return min(max(power - (fraction < 0.75), -127), 127) + 127 if value > 0 else 0
+            code = power - (fraction < 0.75) + self.bias
+            return min(max(code, 0), 254 + (self.specials == "none")) if value > 0 else 0
         magnitude = _nearest_code(abs(value) if self.signed else max(value, 0.0), self)
         if self.signed and math.copysign(1.0, value) < 0 and not (self.specials == "fnuz" and magnitude == 0):
             magnitude |= 1 << self.exponent + self.mantissa
@@ -137,6 +140,7 @@ def _floats() -> dict[str, Number]:
     found = {name: Number(name, 1 + e + m, "float", e, m, bias, specials, True, source)
              for name, e, m, bias, specials, source in rows}
     found["e8m0"] = Number("e8m0", 8, "float", 8, 0, 127, "nan", False, "OCP Microscaling, E8M0: 2^(code - 127), 255 is NaN")
+    found["e8m0h"] = Number("e8m0h", 8, "float", 8, 0, 128, "none", False, "ggml MXFP4 scales: half of E8M0, 2^(code - 128)")
     found["ue4m3"] = Number("ue4m3", 8, "float", 4, 3, 7, "none", False,
                             "ggml NVFP4 scales: the magnitude of E4M3, bit 7 ignored, 0x7F is 0")
     return found

@@ -141,7 +141,7 @@ def rounded(name: str, x: np.ndarray) -> np.ndarray:
     size = np.abs(x) if kind.signed else np.maximum(x, 0)
     code = np.searchsorted(middles, size)
     tie = size == np.append(middles, np.inf)[code]
-    code += tie & (code % 2 == 1) if name != "e8m0" else tie     # to even codes; powers of two upward
+    code += tie & (code % 2 == 1) if kind.mantissa else tie       # to even codes; powers of two upward
     if not kind.signed:
         return code
     minus = np.signbit(x) & ((code > 0) | (kind.specials != "fnuz"))
@@ -311,5 +311,5 @@ def test_names_of_types() -> None:
 def test_widths_of_floats() -> None:
     assert {name: kind.bits for name, kind in FLOATS.items()} == {
         "f32": 32, "f16": 16, "bf16": 16, "e3m2": 6, "e2m3": 6, "e2m1": 4,
-        **dict.fromkeys(("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "ue4m3"), 8)}
+        **dict.fromkeys(("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "e8m0h", "ue4m3"), 8)}
     assert all(kind.is_float for kind in FLOATS.values())

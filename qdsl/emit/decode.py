@@ -8,14 +8,15 @@ parameter, a short last block) by how many there are, so one text serves whole a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from qdsl.emit.formula import TORCH, formula, integer_fields, outermost
+from qdsl.emit.formula import TORCH, constant, formula, integer_fields, outermost
+from qdsl.emit.tensors import Unsupported
 from qdsl.ir import index as ix
 from qdsl.ir.index import Index
-from qdsl.ir.program import Field, Program
+from qdsl.ir.program import Field, Program, Value
 from qdsl.passes.samples import divisor_of
 
 
@@ -50,17 +51,22 @@ def decode(programs: Sequence[Program]) -> Decode:
     fields = tuple(program.fields)
     read = [field for field in fields if field.name in {value.name for value in program.values if value.op == "field"}]
     optional = tuple(f.name for f in fields if any(f.name in p.defaults or f.name in p.where for p in programs))
-    rows, columns = (_levels(programs, [*read, *(f for f in fields if f.number is None)], axis) for axis in "nk")
+    lookups = [value for value in program.values if value.op == "table" and len(program.spec.table(value.name).shape) > 1]
+    extents = {program.spec.table(value.name).shape[1] for value in lookups}
+    rows, columns = (_levels(programs, [*read, *(f for f in fields if f.number is None)], axis, extents) for axis in "nk")
     lines = _gathers(fields)
-    prepared = [line for field in read
+    taken = {program.values[value.args[0]].name for value in lookups}
+    prepared = [line for field in read if field.name not in taken
                 for line in _prepare(programs, fields, field, rows, columns, optional)]
     lines += _ordered(prepared)
+    lines += [f"{_rows_name(lookups, value)} = {_rows(program, value, rows, columns)}" for value in lookups]
     deep = (len(rows.blocks), len(columns.blocks))
     if deep != (1, 1):
         digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
                          for axis, letter, levels in ((0, "n", rows), (deep[0], "k", columns)) if len(levels.blocks) > 1)
         lines.insert(len(_gathers(fields)), f"out = out if out is None else out{digits}")
-    lines.append(f"return {_result(program)}{f'.flatten({deep[0]})' if deep[1] > 1 else ''}"
+    names = {f"{value.name}[{program.values[value.args[0]].name}]": _rows_name(lookups, value) for value in lookups}
+    lines.append(f"return {_result(program, names)}{f'.flatten({deep[0]})' if deep[1] > 1 else ''}"
                  f"{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}")
     last = program.values[-1]
     copies = last.name if last.op == "field" else None
@@ -85,11 +91,32 @@ def _ordered(lines: Sequence[str]) -> list[str]:
     return [*ahead, *found]
 
 
-def _result(program: Program) -> str:
+def _rows_name(lookups: Sequence[Value], value: Value) -> str:
+    """What the rows of a table are called that a field chooses: as the table, where it is read once."""
+    once = sum(other.name == value.name for other in lookups) == 1
+    return value.name if once else f"{value.name}_{lookups.index(value)}"
+
+
+def _rows(program: Program, value: Value, rows: Levels, columns: Levels) -> str:
+    """The rows of a table, brought to the common axes: each lies along the levels below its length."""
+    table = program.spec.table(value.name)
+    field = program.field(program.values[value.args[0]].name)
+    block = _block(field, "k")
+    if not columns.fixed or len(rows.blocks) > 1 or block is None:
+        raise Unsupported(f"rows of table '{table.name}' for columns that are not in whole blocks")
+    at, inner = columns.blocks.index(block), columns.blocks.index(Index(table.shape[1]))
+    sizes = [str(a.const // b.const) for a, b in pairwise(columns.blocks)]
+    text = f"{field.name}.unflatten(-1, ({', '.join(['-1', *sizes[:at]])}))" if at else field.name
+    shared = f"[..., {'None, ' * (inner - at)}:]" if inner > at else ""
+    below = f".unflatten(-1, ({', '.join(sizes[inner:])}))" if len(sizes) > inner + 1 else ""
+    return f"{constant(value.name)}[{text}]{shared}{below}"
+
+
+def _result(program: Program, names: Mapping[str, str]) -> str:
     """The formula, its last operation written as a function that can write where the caller wants the weights."""
-    last = outermost(program)
+    last = outermost(program, names)
     if last is None:
-        text = formula(program, TORCH)
+        text = formula(program, TORCH, names)
         return f"{text} if out is None else out.copy_({text})"
     op, operands = last
     function = {"+": "add", "-": "sub", "*": "mul", "/": "div"}[op]
@@ -112,13 +139,15 @@ def _gathered(field: Field) -> str | None:
     return names[0] if names else None
 
 
-def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str) -> Levels:
+def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str, extents: Collection[int]) -> Levels:
     blocks = {block for field in fields if field.number is not None and (block := _block(field, axis)) is not None}
     gathers = [program.defaults.get(name) or program.where.get(name) for program in programs for field in fields
                if axis == "k" and (name := _gathered(field))]
     blocks |= {index.terms[0][0].args[1] for index in gathers if index is not None and index.terms[0][0].op == "div"}
     if gathers and len(blocks) == 1:
         blocks.add(ix.name("block"))
+    if axis == "k" and extents:
+        blocks |= {Index(1), *map(Index, extents)}
     known = [block for block in blocks if block.is_const]
     if len(known) == len(blocks):
         order = tuple(sorted(known, key=lambda block: -block.const))

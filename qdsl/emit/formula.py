@@ -48,6 +48,8 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
         return names.get(value.name, value.name)
     if value.op == "const":
         return repr(value.const) if value.const >= 0 else f"({value.const!r})"
+    if value.op == "table" and len(program.spec.table(value.name).shape) > 1:
+        return row_entry(program, value, dialect, names)
     if value.op == "table":
         return dialect.table(value.name, _text(program, value.args[0], dialect, names, 1 if dialect is TRITON else 0))
     if value.op == "neg":
@@ -62,6 +64,15 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
     level = _LEVEL[value.op]
     body = f"{_text(program, left, dialect, names, level)} {value.op} {_text(program, right, dialect, names, level + 1)}"
     return f"({body})" if around > level else body
+
+
+def row_entry(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str:
+    """An entry of a table of rows.  `names` says what holds the rows in torch, and the column's place in its row in Triton."""
+    columns = program.spec.table(value.name).shape[1]
+    row = program.values[value.args[0]].name
+    if dialect is TORCH:
+        return names.get(f"{value.name}[{row}]", value.name)
+    return dialect.table(value.name, f"{columns} * {names.get(row, row)} + {names[f'k % {columns}']}")
 
 
 def _float_text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str]) -> str:
@@ -82,12 +93,15 @@ def tables(program: Program) -> dict[str, str]:
     return found
 
 
-def outermost(program: Program) -> tuple[str, list[str]] | None:
-    """The last operation of the formula and the texts of its operands; None where the formula is a field."""
+def outermost(program: Program, names: Mapping[str, str]) -> tuple[str, list[str]] | None:
+    """The last operation of the formula and the texts of its operands; None where the formula is a field.
+
+    `names` says what fields, and rows of tables, are called.
+    """
     root = program.values[-1]
     if root.op not in ("+", "-", "*", "/"):
         return None
-    return root.op, [_text(program, arg, TORCH, {}, 0) for arg in root.args]
+    return root.op, [_text(program, arg, TORCH, names, 0) for arg in root.args]
 
 
 def integer_fields(program: Program) -> dict[str, int]:

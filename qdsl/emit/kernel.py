@@ -135,7 +135,15 @@ class Decoder:
         """The formula over variables that hold the fields."""
         names = {field.name: self.field(field) for field in self.program.fields
                  if any(value.op == "field" and value.name == field.name for value in self.program.values)}
+        for value in self.program.values:
+            if value.op == "table" and len(shape := self.program.spec.table(value.name).shape) > 1:
+                names[f"k % {shape[1]}"] = self.column(shape[1])
         return formula(self.program, TRITON, names, around)
+
+    def column(self, columns: int) -> str:
+        """A variable that holds k modulo the length of a table's row."""
+        index = ix.mod(self.coordinate("k"), columns, self.tile.facts)
+        return self.body.add(self.level(index), "column", shown(index))
 
     def coordinate(self, axis: str) -> Index:
         index = self.tile.n if axis == "n" else self.tile.k

@@ -33,13 +33,16 @@ LOCALS = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A field of groups as a kernel reads it: blocks of rows and columns as text ('1' none, '' not subscripted), and bits."""
+    """A field of groups as a kernel reads it: blocks of rows and columns as text ('1' none, '' not subscripted).
+
+    kind: how its numbers are stored, as lanes.number takes it.
+    """
 
     name: str
     tensor: str
     rows: str
     columns: str
-    bits: int
+    kind: str
     optional: str | None
 
     @property
@@ -281,7 +284,13 @@ def _group(program: Program, field: Field, tensor: str) -> Group:
     default = program.defaults.get(field.name)
     default = default if default is not None else program.where.get(field.name)
     return Group(argument(field.name), argument(tensor), found.get("n", ""), found.get("k", ""),
-                 0 if field.number.is_float else field.number.bits, None if default is None else str(default))
+                 _kind(field), None if default is None else str(default))
+
+
+def _kind(field: Field) -> str:
+    """The width of an integer, the name of a float of 8 bits, or 0 for one that Triton has."""
+    assert field.number is not None
+    return str(field.number.bits) if not field.number.is_float else f'"{field.number.name}"' if field.number.bits == 8 else "0"
 
 
 def lanes(program: Program) -> list[str]:
@@ -446,24 +455,24 @@ def _load(made: Plan, group: Group, how: str) -> str:
     if how == "narrow":
         where = "n" if group.rows == "1" else f"narrow.block(n, m, {group.rows}, BN)" if group.rows else "tl.zeros_like(m)"
         return (f"many.of_rows({group.tensor}, {where}, lanes.count(K, {group.columns}), chunk * 128, {group.columns}, "
-                f"{group.bits})")
+                f"{group.kind})")
     head = f"{group.tensor}, {_row_of(group)}, lanes.count(K, {group.columns}), chunk"
     if how == "many":
         where = "n" if group.rows == "1" else f"n // {group.rows or 'N'}"
         return (f"many.of_rows({group.tensor}, {where}, lanes.count(K, {group.columns}), chunk * 128 + u * SIZE, "
-                f"{group.columns}, {group.bits})")
+                f"{group.columns}, {group.kind})")
     if how == "few":
-        return f"lanes.by_group({head}, SIZE, {group.columns}, {group.bits})"
-    return f"lanes.by_column({head}, K, STEP, {group.columns}, {group.bits})"
+        return f"lanes.by_group({head}, SIZE, {group.columns}, {group.kind})"
+    return f"lanes.by_column({head}, K, STEP, {group.columns}, {group.kind})"
 
 
 def _constant(group: Group, many: bool = False) -> str:
     """A field that is the same all along K."""
     if not group.rows:
-        return f"lanes.number(tl.load({group.tensor}), {group.bits})"
+        return f"lanes.number(tl.load({group.tensor}), {group.kind})"
     if many:
-        return f"many.of_rows({group.tensor}, {'n' if group.rows == '1' else f'n // {group.rows}'}, 1, 0, 1, {group.bits})"
-    return f"lanes.of_row({group.tensor}, {_row_of(group)}, {group.bits})"
+        return f"many.of_rows({group.tensor}, {'n' if group.rows == '1' else f'n // {group.rows}'}, 1, 0, 1, {group.kind})"
+    return f"lanes.of_row({group.tensor}, {_row_of(group)}, {group.kind})"
 
 
 def _value(group: Group, text: str) -> list[str]:

@@ -20,6 +20,7 @@ from qdsl.emit.kernels import kernels
 from qdsl.emit.lanes import Plan, plan
 from qdsl.emit.lines import folded, indent, wrapped
 from qdsl.emit.pack import pack_body
+from qdsl.emit.tables import constants
 from qdsl.emit.tensors import Unsupported, is_plain, tensor_dtype
 from qdsl.emit.unpack import unpack_body
 from qdsl.ir.program import Field, Program
@@ -109,9 +110,8 @@ def _body(programs: Sequence[Program]) -> list[str]:
     """Everything of a variant but its header and imports."""
     decoded = decode(programs)
     lines = [f"# -- reference {RULE[:103]}", ""]
-    for table, kind in tables(programs[0]).items():
-        numbers = programs[0].spec.table(table).values
-        lines += ["", *wrapped(f"{constant(table)} = Table(", [_quoted(kind), *map(repr, numbers)], ")"), ""]
+    for line in constants(programs[0]):
+        lines += ["", *line, ""]
     for program in programs:
         lines += ["", *_unpack(program), "", "", *_pack(program), ""]
     lines += ["", *_decode(programs, decoded), ""]

@@ -11,6 +11,7 @@ from qdsl.ir.program import Program
 from qdsl.layout import vector_width
 from qdsl.passes.check_claims import bits_per_weight
 from qdsl.passes.derive_planar import order_name
+from qdsl.spec.model import Table
 
 
 def distinct(programs: Sequence[Program]) -> list[Program]:
@@ -48,7 +49,7 @@ def terminal(programs: Sequence[Program]) -> list[str]:
         kind = kinds[field.name] if field.number else "index"
         lines.append(f"  {field.name:<6} {kind:<10} [{', '.join(field_axes(programs, field))}]")
     for table in spec.tables:
-        lines.append(f"  {table.name}: {', '.join(map(str, table.values))}")
+        lines.append(f"  {table.name}: {_table(table)}")
     for param in spec.params:
         lines.append(f"  {param.name}: one of {', '.join(map(str, param.values))}")
     for program in distinct(programs):
@@ -68,6 +69,13 @@ def terminal(programs: Sequence[Program]) -> list[str]:
     return lines
 
 
+def _table(table: Table) -> str:
+    """All numbers of a short table, how many a long one has."""
+    if len(table.values) <= 32:
+        return ", ".join(map(str, table.values))
+    return f"{' x '.join(map(str, table.shape))} numbers from {min(table.values)} to {max(table.values)}"
+
+
 def data(programs: Sequence[Program]) -> dict[str, Any]:
     """The page as data."""
     spec = programs[0].spec
@@ -75,7 +83,7 @@ def data(programs: Sequence[Program]) -> dict[str, Any]:
     return {
         **summary(programs), "source": spec.origin,
         "params": {param.name.value: list(param.values) for param in spec.params},
-        "tables": {table.name.value: list(table.values) for table in spec.tables},
+        "tables": {table.name.value: {"shape": table.shape, "numbers": table.values} for table in spec.tables},
         "fields": {field.name: {"type": kinds[field.name], "axes": field_axes(programs, field)} for field in programs[0].fields},
         "layouts": [{
             "storage": program.storage, "params": dict(program.params), "bits_per_weight": float(bits_per_weight(program)),

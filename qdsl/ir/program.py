@@ -113,7 +113,8 @@ class Tensor:
 class Value:
     """One step of decode.  `op` is 'field', 'const', 'table', 'neg' or an operator; integers carry their range, f32 has none.
 
-    `index` is what the value varies over; two values meet at the finer of their subscripts.
+    A table of rows has one argument too, the row: the column is k modulo the row's length.  `index` is what the value varies
+    over; two values meet at the finer of their subscripts.
     """
 
     op: str

@@ -14,6 +14,7 @@ from qdsl.ir.index import Index
 from qdsl.ir.program import Program, Value
 from qdsl.numbers import round_to_f32
 from qdsl.spec import grammar as g
+from qdsl.spec.model import Table
 from qdsl.spec.source import Problems, Span, did_you_mean
 
 F32_EXACT = 1 << 24
@@ -31,9 +32,12 @@ def type_decode(program: Program, problems: Problems) -> Program:
     if root is not None and index != (ix.name("n"), ix.name("k")):
         problems.add(program.spec.decode.span, "no field of decode is stored for every weight [n, k]")
     read = {value.name for value in builder.values if value.op == "table"}
+    for table in reversed(program.spec.tables):
+        if table.formula is not None and table.name.value in read:
+            read |= set(g.names(table.formula))
     for table in program.spec.tables:
         if root is not None and table.name.value not in read:
-            problems.add(table.name.span, f"table '{table.name}' is not read by decode")
+            problems.add(table.name.span, f"table '{table.name}' is not read by decode, nor by a table that is")
     return replace(program, values=tuple(builder.values))
 
 
@@ -90,27 +94,46 @@ class _Builder:
         return self.add("field", (), expr.span, name=field.name, range=limits, index=_reach(program, field.index))
 
     def table(self, expr: g.Subscript) -> int | None:
-        """A table's number, by an integer that never leaves the table."""
+        """A table's number, by an integer that never leaves the table; of a table of rows, the column's number in a row."""
         table = next((table for table in self.program.spec.tables if table.name.value == expr.name), None)
         if table is None:
             known = [table.name.value for table in self.program.spec.tables]
             self.problems.add(expr.span, f"unknown table '{expr.name}': fields stand in decode without subscripts"
                                          f"{did_you_mean(expr.name, known)}")
             return None
-        if len(expr.index) != 1:
-            self.problems.add(expr.span, f"a table has one subscript, not {len(expr.index)}")
+        if len(expr.index) != len(table.shape):
+            self.problems.add(expr.span, f"table '{expr.name}' has {len(table.shape)} subscripts, not {len(expr.index)}")
             return None
         arg = self.value(expr.index[0])
-        if arg is None:
+        if arg is None or not self.is_column(expr, table, self.values[arg]):
             return None
         by = self.values[arg]
-        if by.range is None or by.range[0] < 0 or by.range[1] >= len(table.values):
+        if by.range is None or by.range[0] < 0 or by.range[1] >= table.shape[0]:
             runs = "is no integer" if by.range is None else f"runs from {by.range[0]} to {by.range[1]}"
-            self.problems.add(expr.index[0].span, f"table '{expr.name}' has entries 0 to {len(table.values) - 1}, and its "
+            self.problems.add(expr.index[0].span, f"table '{expr.name}' has entries 0 to {table.shape[0] - 1}, and its "
                                                   f"subscript {runs}")
             return None
         limits = (int(min(table.values)), int(max(table.values))) if table.is_int else None
-        return self.add("table", (arg,), expr.span, name=expr.name, range=limits, index=by.index)
+        index = by.index if len(table.shape) == 1 else (*(i for i in by.index if "k" not in i.names()), ix.name("k"))
+        return self.add("table", (arg,), expr.span, name=expr.name, range=limits, index=index)
+
+    def is_column(self, expr: g.Subscript, table: Table, by: Value) -> bool:
+        """Whether a table of rows is read as one: by a field of whole runs of columns, each column at its place in the row."""
+        if len(table.shape) == 1:
+            return True
+        columns = table.shape[1]
+        match expr.index[1]:
+            case g.Binary("%", g.Name("k"), g.Number(value)) if value == columns:
+                pass
+            case other:
+                self.problems.add(other.span, f"a row of '{expr.name}' holds {columns} columns in order: expected k % {columns}")
+                return False
+        blocks = [i.terms[0][0].args[1] for i in by.index if "k" in i.names() and i.terms[0][0].op == "div"]
+        if by.op != "field" or len(blocks) != 1 or not blocks[0].is_const or blocks[0].const % columns:
+            self.problems.add(expr.index[0].span, f"a row of '{expr.name}' is for {columns} columns: expected a field that as "
+                                                  f"many share, [n, k // {columns}]")
+            return False
+        return True
 
     def negate(self, arg: int, span: Span) -> int | None:
         value = self.values[arg]

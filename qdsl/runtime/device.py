@@ -71,6 +71,13 @@ def e8m0(code):
 
 
 @triton.jit
+def e8m0h(code):
+    """float32 of ggml's halves of E8M0: 2^(code - 128), 0 and 1 are subnormal, 255 is a number."""
+    code = code.to(tl.int32)
+    return tl.where(code < 2, 0x00200000 << code, (code - 1) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def ue4m3(code):
     """float32 of ggml's unsigned E4M3: the magnitude of E4M3, bit 7 ignored, 0x7F is 0."""
     code = code.to(tl.int32)

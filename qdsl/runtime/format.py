@@ -263,12 +263,16 @@ class Format:
         return found
 
     def _fields_shape(self, variant: Variant, fields: Mapping[str, Tensor], params: Mapping[str, int | str]) -> tuple[int, int]:
-        """(N, K) of the field that has a value for every weight."""
-        for name, field in variant.fields.items():
-            if [each.text for each in field.axes] == ["N", "K"] and name in fields and fields[name].dim() == 2:
-                return fields[name].shape[0], fields[name].shape[1]
-        full = next(name for name, field in variant.fields.items() if [each.text for each in field.axes] == ["N", "K"])
-        raise FormatError(f"{self.name}: field '{full}' [N, K] is missing; given are {', '.join(fields) or 'none'}")
+        """(N, K) of the field that has a value for every weight, or for runs of columns that are always whole."""
+        telling = {name: field.axes for name, field in variant.fields.items() if [each.dim for each in field.axes] == ["N", "K"]
+                   and all(each.solve(each.words) is not None for each in field.axes)}
+        full = min(telling, key=lambda name: telling[name][1].by({}))
+        if full in fields and fields[full].dim() == 2:
+            n, k = (each.solve(extent) for each, extent in zip(telling[full], fields[full].shape, strict=True))
+            if n is not None and k is not None:
+                return n, k
+        shown = ", ".join(each.text for each in telling[full])
+        raise FormatError(f"{self.name}: field '{full}' [{shown}] is missing; given are {', '.join(fields) or 'none'}")
 
     def _check_field(self, variant: Variant, name: str, value: Tensor, shape: tuple[int, int], sizes: Mapping[str, int],
                      params: Mapping[str, int | str]) -> None:

@@ -13,6 +13,8 @@ once; bfloat16 has 128 + code in the bits of 0x4300 | code.  Products are exact 
 import triton
 import triton.language as tl
 
+from qdsl.runtime import device
+
 
 @triton.jit
 def field(word, at: tl.constexpr, to: tl.constexpr, width: tl.constexpr):
@@ -364,10 +366,17 @@ def spread(upper, lower):
 
 
 @triton.jit
-def number(value, bits: tl.constexpr):
-    """float32 of a stored number; an integer of up to 23 bits enters the mantissa of 2^23, for a cast would be slow."""
-    if bits == 0:
+def number(value, kind: tl.constexpr):
+    """float32 of a stored number: kind 0 is a float that Triton has, a name one of device, else an integer's bits.
+
+    An integer of up to 23 bits enters the mantissa of 2^23, for a cast would be slow.
+    """
+    if kind == 0:
         return value.to(tl.float32)
+    elif kind == "e8m0h":
+        return device.e8m0h(value)
+    elif kind == "ue4m3":
+        return device.ue4m3(value)
     else:
         return (value.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
 
@@ -419,14 +428,14 @@ def shifted(value, base: tl.constexpr):
 
 
 @triton.jit
-def of_row(plane, row, bits: tl.constexpr):
+def of_row(plane, row, kind: tl.constexpr):
     """A field that has one value per row: [W, 16, 8]."""
     zero = tl.zeros((1, 4), tl.int32)
-    return spread(number(tl.load(plane + (row[0] + zero)), bits), number(tl.load(plane + (row[1] + zero)), bits))
+    return spread(number(tl.load(plane + (row[0] + zero)), kind), number(tl.load(plane + (row[1] + zero)), kind))
 
 
 @triton.jit
-def by_column(plane, row, count, chunk, K, step: tl.constexpr, block: tl.constexpr, bits: tl.constexpr):
+def by_column(plane, row, count, chunk, K, step: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
     """A field that has `count` values in a row, one per `block` columns, where column j of the result stands for `step`
     columns of w from 128 * chunk + step * j on: [W, 16, 8].  Past K comes the last value.
     """
@@ -437,40 +446,40 @@ def by_column(plane, row, count, chunk, K, step: tl.constexpr, block: tl.constex
         at = tl.minimum(chunk * (128 // block) + 2 * step * tl.arange(0, 4)[None, :] // block, count - 1)
     else:
         at = tl.minimum(chunk * 128 + 2 * step * tl.arange(0, 4)[None, :], K - 1) // block
-    return spread(number(tl.load(plane + (row[0] * count + at)), bits), number(tl.load(plane + (row[1] * count + at)), bits))
+    return spread(number(tl.load(plane + (row[0] * count + at)), kind), number(tl.load(plane + (row[1] * count + at)), kind))
 
 
 @triton.jit
-def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, bits: tl.constexpr):
+def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
     """The field's values in the groups of `size` columns of a chunk, as a tuple of [W, 16, 8]; `block` columns share one."""
     values = ()
     if block >= 128:
         at = chunk * 128 // block + tl.zeros((1, 4), tl.int32)
-        one = spread(number(tl.load(plane + (row[0] * count + at)), bits), number(tl.load(plane + (row[1] * count + at)), bits))
+        one = spread(number(tl.load(plane + (row[0] * count + at)), kind), number(tl.load(plane + (row[1] * count + at)), kind))
         for i in tl.static_range(128 // size):
             values = values + (one,)
     else:
-        upper = of_chunk(plane + row[0] * count, chunk, block, bits)
-        lower = of_chunk(plane + row[1] * count, chunk, block, bits)
+        upper = of_chunk(plane + row[0] * count, chunk, block, kind)
+        lower = of_chunk(plane + row[1] * count, chunk, block, kind)
         for i in tl.static_range(128 // size):
             values = values + (spread(upper[i * size // block], lower[i * size // block]),)
     return values
 
 
 @triton.jit
-def of_chunk(plane, chunk, block: tl.constexpr, bits: tl.constexpr):
+def of_chunk(plane, chunk, block: tl.constexpr, kind: tl.constexpr):
     """The 128 // block values of a chunk: a tuple of [8 * W, 4], the same in each lane of a row."""
     count: tl.constexpr = 128 // block
     held: tl.constexpr = 2 if count == 2 else 4                  # by a load of at most 16 bytes of a lane
     at = chunk * count + tl.arange(0, 4 * held)[None, :] % held
-    value = number(tl.load(plane + at), bits)
+    value = number(tl.load(plane + at), kind)
     R: tl.constexpr = value.shape[0]
     if count == 2:
         return tl.split(value.reshape(R, 4, 2))
     elif count == 4:
         return in_four(value.reshape(R, 4, 2, 2))
     else:
-        other = number(tl.load(plane + (at + 4)), bits)
+        other = number(tl.load(plane + (at + 4)), kind)
         return in_four(value.reshape(R, 4, 2, 2)) + in_four(other.reshape(R, 4, 2, 2))
 
 

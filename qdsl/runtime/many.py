@@ -114,9 +114,9 @@ def column_sums(x, count: tl.constexpr, unit: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def of_rows(plane, row, count, column, block: tl.constexpr, bits: tl.constexpr):
+def of_rows(plane, row, count, column, block: tl.constexpr, kind: tl.constexpr):
     """A field's value of a column in rows [16 * W, 1]; `block` columns share one, and a row has `count`."""
-    return lanes.number(tl.load(plane + (row * count + column // block)), bits)
+    return lanes.number(tl.load(plane + (row * count + column // block)), kind)
 
 
 @triton.jit

@@ -83,6 +83,13 @@ def e8m0(code: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
+def e8m0h(code: Tensor) -> Tensor:
+    """float32 of ggml's halves of E8M0: 2^(code - 128), 0 and 1 are subnormal, 255 is a number."""
+    wide = code.view(torch.uint8).to(torch.int32)
+    bits = (wide - 1 << 23).masked_fill_(wide == 0, 0x00200000).masked_fill_(wide == 1, 0x00400000)
+    return bits.view(torch.float32)
+
+
 def ue4m3(code: Tensor) -> Tensor:
     """float32 of ggml's unsigned E4M3: the magnitude of E4M3, bit 7 ignored, 0x7F is 0."""
     value = _scaled(code.view(torch.uint8).to(torch.int32) & 127, 3, 7, 7)

@@ -1,4 +1,4 @@
-"""Tables of numbers that decode looks up by a code."""
+"""Tables of numbers, or of rows of them, that decode looks up by a code."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ FEW = 16                                                         # entries up to
 
 
 class Table:
-    """Numbers as float32 or int32, brought to a device when it first asks for them.  `table[codes]` keeps the codes' shape."""
+    """Numbers as float32 or int32, brought to a device when it first asks for them.
 
-    __slots__ = ("_bits", "_on", "values")
+    `table[codes]` has the codes' shape, and the columns of a table of rows after it.
+    """
 
-    def __init__(self, kind: str, *numbers: float) -> None:
+    __slots__ = ("_bits", "_on", "numbers", "values")
+
+    def __init__(self, kind: str, *numbers: float, columns: int = 0) -> None:
+        self.numbers = numbers
         self.values = torch.tensor(numbers, dtype=KINDS[kind])
         self._bits: list[int] = self.values.view(torch.int32).tolist()
+        if columns:
+            self.values = self.values.view(-1, columns)
         self._on: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
-        """The numbers [entries] on a device."""
+        """The numbers [entries], or [rows, columns], on a device."""
         if device.type in ("cpu", "meta"):
             return self.values.to(device)
         if device not in self._on:
@@ -31,10 +37,11 @@ class Table:
         return self._on[device]
 
     def __getitem__(self, codes: Tensor) -> Tensor:
-        """The numbers of integer codes, each within the table."""
-        if isinstance(codes, FakeTensor) and len(self.values) <= FEW:
+        """The numbers, or rows, of integer codes, each within the table."""
+        if isinstance(codes, FakeTensor) and len(self._bits) <= FEW and self.values.dim() == 1:
             return self._chosen(codes)
-        return self.on(codes.device).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+        found = self.on(codes.device).index_select(0, codes.flatten().to(torch.int32))
+        return found.view(*codes.shape, *self.values.shape[1:])
 
     def _chosen(self, codes: Tensor) -> Tensor:
         """The same by the bits of the codes, one after the other: operations of which a compiler makes vectors."""

@@ -192,6 +192,11 @@ def shape(text: Text) -> Shape:
     return _whole(text, _Parser.shape)
 
 
+def table(text: Text) -> tuple[tuple[Loop, ...], Expr]:
+    """`i<256 j<8: level[codes[i] // 4**j % 4]`"""
+    return _whole(text, _Parser.table)
+
+
 def record(text: Text) -> tuple[Line, ...]:
     """Record lines, one per line of the text; empty lines are skipped."""
     lines: list[Line] = []
@@ -386,6 +391,12 @@ class _Parser:
         self.expect("<")
         extent = self.expression()
         return Loop(name.name, extent, self.span(begin))
+
+    def table(self) -> tuple[tuple[Loop, ...], Expr]:
+        loops = [self.loop("a loop such as 'i<256'")]
+        while not self.take(":"):
+            loops.append(self.loop("another loop, or ':'"))
+        return tuple(loops), self.expression()
 
     # -- records ------------------------------------------------------------------------------------------------------
 

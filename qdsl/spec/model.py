@@ -29,10 +29,16 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Numbers that decode looks up: all integers, or all float32."""
+    """Numbers that decode looks up: all integers, or all float32; in a row, or in rows of columns one after the other.
+
+    loops, formula: what computed them, where they are not listed.
+    """
 
     name: Text
     values: tuple[int, ...] | tuple[float, ...]
+    shape: tuple[int, ...]
+    loops: tuple[str, ...] = ()
+    formula: Expr | None = None
 
     @property
     def is_int(self) -> bool:

@@ -13,6 +13,7 @@ from qdsl.spec import grammar, marked
 from qdsl.spec.marked import Mapping, Node, Sequence
 from qdsl.spec.model import Claim, Data, Dim, Field, Param, Spec, Storage, Stored, Table, Tensor
 from qdsl.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
+from qdsl.spec.tables import MAX_TABLE, computed, from_file
 
 _T = TypeVar("_T")
 
@@ -34,7 +35,6 @@ RESERVED = frozenset({
 })
 _ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
 MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick
-MAX_TABLE = 4096                # of a table: the longest codebook of a format in use has 2048
 LARGEST = 2.0 ** 128 - 2.0 ** 104                                # float32's
 
 KEYS = {
@@ -44,7 +44,7 @@ KEYS = {
     "params": "parameters, each with the finite list of its values, the default first",
     "weight": "[N, K]: n is the output row, k the input column, the axis that a matmul reduces",
     "dims": "derived extents and constants",
-    "tables": "lists of numbers that decode looks up: name[integer]",
+    "tables": "numbers that decode looks up: listed, read from a file, or computed from other tables",
     "fields": "stored values: a type, and a subscript that says which weights share one",
     "decode": "the value of weight [n, k], each operation rounded to float32 in the order written",
     "encode": "the scheme that chooses the fields for given weights",
@@ -77,26 +77,27 @@ def load(path: Path | str, name: str | None = None) -> Spec:
         before = data[:error.start]
         place = Span(Source(label, ""), before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
         raise SpecError([Problem("the file is not UTF-8 text", place)]) from None
-    return parse(text, label)
+    return parse(text, label, Path(path).parent)
 
 
-def parse(text: str, name: str = "spec.yaml") -> Spec:
-    """A Spec from text.  Raises SpecError with everything that is wrong in its shape."""
+def parse(text: str, name: str = "spec.yaml", folder: Path | None = None) -> Spec:
+    """A Spec from text; `folder` is where its tables' files lie.  Raises SpecError with everything that is wrong in its shape."""
     source = Source(name, text)
     problems = Problems()
     root = marked.read(source, problems)
     problems.stop()
     if not isinstance(root, Mapping):
         raise SpecError([Problem("a spec is a mapping that begins with 'format: NAME'", Span(source, 1, 1))])
-    spec = _Reader(source, problems).spec(root)
+    spec = _Reader(source, problems, folder).spec(root)
     problems.stop()
     assert spec is not None
     return spec
 
 
 class _Reader:
-    def __init__(self, source: Source, problems: Problems) -> None:
+    def __init__(self, source: Source, problems: Problems, folder: Path | None) -> None:
         self.source = source
+        self.folder = folder
         self.problems = problems
 
     # -- nodes --------------------------------------------------------------------------------------------------------
@@ -259,17 +260,34 @@ class _Reader:
                     yield Dim(key, parsed)
 
     def tables(self, node: Node | None) -> Iterable[Table]:
+        known: dict[str, Table] = {}
         for key, value in self.named(node, "table"):
-            texts = self.texts(value, f"table '{key}'", MAX_TABLE)
-            wrong = next((text for text in texts if not _FLOAT.match(text.value) or abs(float(text.value)) > LARGEST), None)
-            if wrong is not None:
-                self.problems.add(wrong.span, f"a table holds numbers of float32, not '{wrong}'")
-            elif not texts and isinstance(value, Sequence):
-                self.problems.add(key.span, f"table '{key}' needs a list of numbers")
-            elif texts and all(_INTEGER.match(text.value) for text in texts):
-                yield Table(key, tuple(int(text.value) for text in texts))
-            elif texts:
-                yield Table(key, tuple(round_to_f32(float(text.value)) for text in texts))
+            made = self.listed(key, value) if isinstance(value, Sequence) else self.made(key, value, known)
+            if made is not None:
+                known[key.value] = made
+        return known.values()
+
+    def made(self, key: Text, value: Node, known: dict[str, Table]) -> Table | None:
+        """A table from a file, or computed from those above it."""
+        if not isinstance(value, Mapping):
+            return self.parsed(lambda text: computed(key, text, known), self.text(value, "a table"))
+        node = self.keys(value, ["file"], f"table '{key}'").get("file")
+        if node is None:
+            self.problems.add(key.span, f"table '{key}' is a list, {{file: NAME}} or a computation such as 'i<256: i % 4'")
+        return self.parsed(lambda text: from_file(key, text, self.folder), self.text(node, "file"))
+
+    def listed(self, key: Text, value: Node) -> Table | None:
+        texts = self.texts(value, f"table '{key}'", MAX_TABLE)
+        wrong = next((text for text in texts if not _FLOAT.match(text.value) or abs(float(text.value)) > LARGEST), None)
+        if wrong is not None:
+            self.problems.add(wrong.span, f"a table holds numbers of float32, not '{wrong}'")
+        elif not texts:
+            self.problems.add(key.span, f"table '{key}' needs a list of numbers")
+        elif all(_INTEGER.match(text.value) for text in texts):
+            return Table(key, tuple(int(text.value) for text in texts), (len(texts),))
+        else:
+            return Table(key, tuple(round_to_f32(float(text.value)) for text in texts), (len(texts),))
+        return None
 
     def fields(self, node: Node | None) -> Iterable[Field]:
         for key, value in self.named(node, "field"):

@@ -49,7 +49,7 @@ def width_of(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
     """Bits of a field."""
     kind = next(f for f in spec.fields if f.name.value == field).typed.type
     word = str(params.get(kind.name, kind.name)) + (str(params[kind.parameter.name]) if kind.parameter else "")
-    known = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "ue4m3": 8, "index": 32}
+    known = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8, "index": 32}
     if word in known:
         return known[word]
     if word[0] in "ui" and word[1:].isdigit():

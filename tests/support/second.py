@@ -45,6 +45,8 @@ def value(kind: str, code: int) -> Scalar:
         return np.float32(np.uint16(code).view(np.float16))
     if kind == "e8m0":
         return np.float32(np.nan if code == 255 else ldexp(1, code - 127))
+    if kind == "e8m0h":
+        return np.float32(ldexp(1, code - 128))
     if kind == "ue4m3":
         return np.float32(0) if code & 127 == 127 else value("e4m3", code & 127)
     match = _SMALL.match(kind)
@@ -71,7 +73,7 @@ def _magnitudes(kind: str) -> list[tuple[float, int]]:
 
 
 def width(kind: str) -> int:
-    known = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "ue4m3": 8}
+    known = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8}
     return known.get(kind) or (int(kind[1:]) if kind[0] in "ui" else 1 + int(kind[1]) + int(kind[3]))
 
 

@@ -1,0 +1,125 @@
+"""f32: plain IEEE single precision.
+
+    w = v
+    float32, rounded after each operation
+
+    v      f32 [N, K]
+
+    plain: 32 bits per weight
+
+Built from the spec f32 (sha256 ec3a944af1242397) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import nearest
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_plain(weight: Tensor) -> dict[str, Tensor]:
+    """Fields of weight float32 [N, K]."""
+    return {
+        "v": weight,
+    }
+
+
+def pack_plain(v: Tensor) -> dict[str, Tensor]:
+    """weight of the fields; the inverse of unpack_plain."""
+    return {
+        "weight": v,
+    }
+
+
+def decode(v: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = v.  v [N, K]."""
+    return v if out is None else out.copy_(v)
+
+
+def encode(weight: Tensor) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: each weight is rounded to nearest, ties to even."""
+    v = nearest(weight, code="f32")
+    return {"v": v}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_plain(weight, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight += n.to(tl.int64) * K
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    v = tl.load(weight + k, live, 0)
+    w = v
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_plain(weight, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight += n.to(tl.int64) * K
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        v = tl.load(weight + k, live, 0)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += v * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "v": Field("f32", "N", "K"),
+    },
+    storages={
+        "plain": Storage(
+            tensors={
+                "weight": Stored("f32", "N", "K"),
+            },
+            unpack=unpack_plain, pack=pack_plain,
+            kernels=Kernels(_dequantize_plain, _linear_plain, rows="N", units="K", last="k"),
+        ),
+    },
+    decode=decode, encode=encode, copies="v",
+)
+
+FORMAT = Format(
+    name="f32", title="plain IEEE single precision",
+    source="safetensors F32, GGUF F32", formula="v",
+    variants={(): VARIANT},
+    detect={"safetensors": "F32", "gguf": "F32"},
+    digest="ec3a944af1242397",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

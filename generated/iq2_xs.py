@@ -1,0 +1,196 @@
+"""iq2_xs: GGML IQ2_XS, rows of 8 magnitudes from a grid of 512, with signs and 4-bit scales.
+
+    w = d * (sc + 0.5) * 0.25 * grid[g, k % 8] * sign[s, k % 8]
+    float32, rounded after each operation
+
+    d      f16 [N, K/256]
+    sc     u4  [N, K/16]
+    g      u9  [N, K/8]
+    s      u7  [N, K/8]
+
+    gguf: 2.3125 bits per weight
+
+Built from the spec iq2_xs (sha256 6396bd8f271ce622) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, device, integer
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+CODES = (0, 2, 5, 8, 10, 17, 20, 22, 25, 32, 34, 37, 40, 65, 68, 70, 73, 80, 82, 85, 88, 97, 100, 128, 130, 133, 136,
+        145, 148, 153, 160, 257, 260, 262, 265, 272, 274, 277, 280, 282, 289, 292, 320, 322, 325, 328, 337, 340, 352,
+        360, 385, 388, 400, 512, 514, 517, 520, 529, 532, 544, 577, 580, 592, 597, 640, 650, 1025, 1028, 1030, 1033,
+        1040, 1042, 1045, 1048, 1057, 1060, 1088, 1090, 1093, 1096, 1105, 1108, 1110, 1120, 1153, 1156, 1168, 1280,
+        1282, 1285, 1288, 1297, 1300, 1312, 1345, 1348, 1360, 1377, 1408, 1537, 1540, 1552, 1574, 1600, 1602, 1668,
+        2048, 2050, 2053, 2056, 2058, 2065, 2068, 2080, 2085, 2113, 2116, 2128, 2136, 2176, 2208, 2218, 2305, 2308,
+        2320, 2368, 2433, 2441, 2560, 2592, 2600, 2710, 2720, 4097, 4100, 4102, 4105, 4112, 4114, 4117, 4120, 4129,
+        4132, 4160, 4162, 4165, 4168, 4177, 4180, 4192, 4202, 4225, 4228, 4240, 4352, 4354, 4357, 4360, 4369, 4372,
+        4384, 4417, 4420, 4432, 4480, 4500, 4502, 4609, 4612, 4614, 4624, 4672, 4704, 5120, 5122, 5125, 5128, 5137,
+        5140, 5152, 5185, 5188, 5193, 5200, 5220, 5248, 5377, 5380, 5392, 5440, 5632, 5652, 5705, 6145, 6148, 6160,
+        6162, 6208, 6228, 6278, 6400, 6405, 6502, 6737, 6825, 8192, 8194, 8197, 8200, 8202, 8209, 8212, 8224, 8257,
+        8260, 8272, 8320, 8352, 8449, 8452, 8464, 8512, 8520, 8549, 8704, 8738, 8832, 8872, 9217, 9220, 9232, 9257,
+        9280, 9472, 9537, 9554, 9625, 9729, 9754, 9894, 10240, 10248, 10250, 10272, 10325, 10376, 10402, 10600, 10640,
+        10760, 10784, 10882, 10888, 10890, 16385, 16388, 16390, 16393, 16400, 16402, 16405, 16408, 16417, 16420, 16448,
+        16450, 16453, 16456, 16458, 16465, 16468, 16480, 16485, 16513, 16516, 16528, 16640, 16642, 16645, 16648, 16657,
+        16660, 16672, 16705, 16708, 16720, 16768, 16773, 16802, 16897, 16900, 16912, 16914, 16937, 16960, 17408, 17410,
+        17413, 17416, 17425, 17428, 17433, 17440, 17473, 17476, 17488, 17536, 17556, 17665, 17668, 17680, 17700, 17728,
+        17818, 17920, 17930, 17988, 18000, 18433, 18436, 18448, 18496, 18501, 18516, 18530, 18688, 18705, 18756, 18768,
+        18793, 18948, 20480, 20482, 20485, 20488, 20497, 20500, 20512, 20520, 20545, 20548, 20560, 20608, 20737, 20740,
+        20752, 20757, 20800, 20802, 20992, 21060, 21162, 21505, 21508, 21520, 21537, 21568, 21600, 21633, 21665, 21760,
+        21768, 21888, 21896, 22049, 22120, 22177, 22528, 22548, 22593, 22608, 22681, 22810, 22848, 22850, 23173, 24577,
+        24580, 24592, 24640, 24660, 24674, 24710, 24745, 24832, 25124, 25162, 25234, 25600, 25622, 25872, 25920, 25925,
+        26020, 26625, 26730, 26917, 27142, 27220, 27234, 32768, 32770, 32773, 32776, 32785, 32788, 32800, 32810, 32833,
+        32836, 32848, 32896, 32898, 32936, 32938, 33025, 33028, 33030, 33040, 33088, 33105, 33113, 33280, 33312, 33408,
+        33410, 33440, 33448, 33793, 33796, 33808, 33810, 33813, 33856, 33888, 33929, 34048, 34116, 34213, 34328, 34410,
+        34816, 34824, 34853, 34906, 34944, 34946, 34984, 35078, 35362, 35456, 35464, 35478, 35496, 36865, 36868, 36880,
+        36928, 36950, 36996, 37120, 37154, 37220, 37462, 37513, 37888, 37893, 37956, 37968, 37976, 38185, 38288, 38290,
+        38465, 38993, 39078, 39241, 39445, 39520, 40960, 40962, 40968, 40970, 40992, 41002, 41120, 41297, 41305, 41382,
+        41472, 41474, 41480, 41514, 41600, 41632, 42048, 42133, 42597, 42648, 43018, 43040, 43042, 43048, 43168, 43176,
+        43268, 43396, 43398, 43560, 43562, 43665, 43690)
+
+
+LEVEL = (8, 25, 43)
+
+
+GRID = Table("f32", *(LEVEL[CODES[i] // 4 ** j % 4] for i in range(512) for j in range(8)), columns=8)
+
+
+SIGN = Table("f32", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)),
+        columns=8)
+
+
+def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 74*K/256]."""
+    r = blocks.unflatten(-1, (-1, 74))
+    sc_bytes = r[..., 66:74].contiguous()
+    return {
+        "d": as_type(r, torch.float16)[..., 0],
+        "sc": torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1),
+        "g": (integer(r[..., 2:66].unflatten(-1, (32, 2))) & 511).flatten(1),
+        "s": (r[..., 3:66:2] >> 1).flatten(1),
+    }
+
+
+def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_gguf."""
+    r = torch.zeros(d.shape[0], d.shape[1], 74, dtype=torch.uint8, device=d.device)
+    r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
+    g_packed = g.unflatten(-1, (-1, 32)).to(torch.int32)
+    r[..., 2:66] |= g_packed.unsqueeze(-1).view(torch.uint8)[..., :2].flatten(2)
+    r[..., 3:66:2] |= s.unflatten(-1, (-1, 32)) << 1
+    sc_split = sc.unflatten(-1, (-1, 8, 2))
+    r[..., 66:74] = sc_split[..., 0] | sc_split[..., 1] << 4
+    return {
+        "blocks": r.flatten(1),
+    }
+
+
+def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.25 * grid[g, k % 8] * sign[s, k %
+    8].  d [N, K/256], sc [N, K/16], g [N, K/8], s [N, K/8].
+    """
+    out = out if out is None else out.unflatten(1, (-1, 16, 2, 8))
+    d = d.float()[..., None, None, None]
+    sc = sc.unflatten(1, (-1, 16))[..., None, None]
+    grid = GRID[g.unflatten(-1, (-1, 16, 2))]
+    sign = SIGN[s.unflatten(-1, (-1, 16, 2))]
+    return torch.mul(d * (sc + 0.5) * 0.25 * grid, sign, out=out).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gguf(blocks, grid, sign, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    blocks += 74 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    d = tl.load(blocks_f16 + 37 * (k // 256), live, 0).to(tl.float32)
+    sc = tl.load(blocks + 74 * (k // 16 // 16) + k // 16 % 16 // 2 + 66, live, 0) >> 4 * (k // 16 % 16 % 2) & 15
+    g = device.stream(blocks + 74 * (k // 8 // 32), 1, 16 * (k // 8 % 32) + 16, 9, 8, live).to(tl.int32)
+    s = (tl.load(blocks + 74 * (k // 8 // 32) + 2 * (k // 8 % 32) + 3, live, 0) >> 1 & 127).to(tl.int32)
+    column = k % 8
+    w = d * (sc + 0.5) * 0.25 * tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column)
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_gguf(blocks, grid, sign, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    blocks += 74 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        d = tl.load(blocks_f16 + 37 * (k // 256), live, 0).to(tl.float32)
+        sc = tl.load(blocks + 74 * (k // 16 // 16) + k // 16 % 16 // 2 + 66, live, 0) >> 4 * (k // 16 % 16 % 2) & 15
+        g = device.stream(blocks + 74 * (k // 8 // 32), 1, 16 * (k // 8 % 32) + 16, 9, 8, live).to(tl.int32)
+        s = (tl.load(blocks + 74 * (k // 8 // 32) + 2 * (k // 8 % 32) + 3, live, 0) >> 1 & 127).to(tl.int32)
+        column = k % 8
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += d * (sc + 0.5) * 0.25 * tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "d": Field("f16", "N", "K/256"),
+        "sc": Field("u4", "N", "K/16"),
+        "g": Field("u9", "N", "K/8"),
+        "s": Field("u7", "N", "K/8"),
+    },
+    storages={
+        "gguf": Storage(
+            tensors={
+                "blocks": Stored("u8", "N", "74*K/256"),
+            },
+            unpack=unpack_gguf, pack=pack_gguf,
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
+        ),
+    },
+    decode=decode,
+)
+
+FORMAT = Format(
+    name="iq2_xs", title="GGML IQ2_XS, rows of 8 magnitudes from a grid of 512, with signs and 4-bit scales",
+    source="ggml-common.h block_iq2_xs", formula="d * (sc + 0.5) * 0.25 * grid[g, k % 8] * sign[s, k % 8]",
+    variants={(): VARIANT},
+    detect={"gguf": "IQ2_XS"},
+    digest="6396bd8f271ce622",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

@@ -1,0 +1,183 @@
+"""iq2_xxs: GGML IQ2_XXS, rows of 8 magnitudes from a grid of 256, with signs and 4-bit scales.
+
+    w = d * (sc + 0.5) * 0.25 * grid[g, k % 8] * sign[s, k % 8]
+    float32, rounded after each operation
+
+    d      f16 [N, K/256]
+    sc     u4  [N, K/32]
+    g      u8  [N, K/8]
+    s      u7  [N, K/8]
+
+    gguf: 2.0625 bits per weight
+
+Built from the spec iq2_xxs (sha256 3349a3055b95f8ab) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, device, integer
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+CODES = (0, 2, 5, 8, 10, 17, 20, 32, 34, 40, 42, 65, 68, 80, 88, 97, 100, 128, 130, 138, 162, 257, 260, 272, 277, 320,
+        388, 408, 512, 514, 546, 642, 1025, 1028, 1040, 1057, 1060, 1088, 1090, 1096, 1120, 1153, 1156, 1168, 1188,
+        1280, 1282, 1288, 1312, 1350, 1385, 1408, 1425, 1545, 1552, 1600, 1668, 1700, 2048, 2053, 2056, 2068, 2088,
+        2113, 2116, 2128, 2130, 2184, 2308, 2368, 2562, 2580, 4097, 4100, 4112, 4129, 4160, 4192, 4228, 4240, 4245,
+        4352, 4360, 4384, 4432, 4442, 4480, 4644, 4677, 5120, 5128, 5152, 5157, 5193, 5248, 5400, 5474, 5632, 5654,
+        6145, 6148, 6160, 6208, 6273, 6400, 6405, 6560, 6737, 8192, 8194, 8202, 8260, 8289, 8320, 8322, 8489, 8520,
+        8704, 8706, 9217, 9220, 9232, 9280, 9302, 9472, 9537, 9572, 9872, 10248, 10272, 10388, 10820, 16385, 16388,
+        16400, 16408, 16417, 16420, 16448, 16456, 16470, 16480, 16513, 16516, 16528, 16640, 16672, 16737, 16768, 16773,
+        16897, 16912, 16968, 16982, 17000, 17408, 17416, 17440, 17536, 17561, 17682, 17700, 17920, 18433, 18436, 18448,
+        18496, 18501, 18688, 18776, 18785, 18818, 19013, 19088, 20480, 20488, 20497, 20505, 20512, 20608, 20616, 20740,
+        20802, 20900, 21137, 21648, 21650, 21770, 22017, 22100, 22528, 22545, 22553, 22628, 22848, 23048, 24580, 24592,
+        24640, 24680, 24832, 24917, 25112, 25184, 25600, 25605, 25872, 25874, 25988, 26690, 32768, 32770, 32778, 32833,
+        32898, 33028, 33048, 33088, 33297, 33793, 33796, 33808, 33813, 33856, 33888, 34048, 34118, 34196, 34313, 34368,
+        34400, 34818, 35076, 35345, 36868, 36880, 36900, 36928, 37025, 37142, 37248, 37445, 37888, 37922, 37956, 38225,
+        39041, 39200, 40962, 41040, 41093, 41225, 41472, 42008, 43088, 43268)
+
+
+LEVEL = (8, 25, 43)
+
+
+GRID = Table("f32", *(LEVEL[CODES[i] // 4 ** j % 4] for i in range(256) for j in range(8)), columns=8)
+
+
+SIGN = Table("f32", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)),
+        columns=8)
+
+
+def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 66*K/256]."""
+    r = blocks.unflatten(-1, (-1, 66))
+    s_words = integer(r[..., 2:66].unflatten(-1, (8, 8))[..., 4:8])
+    return {
+        "d": as_type(r, torch.float16)[..., 0],
+        "sc": (r[..., 9:66:8] >> 4).flatten(1),
+        "g": r[..., 2:66].unflatten(-1, (8, 8))[..., :4].flatten(1),
+        "s": torch.stack([s_words >> 7 * i & 127 for i in range(4)], -1).to(torch.uint8).flatten(1),
+    }
+
+
+def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_gguf."""
+    r = torch.zeros(d.shape[0], d.shape[1], 66, dtype=torch.uint8, device=d.device)
+    r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
+    r[..., 2:66].unflatten(-1, (8, 8))[..., :4] |= g.unflatten(-1, (-1, 8, 4))
+    s_split = s.unflatten(-1, (-1, 8, 4))
+    s_packed = sum(s_split[..., i].to(torch.int64) << 7 * i for i in range(4))
+    r[..., 2:66].unflatten(-1, (8, 8))[..., 4:8] |= s_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
+    r[..., 9:66:8] |= sc.unflatten(-1, (-1, 8)) << 4
+    return {
+        "blocks": r.flatten(1),
+    }
+
+
+def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.25 * grid[g, k % 8] * sign[s, k %
+    8].  d [N, K/256], sc [N, K/32], g [N, K/8], s [N, K/8].
+    """
+    out = out if out is None else out.unflatten(1, (-1, 8, 4, 8))
+    d = d.float()[..., None, None, None]
+    sc = sc.unflatten(1, (-1, 8))[..., None, None]
+    grid = GRID[g.unflatten(-1, (-1, 8, 4))]
+    sign = SIGN[s.unflatten(-1, (-1, 8, 4))]
+    return torch.mul(d * (sc + 0.5) * 0.25 * grid, sign, out=out).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gguf(blocks, grid, sign, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    blocks += 66 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    d = tl.load(blocks_f16 + 33 * (k // 256), live, 0).to(tl.float32)
+    sc = tl.load(blocks + 66 * (k // 32 // 8) + 8 * (k // 32 % 8) + 9, live, 0) >> 4 & 15
+    g = tl.load(blocks + 66 * (k // 8 // 32) + 8 * (k // 8 % 32 // 4) + k // 8 % 32 % 4 + 2, live, 0).to(tl.int32)
+    s = device.stream(blocks + 66 * (k // 8 // 32), 1, 64 * (k // 8 % 32 // 4) + 7 * (k // 8 % 32 % 4)
+        + 48, 7, 8, live).to(tl.int32)
+    column = k % 8
+    w = d * (sc + 0.5) * 0.25 * tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column)
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_gguf(blocks, grid, sign, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    blocks += 66 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        d = tl.load(blocks_f16 + 33 * (k // 256), live, 0).to(tl.float32)
+        sc = tl.load(blocks + 66 * (k // 32 // 8) + 8 * (k // 32 % 8) + 9, live, 0) >> 4 & 15
+        g = tl.load(blocks + 66 * (k // 8 // 32) + 8 * (k // 8 % 32 // 4) + k // 8 % 32 % 4 + 2, live, 0).to(tl.int32)
+        s = device.stream(blocks + 66 * (k // 8 // 32), 1, 64 * (k // 8 % 32 // 4) + 7 * (k // 8 % 32 % 4)
+            + 48, 7, 8, live).to(tl.int32)
+        column = k % 8
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += d * (sc + 0.5) * 0.25 * tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "d": Field("f16", "N", "K/256"),
+        "sc": Field("u4", "N", "K/32"),
+        "g": Field("u8", "N", "K/8"),
+        "s": Field("u7", "N", "K/8"),
+    },
+    storages={
+        "gguf": Storage(
+            tensors={
+                "blocks": Stored("u8", "N", "66*K/256"),
+            },
+            unpack=unpack_gguf, pack=pack_gguf,
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
+        ),
+    },
+    decode=decode,
+)
+
+FORMAT = Format(
+    name="iq2_xxs", title="GGML IQ2_XXS, rows of 8 magnitudes from a grid of 256, with signs and 4-bit scales",
+    source="ggml-common.h block_iq2_xxs", formula="d * (sc + 0.5) * 0.25 * grid[g, k % 8] * sign[s, k % 8]",
+    variants={(): VARIANT},
+    detect={"gguf": "IQ2_XXS"},
+    digest="3349a3055b95f8ab",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

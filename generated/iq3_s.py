@@ -1,0 +1,206 @@
+"""iq3_s: GGML IQ3_S, rows of 4 magnitudes from a grid of 512, with a sign each and 4-bit scales.
+
+    w = d * (2 * sc + 1) * grid[g, k % 4] * (1 - 2 * s)
+    float32, rounded after each operation
+
+    d      f16 [N, K/256]
+    sc     u4  [N, K/32]
+    g      u9  [N, K/4]
+    s      u1  [N, K]
+
+    gguf: 3.4375 bits per weight
+
+Built from the spec iq3_s (sha256 27a37dacb1f4dc59) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, device, empty
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+CODES = (0, 1, 2, 5, 7, 8, 9, 10, 12, 14, 16, 17, 21, 27, 32, 34, 37, 39, 41, 43, 48, 50, 57, 60, 63, 64, 65, 66, 68,
+        72, 73, 77, 80, 83, 87, 89, 93, 100, 113, 117, 122, 128, 129, 133, 135, 136, 139, 142, 145, 149, 152, 156, 162,
+        165, 167, 169, 171, 184, 187, 195, 201, 205, 208, 210, 217, 219, 222, 228, 232, 234, 247, 249, 253, 256, 267,
+        271, 273, 276, 282, 288, 291, 297, 312, 322, 324, 336, 338, 342, 347, 353, 357, 359, 374, 379, 390, 393, 395,
+        409, 426, 441, 448, 450, 452, 464, 466, 470, 475, 488, 492, 512, 513, 514, 516, 520, 521, 523, 525, 527, 528,
+        530, 537, 540, 542, 556, 558, 561, 570, 576, 577, 579, 582, 584, 588, 593, 600, 603, 609, 616, 618, 632, 638,
+        640, 650, 653, 655, 656, 660, 666, 672, 675, 685, 688, 698, 705, 708, 711, 712, 715, 721, 727, 728, 732, 737,
+        754, 760, 771, 773, 778, 780, 793, 795, 802, 806, 808, 812, 833, 840, 843, 849, 856, 858, 873, 912, 916, 919,
+        932, 934, 961, 963, 968, 970, 977, 989, 993, 1010, 1016, 1024, 1025, 1027, 1029, 1031, 1032, 1034, 1036, 1038,
+        1041, 1043, 1047, 1048, 1050, 1057, 1059, 1061, 1064, 1066, 1079, 1080, 1083, 1085, 1088, 1090, 1096, 1099,
+        1103, 1106, 1109, 1113, 1116, 1122, 1129, 1153, 1156, 1159, 1169, 1171, 1176, 1183, 1185, 1195, 1199, 1209,
+        1212, 1216, 1218, 1221, 1225, 1234, 1236, 1241, 1243, 1250, 1256, 1270, 1281, 1287, 1296, 1299, 1306, 1309,
+        1313, 1338, 1341, 1348, 1353, 1362, 1375, 1376, 1387, 1400, 1408, 1410, 1415, 1425, 1453, 1457, 1477, 1481,
+        1494, 1496, 1507, 1512, 1538, 1545, 1547, 1549, 1551, 1554, 1561, 1563, 1565, 1570, 1572, 1575, 1577, 1587,
+        1593, 1601, 1603, 1605, 1612, 1617, 1619, 1632, 1648, 1658, 1662, 1664, 1674, 1680, 1690, 1692, 1704, 1729,
+        1736, 1740, 1745, 1747, 1751, 1752, 1761, 1763, 1767, 1773, 1787, 1795, 1801, 1806, 1810, 1817, 1834, 1840,
+        1844, 1857, 1864, 1866, 1877, 1882, 1892, 1902, 1915, 1934, 1953, 1985, 1987, 2000, 2002, 2013, 2048, 2052,
+        2058, 2064, 2068, 2071, 2074, 2081, 2088, 2104, 2114, 2119, 2121, 2123, 2130, 2136, 2141, 2147, 2153, 2157,
+        2177, 2179, 2184, 2189, 2193, 2203, 2208, 2223, 2226, 2232, 2244, 2249, 2251, 2256, 2258, 2265, 2269, 2304,
+        2306, 2324, 2335, 2336, 2361, 2373, 2375, 2385, 2418, 2443, 2460, 2480, 2504, 2509, 2520, 2531, 2537, 2562,
+        2568, 2572, 2578, 2592, 2596, 2599, 2602, 2614, 2620, 2625, 2627, 2629, 2634, 2641, 2650, 2682, 2688, 2697,
+        2707, 2712, 2718, 2731, 2754, 2759, 2760, 2775, 2788, 2793, 2805, 2811, 2817, 2820, 2832, 2842, 2854, 2890,
+        2902, 2921, 2923, 2978, 3010, 3012, 3026, 3081, 3083, 3085, 3097, 3099, 3120, 3136, 3152, 3159, 3188, 3210,
+        3228, 3234, 3245, 3250, 3256, 3264, 3276, 3281, 3296, 3349, 3363, 3378, 3392, 3395, 3420, 3440, 3461, 3488,
+        3529, 3531, 3584, 3588, 3591, 3600, 3602, 3614, 3616, 3628, 3634, 3650, 3657, 3668, 3683, 3685, 3713, 3716,
+        3720, 3726, 3729, 3736, 3753, 3778, 3802, 3805, 3819, 3841, 3845, 3851, 3856, 3880, 3922, 3938, 3970, 3993,
+        4032)
+
+
+GRID = Table("f32", *(2 * (CODES[i] // 8 ** j % 8) + 1 for i in range(512) for j in range(4)), columns=4)
+
+
+def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 110*K/256]."""
+    r = blocks.unflatten(-1, (-1, 110))
+    g_low = (r[..., 2:66]).flatten(1)
+    g_bytes = r[..., 66:74].contiguous()
+    g_high = torch.stack([g_bytes >> 1 * i & 1 for i in range(8)], -1).flatten(1)
+    s_bytes = r[..., 74:106].contiguous()
+    sc_bytes = r[..., 106:110].contiguous()
+    return {
+        "d": as_type(r, torch.float16)[..., 0],
+        "sc": torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1),
+        "g": g_low.to(torch.int32) | g_high.to(torch.int32) << 8,
+        "s": torch.stack([s_bytes >> 1 * i & 1 for i in range(8)], -1).flatten(1),
+    }
+
+
+def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_gguf."""
+    r = empty((d.shape[0], d.shape[1], 110), torch.uint8, d.device)
+    r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
+    r[..., 2:66] = (g.unflatten(-1, (-1, 64)) & 255).to(torch.uint8)
+    g_split = g.unflatten(-1, (-1, 8, 8))
+    r[..., 66:74] = sum((g_split[..., i] >> 8) << 1 * i for i in range(8)).to(torch.uint8)
+    s_split = s.unflatten(-1, (-1, 32, 8))
+    r[..., 74:106] = sum(s_split[..., i] << 1 * i for i in range(8))
+    sc_split = sc.unflatten(-1, (-1, 4, 2))
+    r[..., 106:110] = sc_split[..., 0] | sc_split[..., 1] << 4
+    return {
+        "blocks": r.flatten(1),
+    }
+
+
+def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * (2 * sc + 1) * grid[g, k % 4] * (1 - 2 * s).  d
+    [N, K/256], sc [N, K/32], g [N, K/4], s [N, K].
+    """
+    out = out if out is None else out.unflatten(1, (-1, 8, 8, 4))
+    d = d.float()[..., None, None, None]
+    sc = sc.view(torch.int8).unflatten(1, (-1, 8))[..., None, None]
+    s = s.view(torch.int8).unflatten(1, (-1, 8, 8, 4))
+    grid = GRID[g.unflatten(-1, (-1, 8, 8))]
+    return torch.mul(d * (2 * sc + 1) * grid, 1 - 2 * s, out=out).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gguf(blocks, grid, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    blocks += 110 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    out += n.to(tl.int64) * K
+    t = u // 32
+    i = u % 32
+    live = (n < N) & (t < K // 256)
+    d = tl.load(blocks_f16 + 55 * t, live, 0).to(tl.float32)
+    sc = (tl.load(blocks + 110 * t + i // 4 // 2 + 106, live, 0) >> 4 * (i // 4 % 2) & 15).to(tl.int32)
+    g_word = tl.load(blocks + 110 * t + i // 4 + 66, live, 0)
+    s_word = tl.load(blocks + 110 * t + i + 74, live, 0)
+    for h in tl.static_range(8):
+        g_low = (tl.load(blocks + 110 * t + 2 * i + h // 4 + 2, live, 0)).to(tl.int32)
+        g_high = (g_word >> 2 * (i % 4) + h // 4 & 1).to(tl.int32)
+        g = (g_low | g_high << 8).to(tl.int32)
+        s = (s_word >> h & 1).to(tl.int32)
+        column = h % 4
+        w = d * (2 * sc + 1) * tl.load(grid + 4 * g + column) * (1 - 2 * s)
+        tl.store(out + 256 * t + 8 * i + h, w, live)
+
+
+@triton.jit
+def _linear_gguf(blocks, grid, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    blocks += 110 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 8, BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 32
+        i = u % 32
+        live = (n < N) & (t < K // 256)
+        d = tl.load(blocks_f16 + 55 * t, live, 0).to(tl.float32)
+        sc = (tl.load(blocks + 110 * t + i // 4 // 2 + 106, live, 0) >> 4 * (i // 4 % 2) & 15).to(tl.int32)
+        g_word = tl.load(blocks + 110 * t + i // 4 + 66, live, 0)
+        s_word = tl.load(blocks + 110 * t + i + 74, live, 0)
+        for h in tl.static_range(8):
+            g_low = (tl.load(blocks + 110 * t + 2 * i + h // 4 + 2, live, 0)).to(tl.int32)
+            g_high = (g_word >> 2 * (i % 4) + h // 4 & 1).to(tl.int32)
+            g = (g_low | g_high << 8).to(tl.int32)
+            s = (s_word >> h & 1).to(tl.int32)
+            column = h % 4
+            x_k = tl.load(x + 256 * t + 8 * i + h, live, 0).to(tl.float32)
+            acc += d * (2 * sc + 1) * tl.load(grid + 4 * g + column) * (1 - 2 * s) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "d": Field("f16", "N", "K/256"),
+        "sc": Field("u4", "N", "K/32"),
+        "g": Field("u9", "N", "K/4"),
+        "s": Field("u1", "N", "K"),
+    },
+    storages={
+        "gguf": Storage(
+            tensors={
+                "blocks": Stored("u8", "N", "110*K/256"),
+            },
+            unpack=unpack_gguf, pack=pack_gguf,
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/8", last="k", tables=(GRID,)),
+        ),
+    },
+    decode=decode,
+)
+
+FORMAT = Format(
+    name="iq3_s", title="GGML IQ3_S, rows of 4 magnitudes from a grid of 512, with a sign each and 4-bit scales",
+    source="ggml-common.h block_iq3_s", formula="d * (2 * sc + 1) * grid[g, k % 4] * (1 - 2 * s)",
+    variants={(): VARIANT},
+    detect={"gguf": "IQ3_S"},
+    digest="27a37dacb1f4dc59",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

@@ -1,0 +1,183 @@
+"""iq3_xxs: GGML IQ3_XXS, rows of 4 magnitudes from a grid of 256, with signs and 4-bit scales.
+
+    w = d * (sc + 0.5) * 0.5 * grid[g, k % 4] * sign[s, k % 8]
+    float32, rounded after each operation
+
+    d      f16 [N, K/256]
+    sc     u4  [N, K/32]
+    g      u8  [N, K/4]
+    s      u7  [N, K/8]
+
+    gguf: 3.0625 bits per weight
+
+Built from the spec iq3_xxs (sha256 b84a2ea71f8276b3) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, device, integer
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+CODES = (0, 2, 4, 9, 11, 15, 16, 18, 25, 34, 59, 61, 65, 67, 72, 74, 81, 85, 88, 90, 97, 108, 120, 128, 130, 132, 137,
+        144, 146, 153, 155, 159, 169, 175, 189, 193, 199, 200, 202, 213, 248, 267, 287, 292, 303, 315, 317, 321, 327,
+        346, 362, 413, 436, 456, 460, 462, 483, 497, 513, 515, 520, 522, 529, 531, 536, 538, 540, 551, 552, 576, 578,
+        585, 592, 594, 641, 643, 648, 650, 657, 664, 698, 704, 706, 720, 729, 742, 758, 769, 773, 808, 848, 852, 870,
+        889, 901, 978, 992, 1024, 1026, 1033, 1035, 1040, 1042, 1046, 1049, 1058, 1089, 1091, 1093, 1096, 1098, 1105,
+        1112, 1139, 1143, 1144, 1152, 1154, 1161, 1167, 1168, 1170, 1183, 1184, 1197, 1217, 1224, 1228, 1272, 1276,
+        1309, 1323, 1347, 1367, 1377, 1404, 1473, 1475, 1486, 1509, 1537, 1544, 1546, 1553, 1555, 1576, 1589, 1594,
+        1600, 1602, 1616, 1625, 1636, 1638, 1665, 1667, 1672, 1685, 1706, 1722, 1737, 1755, 1816, 1831, 1850, 1856,
+        1862, 1874, 1901, 1932, 1950, 1971, 2011, 2032, 2052, 2063, 2077, 2079, 2091, 2095, 2172, 2192, 2207, 2208,
+        2224, 2230, 2247, 2277, 2308, 2345, 2356, 2389, 2403, 2424, 2501, 2504, 2506, 2520, 2570, 2593, 2616, 2624,
+        2630, 2646, 2669, 2700, 2714, 2746, 2754, 2795, 2824, 2835, 2839, 2874, 2882, 2905, 2984, 3028, 3042, 3092,
+        3108, 3110, 3124, 3153, 3185, 3215, 3252, 3288, 3294, 3364, 3397, 3434, 3483, 3523, 3537, 3587, 3589, 3591,
+        3592, 3610, 3626, 3670, 3680, 3722, 3749, 3754, 3776, 3789, 3803, 3824, 3857, 3873, 3904, 3906, 3924, 3992)
+
+
+LEVEL = (4, 12, 20, 28, 36, 44, 52, 62)
+
+
+GRID = Table("f32", *(LEVEL[CODES[i] // 8 ** j % 8] for i in range(256) for j in range(4)), columns=4)
+
+
+SIGN = Table("f32", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)),
+        columns=8)
+
+
+def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 98*K/256]."""
+    r = blocks.unflatten(-1, (-1, 98))
+    s_words = integer(r[..., 66:98].unflatten(-1, (8, 4)))
+    return {
+        "d": as_type(r, torch.float16)[..., 0],
+        "sc": (r[..., 69:98:4] >> 4).flatten(1),
+        "g": r[..., 2:66].flatten(1),
+        "s": torch.stack([s_words >> 7 * i & 127 for i in range(4)], -1).to(torch.uint8).flatten(1),
+    }
+
+
+def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_gguf."""
+    r = torch.zeros(d.shape[0], d.shape[1], 98, dtype=torch.uint8, device=d.device)
+    r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
+    r[..., 2:66] = g.unflatten(-1, (-1, 64))
+    s_split = s.unflatten(-1, (-1, 8, 4))
+    s_packed = sum(s_split[..., i].to(torch.int64) << 7 * i for i in range(4))
+    r[..., 66:98] |= s_packed.unsqueeze(-1).view(torch.uint8)[..., :4].flatten(2)
+    r[..., 69:98:4] |= sc.unflatten(-1, (-1, 8)) << 4
+    return {
+        "blocks": r.flatten(1),
+    }
+
+
+def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.5 * grid[g, k % 4] * sign[s, k %
+    8].  d [N, K/256], sc [N, K/32], g [N, K/4], s [N, K/8].
+    """
+    out = out if out is None else out.unflatten(1, (-1, 8, 4, 2, 4))
+    d = d.float()[..., None, None, None, None]
+    sc = sc.unflatten(1, (-1, 8))[..., None, None, None]
+    grid = GRID[g.unflatten(-1, (-1, 8, 4, 2))]
+    sign = SIGN[s.unflatten(-1, (-1, 8, 4))].unflatten(-1, (2, 4))
+    return torch.mul(d * (sc + 0.5) * 0.5 * grid, sign, out=out).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gguf(blocks, grid, sign, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    blocks += 98 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    d = tl.load(blocks_f16 + 49 * (k // 256), live, 0).to(tl.float32)
+    sc = tl.load(blocks + 98 * (k // 32 // 8) + 4 * (k // 32 % 8) + 69, live, 0) >> 4 & 15
+    g = tl.load(blocks + 98 * (k // 4 // 64) + k // 4 % 64 + 2, live, 0).to(tl.int32)
+    s = device.stream(blocks + 98 * (k // 8 // 32), 1, 32 * (k // 8 % 32 // 4) + 7 * (k // 8 % 32 % 4)
+        + 528, 7, 8, live).to(tl.int32)
+    column = k % 4
+    column1 = k % 8
+    w = d * (sc + 0.5) * 0.5 * tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1)
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_gguf(blocks, grid, sign, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    blocks += 98 * n.to(tl.int64) * (K // 256)
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        d = tl.load(blocks_f16 + 49 * (k // 256), live, 0).to(tl.float32)
+        sc = tl.load(blocks + 98 * (k // 32 // 8) + 4 * (k // 32 % 8) + 69, live, 0) >> 4 & 15
+        g = tl.load(blocks + 98 * (k // 4 // 64) + k // 4 % 64 + 2, live, 0).to(tl.int32)
+        s = device.stream(blocks + 98 * (k // 8 // 32), 1, 32 * (k // 8 % 32 // 4) + 7 * (k // 8 % 32 % 4)
+            + 528, 7, 8, live).to(tl.int32)
+        column = k % 4
+        column1 = k % 8
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += d * (sc + 0.5) * 0.5 * tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "d": Field("f16", "N", "K/256"),
+        "sc": Field("u4", "N", "K/32"),
+        "g": Field("u8", "N", "K/4"),
+        "s": Field("u7", "N", "K/8"),
+    },
+    storages={
+        "gguf": Storage(
+            tensors={
+                "blocks": Stored("u8", "N", "98*K/256"),
+            },
+            unpack=unpack_gguf, pack=pack_gguf,
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
+        ),
+    },
+    decode=decode,
+)
+
+FORMAT = Format(
+    name="iq3_xxs", title="GGML IQ3_XXS, rows of 4 magnitudes from a grid of 256, with signs and 4-bit scales",
+    source="ggml-common.h block_iq3_xxs", formula="d * (sc + 0.5) * 0.5 * grid[g, k % 4] * sign[s, k % 8]",
+    variants={(): VARIANT},
+    detect={"gguf": "IQ3_XXS"},
+    digest="b84a2ea71f8276b3",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

@@ -1,0 +1,398 @@
+"""nvfp4: GGML NVFP4, 4-bit floats with an 8-bit float per 16, and a scale of the whole weight beside them.
+
+    w = e * 0.5 * level[q] * s
+    float32, rounded after each operation
+
+    e      ue4m3 [N, ceil(K/16)]
+    q      u4    [N, K]
+    s      f32   []
+
+    gguf: 4.5 bits per weight
+    planar: 4.5 bits per weight
+
+Built from the spec nvfp4 (sha256 4f344a723a817580) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, pad
+from qdsl.runtime.numbers import ue4m3
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+LEVEL = Table("f32", 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def unpack_gguf(blocks: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 36*K/64]; scale float32 []."""
+    r = blocks.unflatten(-1, (-1, 36))
+    q_bytes = r[..., 4:36].unflatten(-1, (4, 8)).contiguous()
+    fields = {
+        "e": r[..., 0:4].flatten(1),
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
+    }
+    if scale is not None:
+        fields["s"] = scale
+    return fields
+
+
+def pack_gguf(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
+    """blocks, scale of the fields; the inverse of unpack_gguf."""
+    r = empty((e.shape[0], e.shape[1] // 4, 36), torch.uint8, e.device)
+    r[..., 0:4] = e.unflatten(-1, (-1, 4))
+    q_split = q.unflatten(-1, (-1, 4, 2, 8))
+    r[..., 4:36] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).flatten(2)
+    tensors = {
+        "blocks": r.flatten(1),
+    }
+    if s is not None:
+        tensors["scale"] = s
+    return tensors
+
+
+def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, ceil(K/16)]; s float32 []."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 8, 2))
+    fields = {
+        "e": e,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K],
+    }
+    if s is not None:
+        fields["s"] = s
+    return fields
+
+
+def pack_planar(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
+    """q, e, s of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    tensors = {
+        "q": as_type(r, torch.int32).flatten(1),
+        "e": e,
+    }
+    if s is not None:
+        tensors["s"] = s
+    return tensors
+
+
+def decode(e: Tensor, q: Tensor, s: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = e * 0.5 * level[q] * s.  e [N, ceil(K/16)], q [N,
+    K], s [].
+    """
+    out = out if out is None else out.unflatten(1, (e.shape[1], -1))
+    q = q.view(torch.int8).unflatten(1, (e.shape[1], -1))
+    e = ue4m3(e).unsqueeze(-1)
+    s = 1 if s is None else s
+    return torch.mul(e * 0.5 * LEVEL[q], s, out=out).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gguf(blocks, scale, level, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 2 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    blocks += 36 * n.to(tl.int64) * (K // 64)
+    if scale is None:
+        s = 1
+    else:
+        s = tl.load(scale)
+    out += n.to(tl.int64) * K
+    t = u // 32
+    i = u // 8 % 4
+    j = u % 8
+    live = (n < N) & (t < K // 64)
+    e = device.ue4m3(tl.load(blocks + 36 * t + i, live, 0))
+    q_word = tl.load(blocks + 36 * t + 8 * i + j + 4, live, 0)
+    for h in tl.static_range(2):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        w = e * 0.5 * tl.load(level + q) * s
+        tl.store(out + 64 * t + 16 * i + 8 * h + j, w, live)
+
+
+@triton.jit
+def _linear_gguf(blocks, scale, level, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    blocks += 36 * n.to(tl.int64) * (K // 64)
+    if scale is None:
+        s = 1
+    else:
+        s = tl.load(scale)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 2, BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 32
+        i = u // 8 % 4
+        j = u % 8
+        live = (n < N) & (t < K // 64)
+        e = device.ue4m3(tl.load(blocks + 36 * t + i, live, 0))
+        q_word = tl.load(blocks + 36 * t + 8 * i + j + 4, live, 0)
+        for h in tl.static_range(2):
+            q = (q_word >> 4 * h & 15).to(tl.int32)
+            x_k = tl.load(x + 64 * t + 16 * i + 8 * h + j, live, 0).to(tl.float32)
+            acc += e * 0.5 * tl.load(level + q) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_planar(q, e, s, level, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    e += n.to(tl.int64) * tl.cdiv(K, 16)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    if s is None:
+        s1 = 1
+    else:
+        s1 = tl.load(s)
+    out += n.to(tl.int64) * K
+    t = u // 16
+    c = u // 4 % 4
+    b = u % 4
+    live = (n < N) & (128 * t + 32 * c + 2 * b < K)
+    q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                e1 = device.ue4m3(tl.load(e + 8 * t + 2 * c + h, inside, 0))
+                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                w = e1 * 0.5 * tl.load(level + q1) * s1
+                tl.store(out + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, e, s, level, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    e += n.to(tl.int64) * tl.cdiv(K, 16)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    if s is None:
+        s1 = 1
+    else:
+        s1 = tl.load(s)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 16 * tl.cdiv(K, 128), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 16
+        c = u // 4 % 4
+        b = u % 4
+        live = (n < N) & (128 * t + 32 * c + 2 * b < K)
+        q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+        for h in tl.static_range(2):
+            for i in tl.static_range(2):
+                for j in tl.static_range(2):
+                    inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                    e1 = device.ue4m3(tl.load(e + 8 * t + 2 * c + h, inside, 0))
+                    q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                    x_k = tl.load(x + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, inside, 0).to(tl.float32)
+                    acc += e1 * 0.5 * tl.load(level + q1) * s1 * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of level[q] in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, K // 128, chunk, more),
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """level[q] of pairs i in a half of a chunk, as numbers of type F."""
+    if F == tl.float16:
+        return codebook.bytes(words[0], half % 2, i, flip)
+    else:
+        return codebook.floats(words[0], half % 2, i, flip, F)
+
+
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of level[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.table(g, N, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
+    else:
+        return codebook.table(g, N, 0x40008000, 0x4000c080, 0x40008000, 0x4000c080, 0x40403f00, 0x41414040,
+            -0x3f3f4100, -0x3e3e3f40)
+
+
+@triton.jit
+def _few_planar(
+    q, e, s, x, bias, out, M, N, K, tiles,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = 0.5 * e * s * level[q].
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 16
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 12 if F == tl.float16 else 0
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = _table_planar(g, N, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+                e_g = lanes.by_group(e, row, lanes.count(K, 16), chunk, SIZE, 16, "ue4m3")
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 0, SIZE, F)
+                    if BASE != 0:
+                        sum -= BASE * sums[u]
+                    sum *= 0.5 * e_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        row = lanes.rows(first + 16 * r, N, start)
+        if s is None:
+            s_g = 1.0
+        else:
+            s_g = lanes.number(tl.load(s), 0)
+        sum *= s_g
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q, e, s, x, bias, out, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = 0.5 * e * s * level[q].
+
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
+    """
+    STEP: tl.constexpr = 16
+    TRIP: tl.constexpr = max(2, STEP // 16)
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 12 if F == tl.float16 else 0
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = _table_planar(g, N, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 0, F)
+                e_g = lanes.by_column(e, row, lanes.count(K, 16), chunk, K, STEP, 16, "ue4m3")
+                if BASE != 0:
+                    sum -= BASE * sums
+                sum *= 0.5 * e_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        row = lanes.rows(first + 16 * r, N)
+        if s is None:
+            s_g = 1.0
+        else:
+            s_g = lanes.number(tl.load(s), 0)
+        sum *= s_g
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "e": Field("ue4m3", "N", "ceil(K/16)"),
+        "q": Field("u4", "N", "K"),
+        "s": Field("f32"),
+    },
+    storages={
+        "gguf": Storage(
+            tensors={
+                "blocks": Stored("u8", "N", "36*K/64"),
+                "scale": Stored("f32", optional=True),
+            },
+            unpack=unpack_gguf, pack=pack_gguf,
+            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,)),
+        ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "16*ceil(K/128)"),
+                "e": Stored("ue4m3", "N", "ceil(K/16)"),
+                "s": Stored("f32", optional=True),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+                tables=(LEVEL,),
+                    lanes=Lanes(_few_planar, row=_row_planar, blocks=("16",))),
+        ),
+    },
+    decode=decode, defaults={"s": 1}, cuts=("N", "ceil(K/16)"),
+)
+
+FORMAT = Format(
+    name="nvfp4", title="GGML NVFP4, 4-bit floats with an 8-bit float per 16, and a scale of the whole weight beside them",
+    source="ggml-common.h block_nvfp4 and kvalues_mxfp4", formula="e * 0.5 * level[q] * s",
+    variants={(): VARIANT},
+    detect={"gguf": "NVFP4"},
+    digest="4f344a723a817580",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear
