@@ -1,9 +1,10 @@
 """Rows of a grid for groups of columns, with scales in two levels: what ggml's IQ1, IQ2 and IQ3 types store.
 
 Errors count by importance * sqrt(mean square of the super-block + w^2), ggml's own measure.  For a group of weights x that count
-by c, a row g of the grid at scale s lessens the error by s * (2 <c x, g> - s <c, g^2>).  Both products of all groups and all
-rows are matrix products, made once; every scale that is tried then looks at every row.  The factors are rounded to integers
-so small that the products are exact in float32, whatever order a machine adds in: the fields depend on nothing but the weights.
+by c, a row g of the grid at scale s lessens the error by s * (2 <c x, g> - s <c, g^2>).  Both products, of all groups and all
+rows, are matrix products that are made once; every scale that is tried then looks at every row.  Their factors are rounded to
+integers so small that the products are exact in float32, whatever order a machine adds in, and other sums have an order of their
+own: the fields depend on nothing but the weights of their super-block.
 """
 
 from __future__ import annotations
@@ -17,194 +18,174 @@ from torch import Tensor
 
 from qdsl.encode.blocks import stored_scale
 from qdsl.numbers import number
+from qdsl.runtime.match import torch_dtype
+from qdsl.runtime.tables import Table
 
-SUPER = 256                                                      # columns of a super-block
-SIGNS = 8                                                        # columns that share 7 stored signs
 RATIOS = tuple(0.6 * 3.5 ** (i / 9) for i in range(10))          # scales to try, from 0.6 to 2.1 of what the mean square says
-MARKS = 1 << 18                                                  # groups times rows of a grid at a time: they stay in a cache
+GAINS = 1 << 18                                                  # groups times rows of a grid at a time: they stay in a cache
 
 
-def grid(weight: Tensor, *, table: Tensor, scale: str, columns: int, unit: float, parity: bool = False,
-         importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rows, signs, scales, super-scales) of |w| = super_scale * (2 * scale + 1) * unit * table[row].
+def grid_signs(weight: Tensor, *, code: str, sign: str, scale: str, super_scale: str, columns: int, super_columns: int,
+               first: float, step: float, rows: Table, signs: Table | None = None, importance: Tensor | None = None,
+               ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, signs, scales, super-scales) of w = super_scale * (first + step * scale) * rows[code] * signs[sign].
 
-    table: positive integers [rows, group].  scale: 'u4', of every `columns` columns.  rows: u8 or int32 [N, K / group].
-    signs: u1 [N, K], 1 is negative; with `parity` u7 [N, K / 8], of which the eighth is the parity: where it would be wrong,
-    the weight that matters least has the other sign.  super-scales: f16 [N, K / 256].  importance: f32 [K].
-    Raises FormatError for a super-scale that does not fit.
+    columns, super_columns: the weights of a sub-block and of a super-block; rows: positive integers, for as many columns as a row
+    has; signs: rows of 1 and -1, of which the one is taken that suits the weights best; None: a bit for each weight.
+    importance [K]: what the square of an error counts.  Raises FormatError for a super-scale that does not fit.
     """
-    n, k = weight.shape
-    shape = _Shape((table.float(),), unit, columns, _top(scale))
-    blocks, power = _scaled(weight)
-    counts = _counts(blocks, importance, k)
-    negative = blocks < 0
-    if parity:
-        eights, odd = negative.view(-1, SIGNS), negative.view(-1, SIGNS).sum(1) % 2 == 1
-        least = (counts * blocks.abs()).view(-1, SIGNS).argmin(1, keepdim=True)
-        eights.scatter_(1, least, eights.gather(1, least) ^ odd[:, None])
-    found = _fit(torch.where(negative, -blocks, blocks), counts, power, shape)
-    signs = negative.to(torch.uint8).view(n, k)
-    if parity:
-        signs = _packed(signs.view(n, -1, SIGNS)[..., :7])
-    return found.rows.view(n, -1), signs, found.scales.view(n, -1), found.stored(n)
+    kind = _Kind((rows.on(weight.device).float(),), columns, super_columns, _steps(scale, first, step), super_scale)
+    blocks = _Blocks(weight, kind, importance)
+    if signs is None:
+        chosen = (blocks.x < 0).to(torch_dtype(sign))
+        turned = blocks.x.abs()
+    else:
+        chosen, turned = _signed(blocks.x, blocks.counts, signs.on(weight.device).float())
+    codes, _, scales, supers = blocks.fitted(turned)
+    return _field(codes, code, weight), _field(chosen, sign, weight), _field(scales, scale, weight), supers
 
 
-def shifted_grid(weight: Tensor, *, table: Tensor, scale: str, columns: int, shared: int, eighths: int = 1,
-                 importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rows, shifts, scales, super-scales) of w = super_scale * (2 * scale + 1) * (table[row] + (1 - 2 * shift) * eighths / 8).
+def grid_shifts(weight: Tensor, *, code: str, shift: str, scale: str, super_scale: str, columns: int, super_columns: int,
+                shift_columns: int, first: float, step: float, shifts: tuple[float, ...], rows: Table,
+                importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, shifts, scales, super-scales) of w = super_scale * (first + step * scale) * (rows[code] + shifts[shift]).
 
-    table: integers of both signs [rows, group].  scale: 'u3', of every `columns` columns.  shifts: u1, of every `shared`
-    columns.  The rest as for `grid`.
+    rows: integers of both signs; shift_columns: the weights that share a shift, whole rows within a sub-block.  The rest is as
+    for `grid_signs`.
     """
-    n, _ = weight.shape
-    up, down = 8 * table.float() + eighths, 8 * table.float() - eighths
-    shape = _Shape((up, down), 1 / 8, columns, _top(scale), shared)
-    blocks, power = _scaled(weight)
-    found = _fit(blocks, _counts(blocks, importance, weight.shape[1]), power, shape)
-    return found.rows.view(n, -1), found.tables.view(n, -1), found.scales.view(n, -1), found.stored(n)
+    table = rows.on(weight.device).float()
+    kind = _Kind(tuple(table + by for by in shifts), columns, super_columns, _steps(scale, first, step), super_scale,
+                 shift_columns // table.shape[1])
+    blocks = _Blocks(weight, kind, importance)
+    codes, chosen, scales, supers = blocks.fitted(blocks.x)
+    return _field(codes, code, weight), _field(chosen, shift, weight), _field(scales, scale, weight), supers
+
+
+def _steps(scale: str, first: float, step: float) -> tuple[float, float, int]:
+    kind = number(scale)
+    assert kind is not None
+    return first, step, int(kind.high)
+
+
+def _field(values: Tensor, kind: str, weight: Tensor) -> Tensor:
+    return values.to(torch_dtype(kind)).view(weight.shape[0], -1)
+
+
+def _signed(x: Tensor, counts: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+    """For every run of columns the row of signs under which most of what counts is positive, and x by those signs."""
+    runs = x.view(-1, signs.shape[1])
+    whole, _ = _whole((counts * x).view_as(runs), 24 - _bits(signs.shape[1]))
+    chosen = (whole @ signs.t()).argmax(1)
+    return chosen, (runs * signs[chosen]).view_as(x)
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """w = super_scale * steps * unit * a row of one of the tables; steps are odd, up to `top`, and shared by `columns` columns.
+class _Kind:
+    """w = super_scale * (first + step * scale) * a row of one of the tables, the same for `shared` rows in a run.
 
-    One of several tables is chosen for `shared` columns.
+    steps: first, step and the largest scale.
     """
 
     tables: tuple[Tensor, ...]
-    unit: float
     columns: int
-    top: int
-    shared: int = 0
+    super_columns: int
+    steps: tuple[float, float, int]
+    stored: str
+    shared: int = 1
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Per group a row, per shared columns a table, per sub-block a scale, per super-block its scale, exactly."""
+class _Blocks:
+    """The super-blocks of a weight: x [B, super_columns], divided by powers of two so that the largest is from 0.5 to 1.
 
-    rows: Tensor
-    tables: Tensor
-    scales: Tensor
-    exact: Tensor
+    counts [B, super_columns]: importance * sqrt(mean square + x^2); where no column is of importance, all are.
+    """
 
-    def stored(self, n: int) -> Tensor:
-        return stored_scale(self.exact.view(n, 1, -1, 1), "f16")[:, 0, :, 0].contiguous()
+    def __init__(self, weight: Tensor, kind: _Kind, importance: Tensor | None) -> None:
+        self.kind, self.n = kind, weight.shape[0]
+        blocks = weight.double().reshape(-1, kind.super_columns)
+        self.power = _power(blocks)
+        self.x = (blocks / self.power).float()
+        square = self.x * self.x
+        # In float64, and then rounded: torch's square root of float32 is not always the nearest.
+        self.counts = (_sums(square) / kind.super_columns + square).double().sqrt_().float()
+        if importance is not None:
+            given = importance.double().view(-1, kind.super_columns)
+            given = torch.where(given.amax(1, keepdim=True) > 0, given / _power(given), 1).float()
+            self.counts = (self.counts.view(-1, *given.shape) * given).view_as(self.x)
 
+    def fitted(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(rows, tables, scales, super-scales [N, super-blocks]) for x, which has signs of its own."""
+        parts = [search.found() for search in self.searches(x)]
+        rows, tables, scales, exact = (torch.cat(each) for each in zip(*parts, strict=True))
+        supers = stored_scale(exact.view(self.n, 1, -1, 1), self.kind.stored)[:, 0, :, 0].contiguous()
+        return rows, tables, scales, supers
 
-def _top(scale: str) -> int:
-    kind = number(scale)
-    assert kind is not None
-    return 2 * int(kind.high) + 1
-
-
-def _scaled(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Super-blocks [B, 256] whose largest magnitude lies from 0.5 to 1, and what they were divided by, f64 [B, 1]."""
-    blocks = weight.double().reshape(-1, SUPER)
-    exponent = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent
-    power = torch.ldexp(torch.ones_like(blocks[:, :1]), exponent)
-    return (blocks / power).float(), power
-
-
-def _counts(blocks: Tensor, importance: Tensor | None, k: int) -> Tensor:
-    """importance * sqrt(mean square + square) of super-blocks [B, 256]; where no column is of importance, all count."""
-    square = blocks * blocks
-    # In float64, and then rounded: torch's square root of float32 is not always the nearest.
-    found = (_sums(square, SUPER) / SUPER + square).double().sqrt_().float()
-    if importance is None:
-        return found
-    given = importance.double().view(-1, SUPER)
-    largest = given.amax(1, keepdim=True)
-    scaled = torch.where(largest > 0, given / torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent), 1)
-    return (found.view(-1, k // SUPER, SUPER) * scaled.float()).view(-1, SUPER)
-
-
-def _sums(values: Tensor, count: int) -> Tensor:
-    """Sums of every `count` values, a power of two, of a contiguous tensor's last dim; half of them on the other, until one is left."""
-    values = values.unflatten(-1, (-1, count))
-    while values.shape[-1] > 1:
-        half = values.shape[-1] // 2
-        values = values[..., :half] + values[..., half:]
-    return values[..., 0]
-
-
-def _packed(bits: Tensor) -> Tensor:
-    """Bits of the last dim as one number, the first lowest."""
-    return (bits << torch.arange(bits.shape[-1], dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-
-
-# -- the search --------------------------------------------------------------------------------------------------------
-
-
-def _fit(x: Tensor, counts: Tensor, power: Tensor, shape: _Shape) -> _Found:
-    rows, group = shape.tables[0].shape
-    step = max(1, MARKS * group // (rows * SUPER))
-    parts = list(_parts(x, counts, power, shape, step))
-    joined = [torch.cat(each) for each in zip(*parts, strict=True)]
-    kind = torch.uint8 if rows <= 256 else torch.int32
-    return _Found(joined[0].to(kind), joined[1].to(torch.uint8), (joined[2] / 2).to(torch.uint8), joined[3])
-
-
-def _parts(x: Tensor, counts: Tensor, power: Tensor, shape: _Shape, step: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    for i in range(0, x.shape[0], step):
-        yield _Search(x[i:i + step], counts[i:i + step], power[i:i + step], shape).found()
+    def searches(self, x: Tensor) -> Iterator[_Search]:
+        entries, columns = self.kind.tables[0].shape
+        step = max(1, GAINS * columns // (entries * self.kind.super_columns))
+        for i in range(0, len(x), step):
+            yield _Search(x[i:i + step], self.counts[i:i + step], self.power[i:i + step], self.kind)
 
 
 class _Search:
-    """Scales and rows for some super-blocks x [B, 256], whose errors count by `counts`."""
+    """Scales and rows for some super-blocks x [B, super_columns], whose errors count by `counts`."""
 
-    def __init__(self, x: Tensor, counts: Tensor, power: Tensor, shape: _Shape) -> None:
-        self.x, self.counts, self.power, self.shape = x, counts, power, shape
-        group = shape.tables[0].shape[1]
-        self.shared = max(1, shape.shared // group)              # groups that share a table
-        self.groups = shape.columns // group                     # groups of a sub-block
-        largest = max(float(table.abs().max()) for table in shape.tables)
-        linear, self.linear_unit = _whole((counts * x).view(-1, group), 24 - _bits(largest * group))
-        square, square_unit = _whole(counts.view(-1, group), 24 - _bits(largest * largest * group))
-        self.linear = [linear @ table.t() for table in shape.tables]
-        self.square = [square @ (table * table).t() for table in shape.tables]
-        self.ratio = square_unit / self.linear_unit * (shape.unit / 2)
+    def __init__(self, x: Tensor, counts: Tensor, power: Tensor, kind: _Kind) -> None:
+        self.x, self.counts, self.power, self.kind = x, counts, power, kind
+        columns = kind.tables[0].shape[1]
+        self.groups = kind.columns // columns                    # of a sub-block
+        unit = _unit(kind.tables)
+        tables = [table / unit for table in kind.tables]
+        largest = max(float(table.abs().max()) for table in tables)
+        linear, self.worth = _whole((counts * x).view(-1, columns), 24 - _bits(largest * columns))
+        square, worth = _whole(counts.view(-1, columns), 24 - _bits(largest * largest * columns))
+        self.linear = [linear @ table.t() for table in tables]
+        self.square = [square @ (table * table).t() for table in tables]
+        self.ratio = worth / self.worth * (unit / 2)
         self.room = torch.empty_like(self.linear[0])
 
     def found(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows [groups], tables, steps [sub-blocks], super-scales [B]."""
-        scales = self.free_scales()
-        exact = scales.amax(1, keepdim=True) / self.shape.top
-        d = self.stored(exact)
-        steps = self.nearest_steps(scales, d)
-        rows, tables = self.chosen(d * steps)
-        exact = self.refit(rows, tables, steps)
-        return rows, tables, steps.flatten(), exact.flatten()
+        """(rows, tables, scales, super-scales [B, 1]); what is of groups and sub-blocks is flat."""
+        first, step, most = self.kind.steps
+        wanted = self.free_scales()
+        exact = wanted.amax(1, keepdim=True) / (first + step * most) * self.power
+        d = (exact.to(torch.float16) / self.power).float()
+        scales = self.nearest_scales(wanted, d)
+        values = first + step * scales
+        rows, tables = self.chosen(d * values)
+        return rows, tables, scales.flatten(), torch.where(torch.isfinite(d), self.refitted(rows, tables, values), exact)
 
     def free_scales(self) -> Tensor:
         """The best of RATIOS for every sub-block [B, sub-blocks]."""
-        mean = float((self.shape.tables[0] ** 2).mean()) * self.shape.unit ** 2
-        squares, counts = _sums(self.counts * self.x * self.x, self.shape.columns), _sums(self.counts, self.shape.columns)
+        mean = float((self.kind.tables[0] ** 2).mean())
+        squares, counts = _sums(self.counts * self.x * self.x, self.kind.columns), _sums(self.counts, self.kind.columns)
         start = torch.where(counts > 0, squares / counts / mean, 0).double().sqrt_().float()
         gains = torch.stack([self.gains(start * ratio) for ratio in RATIOS])
         return start * start.new_tensor(RATIOS)[gains.argmax(0)]
 
-    def nearest_steps(self, scales: Tensor, d: Tensor) -> Tensor:
-        """The best of the steps nearest to scale / d and of those beside it."""
-        middle = torch.where(d > 0, scales / d / 2 - 0.5, 0).round_() * 2 + 1
-        tried = torch.stack([(middle + by).clamp_(1, self.shape.top) for by in (-2, 0, 2)])
-        gains = torch.stack([self.gains(steps * d) for steps in tried])
+    def nearest_scales(self, wanted: Tensor, d: Tensor) -> Tensor:
+        """The best of the integer scale that is nearest to what is wanted, and of those beside it."""
+        first, step, most = self.kind.steps
+        middle = torch.where(d > 0, (wanted / d - first) / step, 0).round_()
+        tried = torch.stack([(middle + by).clamp_(0, most) for by in (-1, 0, 1)])
+        gains = torch.stack([self.gains((first + step * scales) * d) for scales in tried])
         return tried.gather(0, gains.argmax(0, keepdim=True))[0]
 
     def gains(self, scale: Tensor) -> Tensor:
         """By how much the best rows lessen the error of each sub-block at a scale [B, sub-blocks]."""
         each = self.by_group(scale)
-        best = torch.stack([self.marks(i, each).amax(1) * self.linear_unit[:, 0] for i in range(len(self.linear))])
-        return _sums(_sums(best, self.shared).amax(0), self.groups // self.shared).view_as(scale) * scale
+        best = torch.stack([self.marks(i, each).amax(1) * self.worth[:, 0] for i in range(len(self.linear))])
+        return _sums(_sums(best, self.kind.shared).amax(0), self.groups // self.kind.shared).view_as(scale) * scale
 
     def chosen(self, scale: Tensor) -> tuple[Tensor, Tensor]:
         """The best rows, and which tables they are of, at a scale [B, sub-blocks]."""
         each = self.by_group(scale)
         best, rows = zip(*(self.marks(i, each).max(1) for i in range(len(self.linear))), strict=True)
-        tables = _sums(torch.stack(best) * self.linear_unit[:, 0], self.shared).argmax(0)
-        return torch.stack(rows).gather(0, tables.repeat_interleave(self.shared)[None])[0], tables
+        tables = _sums(torch.stack(best) * self.worth[:, 0], self.kind.shared).argmax(0)
+        return torch.stack(rows).gather(0, tables.repeat_interleave(self.kind.shared)[None])[0], tables
 
     def marks(self, table: int, scale: Tensor) -> Tensor:
-        """The gain of each row for each group at a scale [groups, 1], divided by the scale and by what is alike for a group."""
+        """The gain of each row for each group at a scale [groups, 1], but for factors that a group's rows share."""
         torch.mul(self.square[table], scale * self.ratio, out=self.room)
         return torch.sub(self.linear[table], self.room, out=self.room)
 
@@ -212,24 +193,45 @@ class _Search:
         """A value of each sub-block, for its groups [groups, 1]."""
         return values.flatten().repeat_interleave(self.groups)[:, None]
 
-    def refit(self, rows: Tensor, tables: Tensor, steps: Tensor) -> Tensor:
+    def refitted(self, rows: Tensor, tables: Tensor, values: Tensor) -> Tensor:
         """The super-scale [B, 1] of least error for what is chosen."""
-        values = torch.stack(self.shape.tables)[tables.repeat_interleave(self.shared), rows] * self.by_group(steps)
-        values = values.view_as(self.x) * self.shape.unit
-        weighted = self.counts * values
-        linear, square = _sums(weighted * self.x, SUPER), _sums(weighted * values, SUPER)
+        taken = torch.stack(self.kind.tables)[tables.repeat_interleave(self.kind.shared), rows] * self.by_group(values)
+        taken = taken.view_as(self.x)
+        weighted = self.counts * taken
+        linear, square = _sums(weighted * self.x), _sums(weighted * taken)
         return torch.where(square > 0, linear / square, 0) * self.power
 
-    def stored(self, exact: Tensor) -> Tensor:
-        """A super-scale as it will be stored."""
-        return ((exact * self.power).to(torch.float16) / self.power).float()
+
+# -- arithmetic in which order does not count ------------------------------------------------------------------------------
 
 
-def _bits(largest: float) -> int:
-    return math.ceil(math.log2(largest + 1))
+def _power(rows: Tensor) -> Tensor:
+    """The least power of two above all of a row, float64 [rows, 1]; 1 for zeros."""
+    return torch.ldexp(torch.ones_like(rows[:, :1]), torch.frexp(rows.abs().amax(1, keepdim=True)).exponent)
 
 
 def _whole(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Rows as integers of at most `bits` bits, and what one is worth in each row [rows, 1]: at least 2^(-60 - bits)."""
     exponent = torch.frexp(values.abs().amax(1, keepdim=True)).exponent.clamp_(min=-60)
     return torch.ldexp(values, bits - exponent).round_(), torch.ldexp(torch.ones_like(values[:, :1]), exponent - bits)
+
+
+def _bits(largest: float) -> int:
+    return math.ceil(math.log2(largest + 1))
+
+
+def _unit(tables: tuple[Tensor, ...]) -> float:
+    """The power of two of which all numbers of the tables are whole multiples."""
+    unit = 1.0
+    while any(bool((table % unit).any()) for table in tables):
+        unit /= 2
+    return unit
+
+
+def _sums(values: Tensor, count: int = 0) -> Tensor:
+    """Sums of every `count` values of the last dim, or of all [..., 1]: a power of two, halved until one is left."""
+    values = values.unflatten(-1, (-1, count or values.shape[-1]))
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
