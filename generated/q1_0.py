@@ -9,7 +9,7 @@
     gguf: 1.125 bits per weight
     planar: 1.125 bits per weight
 
-Built from the spec q1_0 (sha256 2ef89f361a2ae2c5) by qdsl 0.1.0.
+Built from the spec q1_0 (sha256 883439166ca6272f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import meansign
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
 
 
@@ -75,6 +76,14 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     q = q.view(torch.int8).unflatten(1, (d.shape[1], -1))
     d = d.float().unsqueeze(-1)
     return torch.mul(d, 2 * q - 1, out=out).flatten(1)
+
+
+def encode(weight: Tensor) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = the mean magnitude of the block; a code says that the weight is not
+    negative.
+    """
+    q, d = meansign(weight, code="u1", scale="f16", rows=1, columns=128, axes=2)
+    return {"q": q, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -359,7 +368,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("128",))),
         ),
     },
-    decode=decode, cuts=("N", "ceil(K/128)"),
+    decode=decode, encode=encode, cuts=("N", "ceil(K/128)"),
 )
 
 FORMAT = Format(
@@ -367,7 +376,7 @@ FORMAT = Format(
     source="ggml-common.h block_q1_0", formula="d * (2 * q - 1)",
     variants={(): VARIANT},
     detect={"gguf": "Q1_0"},
-    digest="2ef89f361a2ae2c5",
+    digest="883439166ca6272f",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

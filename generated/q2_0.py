@@ -9,15 +9,18 @@
     gguf: 2.25 bits per weight
     planar: 2.25 bits per weight
 
-Built from the spec q2_0 (sha256 de376b2c8ebc0ddd) by qdsl 0.1.0.
+Built from the spec q2_0 (sha256 729a8e9583f7a3d2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import absmax
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
 
 
@@ -73,6 +76,13 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     q = q.view(torch.int8).unflatten(1, (d.shape[1], -1))
     d = d.float().unsqueeze(-1)
     return torch.mul(d, q - 1, out=out).flatten(1)
+
+
+def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by, ties."""
+    q, d = absmax(weight, code="u2", scale="f16", rows=1, columns=64, axes=2, divisor=1, offset=1,
+            **{"by": "exact", "ties": "away", **options})
+    return {"q": q, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -355,7 +365,8 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("64",))),
         ),
     },
-    decode=decode, cuts=("N", "ceil(K/64)"),
+    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
+    cuts=("N", "ceil(K/64)"),
 )
 
 FORMAT = Format(
@@ -363,7 +374,7 @@ FORMAT = Format(
     source="ggml-common.h block_q2_0", formula="d * (q - 1)",
     variants={(): VARIANT},
     detect={"gguf": "Q2_0"},
-    digest="de376b2c8ebc0ddd",
+    digest="729a8e9583f7a3d2",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -12,7 +12,7 @@
     gguf: 2.625 bits per weight
     planar: 3.125 bits per weight
 
-Built from the spec q2_k (sha256 e9e775f0f9f8bd0f) by qdsl 0.1.0.
+Built from the spec q2_k (sha256 7560afd7153090ae) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import kquant_minmax
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
 
 
@@ -97,6 +98,15 @@ def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tens
     sc = sc.repeat_interleave(16, 1)[:, :q.shape[-1]]
     mn = mn.repeat_interleave(16, 1)[:, :q.shape[-1]]
     return torch.sub(d * sc * q, dmin * mn, out=out)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale and min by search for the least error; both in steps of the
+    super-block's largest.  importance: float32 [K].
+    """
+    q, sc, mn, d, dmin = kquant_minmax(weight, code="u2", scale="u4", min="u4", super_scale="f16", super_min="f16",
+            columns=16, super_columns=256, first=-0.5, step=0.1, steps=15, errors="magnitudes", importance=importance)
+    return {"q": q, "sc": sc, "mn": mn, "d": d, "dmin": dmin}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -374,7 +384,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("256", "16"))),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -382,7 +392,7 @@ FORMAT = Format(
     source="ggml-common.h block_q2_K", formula="d * sc * q - dmin * mn",
     variants={(): VARIANT},
     detect={"gguf": "Q2_K"},
-    digest="e9e775f0f9f8bd0f",
+    digest="7560afd7153090ae",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

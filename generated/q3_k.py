@@ -10,7 +10,7 @@
     gguf: 3.4375 bits per weight
     planar: 3.5625 bits per weight
 
-Built from the spec q3_k (sha256 b035e1b09601ea51) by qdsl 0.1.0.
+Built from the spec q3_k (sha256 3e6294bfe947233b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import kquant_signmax
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, pad
 
 
@@ -110,6 +111,15 @@ def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tenso
     sc = sc.view(torch.int8).repeat_interleave(16, 1)[:, :q.shape[-1]]
     q = q.view(torch.int8)
     return torch.mul(d * (sc - 32), q - 4, out=out)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale by search for the least error; in steps of the super-block's largest,
+    sign and all.  importance: float32 [K].
+    """
+    q, sc, d = kquant_signmax(weight, code="u3", scale="u6", super_scale="f16", columns=16, super_columns=256,
+            by="exchange", spread=2, scale_offset=32, offset=4, importance=importance)
+    return {"q": q, "sc": sc, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -371,7 +381,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("256", "16"))),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -379,7 +389,7 @@ FORMAT = Format(
     source="ggml-common.h block_q3_K", formula="d * (sc - 32) * (q - 4)",
     variants={(): VARIANT},
     detect={"gguf": "Q3_K"},
-    digest="b035e1b09601ea51",
+    digest="3e6294bfe947233b",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

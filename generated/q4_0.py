@@ -76,12 +76,12 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mul(d, q - 8, out=out).flatten(1)
 
 
-def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = the value of largest magnitude, sign and all, / divisor.  options:
-    by, ties.
+def encode(weight: Tensor, *, importance: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = the value of largest magnitude, sign and all, / divisor.
+    importance: float32 [K].  options: by, ties.
     """
     q, d = signmax(weight, code="u4", scale="f16", rows=1, columns=32, axes=2, divisor=-8, offset=8,
-            **{"by": "exact", "ties": "up", **options})
+            importance=importance, **{"by": "exact", "ties": "up", **options})
     return {"q": q, "d": d}
 
 
@@ -360,8 +360,8 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
-    cuts=("N", "ceil(K/32)"),
+    decode=decode, encode=encode, importance=True,
+    options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")}, cuts=("N", "ceil(K/32)"),
 )
 
 FORMAT = Format(

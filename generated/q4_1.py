@@ -10,7 +10,7 @@
     gguf: 5 bits per weight
     planar: 5 bits per weight
 
-Built from the spec q4_1 (sha256 5d006cb416745fdf) by qdsl 0.1.0.
+Built from the spec q4_1 (sha256 94fa6046dc00ac36) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import affine
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
 
 
@@ -79,6 +80,14 @@ def decode(d: Tensor, m: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
     d = d.float().unsqueeze(-1)
     m = m.float().unsqueeze(-1)
     return torch.add(d * q, m, out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: min = the least weight of the block; scale = its range / (2^bits - 1).
+    importance: float32 [K].
+    """
+    q, d, m = affine(weight, code="u4", scale="f16", min="f16", rows=1, columns=32, axes=2, importance=importance)
+    return {"q": q, "d": d, "m": m}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -373,7 +382,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),
     },
-    decode=decode, cuts=("N", "ceil(K/32)"),
+    decode=decode, encode=encode, importance=True, cuts=("N", "ceil(K/32)"),
 )
 
 FORMAT = Format(
@@ -381,7 +390,7 @@ FORMAT = Format(
     source="ggml-common.h block_q4_1", formula="d * q + m",
     variants={(): VARIANT},
     detect={"gguf": "Q4_1"},
-    digest="5d006cb416745fdf",
+    digest="94fa6046dc00ac36",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

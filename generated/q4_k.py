@@ -12,7 +12,7 @@
     gguf: 4.5 bits per weight
     planar: 4.625 bits per weight
 
-Built from the spec q4_k (sha256 b6b16ae16056c384) by qdsl 0.1.0.
+Built from the spec q4_k (sha256 ef419917d816a89d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import kquant_minmax
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, many, pad, records
 
 
@@ -106,6 +107,15 @@ def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tens
     sc = sc.repeat_interleave(32, 1)[:, :q.shape[-1]]
     mn = mn.repeat_interleave(32, 1)[:, :q.shape[-1]]
     return torch.sub(d * sc * q, dmin * mn, out=out)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale and min by search for the least error; both in steps of the
+    super-block's largest.  importance: float32 [K].
+    """
+    q, sc, mn, d, dmin = kquant_minmax(weight, code="u4", scale="u6", min="u6", super_scale="f16", super_min="f16",
+            columns=32, super_columns=256, first=-1, step=0.1, steps=20, spread=2, importance=importance)
+    return {"q": q, "sc": sc, "mn": mn, "d": d, "dmin": dmin}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -487,7 +497,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256", "32"))),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -495,7 +505,7 @@ FORMAT = Format(
     source="ggml-common.h block_q4_K", formula="d * sc * q - dmin * mn",
     variants={(): VARIANT},
     detect={"gguf": "Q4_K"},
-    digest="b6b16ae16056c384",
+    digest="ef419917d816a89d",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

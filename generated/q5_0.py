@@ -9,15 +9,18 @@
     gguf: 5.5 bits per weight
     planar: 5.5 bits per weight
 
-Built from the spec q5_0 (sha256 e89e6672cdaaf1af) by qdsl 0.1.0.
+Built from the spec q5_0 (sha256 13c78b82bdead1cc) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import signmax
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
 
 
@@ -90,6 +93,15 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     q = q.view(torch.int8).unflatten(1, (d.shape[1], -1))
     d = d.float().unsqueeze(-1)
     return torch.mul(d, q - 16, out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = the value of largest magnitude, sign and all, / divisor.
+    importance: float32 [K].  options: by, ties.
+    """
+    q, d = signmax(weight, code="u5", scale="f16", rows=1, columns=32, axes=2, divisor=-16, offset=16,
+            importance=importance, **{"by": "exact", "ties": "up", **options})
+    return {"q": q, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -372,7 +384,8 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),
     },
-    decode=decode, cuts=("N", "ceil(K/32)"),
+    decode=decode, encode=encode, importance=True,
+    options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")}, cuts=("N", "ceil(K/32)"),
 )
 
 FORMAT = Format(
@@ -380,7 +393,7 @@ FORMAT = Format(
     source="ggml-common.h block_q5_0", formula="d * (q - 16)",
     variants={(): VARIANT},
     detect={"gguf": "Q5_0"},
-    digest="e89e6672cdaaf1af",
+    digest="13c78b82bdead1cc",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

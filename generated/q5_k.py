@@ -12,7 +12,7 @@
     gguf: 5.5 bits per weight
     planar: 5.625 bits per weight
 
-Built from the spec q5_k (sha256 0d565005f4c9aefd) by qdsl 0.1.0.
+Built from the spec q5_k (sha256 baf464ad96fbe97e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import kquant_minmax
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, many, pad
 
 
@@ -126,6 +127,15 @@ def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tens
     sc = sc.repeat_interleave(32, 1)[:, :q.shape[-1]]
     mn = mn.repeat_interleave(32, 1)[:, :q.shape[-1]]
     return torch.sub(d * sc * q, dmin * mn, out=out)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale and min by search for the least error; both in steps of the
+    super-block's largest.  importance: float32 [K].
+    """
+    q, sc, mn, d, dmin = kquant_minmax(weight, code="u5", scale="u6", min="u6", super_scale="f16", super_min="f16",
+            columns=32, super_columns=256, first=-0.5, step=0.1, steps=15, spread=2, importance=importance)
+    return {"q": q, "sc": sc, "mn": mn, "d": d, "dmin": dmin}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -457,7 +467,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256", "32"))),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -465,7 +475,7 @@ FORMAT = Format(
     source="ggml-common.h block_q5_K", formula="d * sc * q - dmin * mn",
     variants={(): VARIANT},
     detect={"gguf": "Q5_K"},
-    digest="0d565005f4c9aefd",
+    digest="baf464ad96fbe97e",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
     gguf: 6.5625 bits per weight
     planar: 6.5625 bits per weight
 
-Built from the spec q6_k (sha256 04c6c0edaba443c8) by qdsl 0.1.0.
+Built from the spec q6_k (sha256 b2c9acc01da7f1cf) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import kquant_signmax
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, pad
 
 
@@ -96,6 +97,15 @@ def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tenso
     sc = sc.repeat_interleave(16, 1)[:, :q.shape[-1]]
     q = q.view(torch.int8)
     return torch.mul(d * sc, q - 32, out=out)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale by search for the least error; in steps of the super-block's largest,
+    sign and all.  importance: float32 [K].
+    """
+    q, sc, d = kquant_signmax(weight, code="u6", scale="i8", super_scale="f16", columns=16, super_columns=256,
+            offset=32, importance=importance)
+    return {"q": q, "sc": sc, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -352,7 +362,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("256", "16"))),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -360,7 +370,7 @@ FORMAT = Format(
     source="ggml-common.h block_q6_K", formula="d * sc * (q - 32)",
     variants={(): VARIANT},
     detect={"gguf": "Q6_K"},
-    digest="04c6c0edaba443c8",
+    digest="b2c9acc01da7f1cf",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Other people's packages, in function bodies too.
 PACKAGES: dict[str, set[str]] = {
-    "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch"},
+    "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "checkpoint": {"torch"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
     "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }

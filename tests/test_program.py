@@ -122,5 +122,5 @@ def test_schemes_are_what_encode_implements() -> None:
     for name, scheme in SCHEMES.items():
         arguments = inspect.signature(getattr(qdsl.encode, name)).parameters
         offered = {*scheme.roles, *scheme.options}
-        given = {"weight", "rows", "columns", "axes", "offset"}  # what the compiler fills in
+        given = {"weight", "rows", "columns", "super_columns", "axes", "offset", "scale_offset", "importance"}  # filled in
         assert offered <= set(arguments) <= offered | given, name

@@ -173,15 +173,24 @@ def _encode(program: Program, decoded: Decode) -> list[str]:
         fixed.append(f"{role}={kind}" if kind in program.params else f'{role}="{kind}"')
     if "scale" in encode.roles:
         scale = program.field(encode.roles["scale"])
-        fixed += [f"rows={_block(program, scale, 'n')}", f"columns={_block(program, scale, 'k')}", f"axes={len(scale.index)}"]
+        rows, columns = (f"{word}={_block(program, scale, axis)}" for word, axis in (("rows", "n"), ("columns", "k")))
+        if "super_scale" in encode.roles:
+            fixed += [columns, f"super_columns={_block(program, program.field(encode.roles['super_scale']), 'k')}"]
+        else:
+            fixed += [rows, columns, f"axes={len(scale.index)}"]
     fixed += [f"{key}={_literal(value)}" for key, value in encode.options.items() if key not in encode.open]
-    fixed += [f"offset={encode.offset}"] if encode.offset else []
+    fixed += [f"{key}={value}" for key, value in encode.constants.items() if value]
     given = [f'"{key}": {_literal(value)}' for key, value in encode.options.items() if key in encode.open]
     call = [*fixed, f"**{{{', '.join(given)}, **options}}" if given else "**options"]
-    head = ["weight: Tensor", *(["*"] if sizes or types else []), *(f"{size}: int" for size in sizes),
-            *(f"{key}: str" for key in types), "**options: Any"]
+    named = [*(f"{size}: int" for size in sizes), *(f"{key}: str" for key in types)]
+    if encode.importance:
+        named.append("importance: Tensor | None = None")
+        call.insert(-1, "importance=importance")
+    head = ["weight: Tensor", *(["*", *named] if named else []), "**options: Any"]
     order = [encode.roles[role] for role in scheme.roles]
     doc = f"Fields for a float weight [N, K]: {scheme.summary}."
+    if encode.importance:
+        doc += "  importance: float32 [K]."
     if encode.open:
         doc += f"  options: {', '.join(encode.open)}."
     else:
@@ -232,6 +241,7 @@ def _variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
         scheme = SCHEMES[first.encode.scheme]
         words = {option: [_literal(word) for word in scheme.options[option] or ()] for option in first.encode.open}
         options = ", ".join(f"{_quoted(option)}: ({', '.join(allowed)})" for option, allowed in words.items())
+        tail += ["importance=True"] if first.encode.importance else []
         tail += [f"options={{{options}}}"] if options else []
     defaults = _defaults(programs)
     if defaults:

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from qdsl.encode import search
 from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, shaped, stored_scale
+from qdsl.encode.rows import ends, searched
+from qdsl.encode.search import Floats
 
 
 def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float, offset: int = 0,
-           by: str = "stored", ties: str = "even") -> tuple[Tensor, Tensor]:
+           by: str = "stored", ties: str = "even", lost: str = "least") -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = scale * (code - offset), with scale = largest magnitude / divisor.
 
     rows, columns: the block that shares a scale; axes: how many axes the scale field has.
     by 'stored': codes are w / the stored scale (compressed-tensors); 'exact': w * (1 / the exact scale) (ggml);
     'inverse': divisor * (1 / largest) comes first, codes are w times it, and its reciprocal is stored (transformers).
     A block of zeros has codes of zero; its scale is the dtype's epsilon ('stored'), 0 or 1 / divisor.
+    lost: the codes of weights so small that 1 / the exact scale overflows, 'least' or 'zero'.
     """
     blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
-    return _encode(weight, blocks, blocks.abs().amax((1, 3), keepdim=True), code, scale, axes, divisor, offset, by, ties)
+    return _encode(weight, blocks, blocks.abs().amax((1, 3), keepdim=True), code, scale, axes, divisor, offset, by, ties, lost)
 
 
 def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float, offset: int = 0,
-            by: str = "stored", ties: str = "even") -> tuple[Tensor, Tensor]:
+            by: str = "stored", ties: str = "even", importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As absmax, with scale = the value of largest magnitude, sign and all, / divisor; of equals, the first counts (ggml).
 
     A block of -0.0 has the extreme value +0.0, as one that nothing was larger than.
+    importance [K], for integer codes: the scale is searched for, as `searched` says, and divisor, by and ties have no part.
     """
+    if importance is not None:
+        least, most = ends(code, offset)
+
+        def fit(x: Floats, counts: Floats) -> tuple[Floats, ...]:
+            found, inverse = search.fit_signed(x, counts, least, most)
+            return search.signed_or_least(x, inverse, least, most) + np.float32(offset), found
+
+        chosen, exact = searched(weight, importance, rows, columns, code, fit)
+        return chosen, shaped(stored_scale(exact, scale), axes).contiguous()
     blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     largest = torch.where(-low > high, low, high) + 0.0
@@ -38,7 +53,7 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
 
 
 def _encode(weight: Tensor, blocks: Tensor, largest: Tensor, code: str, scale: str, axes: int, divisor: float, offset: int,
-            by: str, ties: str) -> tuple[Tensor, Tensor]:
+            by: str, ties: str, lost: str = "least") -> tuple[Tensor, Tensor]:
     if by == "inverse":
         factor = divisor / torch.where(largest == 0, torch.ones_like(largest), largest)
         stored = stored_scale(1 / factor, scale)
@@ -47,11 +62,11 @@ def _encode(weight: Tensor, blocks: Tensor, largest: Tensor, code: str, scale: s
         exact = largest / divisor
         stored = stored_scale(exact, scale)
         factor = torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
-        # A scale whose reciprocal overflows is stored as 0; ggml's codes are then 0, offset and all.
-        lost = torch.isinf(factor)
+        # A scale whose reciprocal overflows is stored as 0; of most of ggml's types the codes are then 0, offset and all.
+        infinite = torch.isinf(factor)
         scaled = blocks * factor
-        if bool(lost.any()):
-            scaled.masked_fill_(lost.expand_as(blocks), -offset)
+        if bool(infinite.any()):
+            scaled.masked_fill_(infinite.expand_as(blocks), -offset if lost == "least" else 0)
     else:
         exact = largest / divisor
         stored = stored_scale(torch.where(exact == 0, torch.full_like(exact, torch.finfo(exact.dtype).eps), exact), scale)

@@ -1,11 +1,14 @@
-"""Scales and zero points from the range of a block."""
+"""Scales from the range of a block, and with them zero points or minima."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import search
 from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, shaped, stored_scale
+from qdsl.encode.rows import ends, searched
+from qdsl.encode.search import Floats
 from qdsl.numbers import number
 
 
@@ -36,3 +39,38 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     chosen = codes((blocks / used).round_().add_(zeros), code, "even")
     return join_blocks(chosen, *weight.shape), shaped(codes(zeros, zero, "even"), axes).contiguous(), \
         shaped(stored, axes).contiguous()
+
+
+def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, columns: int, axes: int,
+           importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scales, mins) of w = scale * code + min: the range of a block in 2^bits - 1 steps, codes by the exact scale (ggml).
+
+    importance [K]: scale and min are searched for, as `searched` says.
+    """
+    _, high = ends(code)
+    if importance is None:
+        blocks = cut_blocks(weight.float(), rows, columns)
+        least = _least(blocks)
+        exact = (blocks.amax((1, 3), keepdim=True) - least).abs() / high        # of zeros +0, whatever their signs
+        inverse = torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
+        # A scale whose reciprocal overflows is stored as 0; ggml's codes are then 0.
+        scaled = (blocks - least).mul_(inverse).masked_fill_(torch.isinf(inverse).expand_as(blocks), 0)
+        chosen = join_blocks(codes(scaled, code, "up"), *weight.shape)
+    else:
+        def fit(x: Floats, by: Floats) -> tuple[Floats, ...]:
+            scale, least, low, inverse = search.fit_counts(x, by, high, *search.IMPORTANT)
+            return search.counts(x, low, inverse, high), scale, least
+
+        chosen, exact, least = searched(weight, importance, rows, columns, code, fit)
+    stored, kept = stored_scale(exact, scale), stored_scale(least, min)
+    return chosen, shaped(stored, axes).contiguous(), shaped(kept, axes).contiguous()
+
+
+def _least(blocks: Tensor) -> Tensor:
+    """The least value of every block; of zeros, the first."""
+    found = blocks.amin((1, 3), keepdim=True)
+    zero = found == 0
+    if bool(zero.any()):
+        flat = blocks.permute(0, 2, 1, 3).flatten(2)[zero[:, 0, :, 0]]
+        found[zero] = flat.gather(1, (flat == 0).byte().argmax(1, keepdim=True))[:, 0]
+    return found

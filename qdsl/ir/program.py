@@ -154,16 +154,17 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """The scheme that chooses codes: its roles (role -> field), options, and the constant that decode takes off a code.
+    """The scheme that chooses codes: its roles (role -> field), options, and the constants of decode that it needs to know.
 
-    `open` names the options that a caller of quantize may give too.
+    `open` names the options that a caller of quantize may give too; importance: it may give that.
     """
 
     scheme: str
     roles: Mapping[str, str]
     options: Mapping[str, str | int | float]
-    offset: int
+    constants: Mapping[str, int]
     open: tuple[str, ...]
+    importance: bool
 
 
 @dataclass(frozen=True, slots=True)

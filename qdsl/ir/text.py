@@ -36,8 +36,8 @@ def _lines(program: Program) -> Iterator[str]:
         yield from (f"  %{number:<3} {_value(value)}" for number, value in enumerate(program.values))
     if program.encode is not None:
         encode = program.encode
-        shown = [f"{key} = {value}" for key, value in {**encode.roles, **encode.options}.items()]
-        yield f"encode {encode.scheme}: {', '.join(shown)}, offset = {encode.offset}"
+        shown = [f"{key} = {value}" for key, value in {**encode.roles, **encode.options, **encode.constants}.items()]
+        yield f"encode {encode.scheme}: {', '.join(shown)}"
     if program.units is not None:
         units = program.units
         digits = ", ".join(name if extent is None else f"{name} < {extent} (k + {weight} {name})"

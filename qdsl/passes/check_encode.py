@@ -1,17 +1,22 @@
 """The encode scheme: known, given the fields that it chooses, and the inverse of decode.
 
-Does: checks roles and options; reads the code's offset off decode, which must be what the scheme inverts.  Does not: judge
-whether a scheme suits a format.
+Does: checks roles and options, and that fields of one level share a subscript; matches decode with what the scheme inverts and
+reads the constants off it.  Does not: judge whether a scheme suits a format.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import permutations
 
-from qdsl.ir.program import Encode, Program
-from qdsl.passes.schemes import SCHEMES, Scheme
+from qdsl.ir.index import Index
+from qdsl.ir.program import Encode, Program, Value
+from qdsl.passes.schemes import KINDS, SCHEMES, Scheme
 from qdsl.spec import grammar as g
-from qdsl.spec.source import Problems, did_you_mean
+from qdsl.spec.source import Problems, Source, Span, Text, did_you_mean
+
+LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
 
 
 def check_encode(program: Program, problems: Problems) -> Program:
@@ -42,10 +47,11 @@ def check_encode(program: Program, problems: Problems) -> Program:
             problems.add(call.span, f"'{call.name}' needs '{word}'", scheme.summary)
     if problems:
         return program
-    offset = _offset(program, roles)
-    if offset is None:
+    constants = _matched(program, roles, _parsed(scheme.inverts), program.values[-1])
+    if constants is None:
         problems.add(call.span, f"'{call.name}' inverts {scheme.inverts}, and decode is something else")
         return program
+    _check_blocks(program, call, roles, problems)
     chosen = set(roles.values()) | set(program.where) | {f.name for f in program.fields if f.number is None}
     for field in program.fields:
         if field.name not in chosen and field.name not in program.defaults:
@@ -54,9 +60,9 @@ def check_encode(program: Program, problems: Problems) -> Program:
     assert code is not None
     offered = scheme.open(code)
     for key, _ in call.keywords:
-        if scheme.options.get(key.name) is not None and key.name not in offered:
+        if key.name == "ties" and code.is_float:
             problems.add(key.span, f"'{key.name}' is for integer codes; {code.name} rounds to even")
-    return replace(program, encode=Encode(call.name, roles, options, offset, offered))
+    return replace(program, encode=Encode(call.name, roles, options, constants, offered, scheme.importance and not code.is_float))
 
 
 def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: dict[str, str], problems: Problems) -> None:
@@ -68,15 +74,11 @@ def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: d
         return
     number = fields[value.name].number
     assert number is not None
-    if key.name == "scale" and not (number.is_float and number.bits >= 16):
-        problems.add(value.span, f"a scale is f32, f16 or bf16; '{value.name}' is {number.name}")
-    elif key.name == "code" and (number.is_float and number.bits > 8) != ("scale" not in scheme.roles):
-        allowed = "an integer or a float of at most 8 bits" if "scale" in scheme.roles else "f32, f16 or bf16"
-        problems.add(value.span, f"a code is {allowed}; '{value.name}' is {number.name}")
-    elif key.name == "zero" and number.is_float:
-        problems.add(value.span, f"a zero point is an integer; '{value.name}' is {number.name}")
-    else:
+    words, fits = KINDS[scheme.roles[key.name]]
+    if fits(number):
         roles[key.name] = value.name
+    else:
+        problems.add(value.span, f"{words}; '{value.name}' is {number.name}")
 
 
 def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: dict[str, str | int | float], problems: Problems) -> None:
@@ -94,29 +96,103 @@ def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: dict[str, str |
         problems.add(value.span, f"'{key.name}' is one of {', '.join(allowed)}")
 
 
-def _offset(program: Program, roles: dict[str, str]) -> int | None:
-    """The constant of scale * (code - constant); 0 for scale * (code - zero), scale * code, code; None for anything else."""
-    root = program.values[-1]
-    if "scale" not in roles:
-        return 0 if root.op == "field" and root.name == roles["code"] else None
-    if root.op != "*":
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_blocks(program: Program, call: g.Apply, roles: Mapping[str, str], problems: Problems) -> None:
+    """Fields of one level share a subscript; super-blocks are whole blocks of a row."""
+    for level in LEVELS:
+        given = [role for role in level if role in roles]
+        for role in given[1:]:
+            if program.field(roles[role]).index != program.field(roles[given[0]]).index:
+                problems.add(call.span, f"'{roles[given[0]]}' and '{roles[role]}' belong to different blocks")
+    if "super_scale" in roles:
+        small, large = (_length(program.field(roles[role]).index) for role in ("scale", "super_scale"))
+        if small is None or large is None or large % small:
+            problems.add(call.span, f"'{call.name}' needs blocks of columns, n, k // size, in super-blocks of whole blocks")
+
+
+def _length(index: tuple[Index, ...]) -> int | None:
+    """The size of (n, k // size), which is a number; None for any other subscript."""
+    if len(index) != 2 or str(index[0]) != "n" or len(index[1].terms) != 1 or index[1].terms[0][0].op != "div":
         return None
-    sides = [program.values[i] for i in root.args]
-    scales = [i for i, side in enumerate(sides) if side.op == "field" and side.name == roles["scale"]]
-    if not scales:
+    size = index[1].terms[0][0].args[1]
+    return size.const if size.is_const and "k" in index[1].names() else None
+
+
+# -- decode -----------------------------------------------------------------------------------------------------------
+
+
+def _parsed(pattern: str) -> g.Expr:
+    return g.expression(Text(pattern, (Span(Source("", pattern), 1, 1),)))
+
+
+def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> dict[str, int] | None:
+    """The constants with which a value is what a pattern says, whatever the order of factors and summands; None if it is not.
+
+    A name of the pattern that is no role is an integer constant; one that is subtracted may be missing, and is 0 then.
+    """
+    value = _plain(program, value)
+    match pattern:
+        case g.Name(word) if word in roles:
+            return {} if value.op == "field" and value.name == roles[word] else None
+        case g.Name(word):
+            default = program.defaults.get(value.name) if value.op == "field" else None
+            number = value.const if value.op == "const" else None if default is None else default.const
+            return {word: number} if isinstance(number, int) else None
+        case g.Number(number):
+            return {} if value.op == "const" and value.const == number else None
+        case g.Binary("-", left, g.Name(word)) if word not in roles:
+            found = _sides(program, roles, (left, pattern.right), value) if value.op == "-" else None
+            whole = _matched(program, roles, left, value)
+            return found if found is not None else None if whole is None else {**whole, word: 0}
+        case g.Binary("*"):
+            return _products(program, roles, pattern, value)
+        case g.Binary(op) if op == value.op:
+            found = _sides(program, roles, (pattern.left, pattern.right), value)
+            return found if found is not None or op == "-" else _sides(program, roles, (pattern.right, pattern.left), value)
+    return None
+
+
+def _sides(program: Program, roles: Mapping[str, str], patterns: tuple[g.Expr, ...], value: Value) -> dict[str, int] | None:
+    return _each(program, roles, patterns, [program.values[i] for i in value.args])
+
+
+def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> dict[str, int] | None:
+    wanted = list(_factors_of(pattern))
+    factors = list(_factors(program, value))
+    if len(factors) != len(wanted):
         return None
-    other = sides[1 - scales[0]]
-    inner = program.values[other.args[0]] if other.op == "float" else other
-    if inner.op == "field" and inner.name == roles["code"] and "zero" not in roles:
-        return 0
-    if inner.op != "-":
-        return None
-    left, right = (program.values[i] for i in inner.args)
-    if not (left.op == "field" and left.name == roles["code"]):
-        return None
-    if right.op == "const" and "zero" not in roles:
-        return int(right.const)
-    optional = right.op == "field" and right.name in program.defaults and "zero" not in roles
-    if optional:
-        return int(program.defaults[right.name].const)
-    return 0 if right.op == "field" and right.name == roles.get("zero") else None
+    found = (_each(program, roles, order, factors) for order in permutations(wanted))
+    return next((constants for constants in found if constants is not None), None)
+
+
+def _each(program: Program, roles: Mapping[str, str], patterns: tuple[g.Expr, ...], values: list[Value]) -> dict[str, int] | None:
+    found: dict[str, int] = {}
+    for pattern, value in zip(patterns, values, strict=True):
+        constants = _matched(program, roles, pattern, value)
+        if constants is None:
+            return None
+        found |= constants
+    return found
+
+
+def _factors_of(pattern: g.Expr) -> Iterator[g.Expr]:
+    if isinstance(pattern, g.Binary) and pattern.op == "*":
+        yield from (*_factors_of(pattern.left), *_factors_of(pattern.right))
+    else:
+        yield pattern
+
+
+def _factors(program: Program, value: Value) -> Iterator[Value]:
+    value = _plain(program, value)
+    if value.op == "*":
+        for i in value.args:
+            yield from _factors(program, program.values[i])
+    else:
+        yield value
+
+
+def _plain(program: Program, value: Value) -> Value:
+    """The integer that is turned into a float, where one is."""
+    return program.values[value.args[0]] if value.op == "float" else value

@@ -300,10 +300,15 @@ class Format:
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
-    def quantize(self, weight: Tensor, storage: str | None = None, **options: Any) -> PackedWeight:
+    def quantize(self, weight: Tensor, storage: str | None = None, importance: Tensor | None = None, **options: Any,
+                 ) -> PackedWeight:
         """A float weight [N, K] in this format; options are parameters of the format and of its encode scheme.
 
-        Raises FormatError for weights that are not finite, with the row and column, and where a scale would overflow.
+        importance: floats [K], none negative, how much an error in each column counts (llama.cpp's imatrix).  A format whose
+        scheme has no use for it, so says `importance` of its Variant, makes the same tensors without, so that one file of
+        importances serves a model in many formats.
+        Raises FormatError for weights that are not finite, with the row and column, where a scale would overflow, and for
+        an importance that does not fit.
         """
         params, rest, name = self.chosen({"storage": storage, **options})
         variant = self.variant(params)
@@ -315,12 +320,24 @@ class Format:
         shape = (weight.shape[0], weight.shape[1])
         sizes = self.sizes(params, shape)
         types = {key: value for key, value in params.items() if isinstance(value, str)}
-        fields = tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **rest})
+        given = {} if importance is None else {"importance": self._importance(importance, weight)}
+        fields = tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **rest, **(given if variant.importance else {})})
         for key, field in variant.fields.items():
             if field.type == "index" and key not in layout.where and field.groups is not None:
                 columns = torch.arange(shape[1], dtype=torch.int32, device=weight.device)
                 fields[key] = columns // field.groups.by(sizes)
         return self.pack(fields, storage=name, **params)
+
+    def _importance(self, importance: Tensor, weight: Tensor) -> Tensor:
+        """float32 [K], on the weight's device."""
+        if not importance.is_floating_point() or importance.shape != weight.shape[1:]:
+            raise FormatError(f"{self.name}: importance is floats [{weight.shape[1]}], one for each column, not "
+                              f"{str(importance.dtype)[6:]} {list(importance.shape)}")
+        found = importance.detach().to(weight.device, torch.float32)
+        bad = torch.nonzero(~((found >= 0) & torch.isfinite(found)))
+        if bad.numel():
+            raise FormatError(f"{self.name}: the importance of column {int(bad[0])} is {float(importance[int(bad[0])]):g}")
+        return found
 
     def chosen(self, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
         """What options of quantize mean: parameters, options of the encode scheme, and the storage.  Raises FormatError."""

@@ -150,7 +150,7 @@ class Variant:
 
     defaults: values of fields that may be missing; None is an index in order.  decode takes fields by name and returns
     float32 [rows, columns]; its blocks must be whole, or alone on their axis: `cuts` are axes whose steps say where a caller
-    cuts.  encode takes the weight, and returns the fields it chooses;
+    cuts.  encode takes the weight, and returns the fields it chooses; importance: it takes those of columns, too;
     options: what a caller may choose about it.  copies: decode is this field unchanged.
     """
 
@@ -158,6 +158,7 @@ class Variant:
     storages: Mapping[str, Storage]
     decode: Callable[..., torch.Tensor]
     encode: Callable[..., dict[str, torch.Tensor]] | None = None
+    importance: bool = False
     options: Mapping[str, tuple[str | bool, ...]] = field(default_factory=dict)
     defaults: Mapping[str, int | None] = field(default_factory=dict)
     cuts: tuple[str, str] = ("N", "K")

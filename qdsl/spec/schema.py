@@ -30,7 +30,8 @@ RESERVED = frozenset({
     "lanes", "Lanes", "many", "narrow", "Narrow", "records", "planar", "codebook", "Table",
     "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
-    "absmax", "signmax", "minmax", "nearest", "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
+    "absmax", "signmax", "minmax", "affine", "meansign", "kquant_minmax", "kquant_signmax", "nearest",        # encode schemes
+    "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
     *FLOATS,
 })
 _ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
@@ -236,7 +237,8 @@ class _Reader:
         weight and options; a table is a constant of the generated module.
         """
         tensors = {tensor.name.value: tensor.name.span for storage in storages for tensor in storage.tensors}
-        reserved: list[tuple[Text, str, tuple[str, ...]]] = [(param.name, "parameter", ("weight", "options")) for param in params]
+        given = ("weight", "importance", "options")
+        reserved: list[tuple[Text, str, tuple[str, ...]]] = [(param.name, "parameter", given) for param in params]
         reserved += [(table.name, "table", ("format", "spec", "variant")) for table in tables]
         for name, what, words in reserved:
             if name.value in words:

@@ -1,0 +1,155 @@
+"""Two levels of scales: those of sub-blocks are integers, in steps that their super-block stores.  ggml's K types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qdsl.encode import rows, search
+from qdsl.encode.blocks import stored_scale
+from qdsl.encode.search import Floats
+
+Places = NDArray[np.int64]
+
+
+@np.errstate(all="ignore")
+def kquant_minmax(weight: Tensor, *, code: str, scale: str, min: str, super_scale: str, super_min: str, columns: int,
+                  super_columns: int, first: float, step: float, steps: int, errors: str = "squares", spread: float = 1,
+                  importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(codes, scales, mins, super-scales, super-mins) of w = super_scale * scale * code - super_min * min.
+
+    columns, super_columns: the weights of a sub-block and of a super-block.  The range of a sub-block is tried in
+    high + first + step * i steps, for i from 0 to `steps`, where high is the largest code.  errors: 'squares', which count
+    by a weight's magnitude plus the root of the mean square, or 'magnitudes', which count by it alone.
+    importance [K]: squares count by importance * sqrt(spread * mean square of the super-block + w^2), and the steps of scales
+    and mins are searched, too.  The bytes are ggml's.  Works on the CPU, wherever the weight is.
+    """
+    _, high = rows.ends(code)
+    blocks = _Blocks(weight, columns, super_columns, importance, spread)
+
+    def fit(x: Floats, by: Floats | None) -> tuple[Floats, ...]:
+        if by is not None:
+            return search.fit_counts(x, by, high, *search.IMPORTANT)
+        plain = errors == "magnitudes"
+        return search.fit_counts(x, search.sizes(x, plain), high, first, step, steps, plain)
+
+    scales, mins, low, inverse = blocks.fit(fit)
+    d, sc = blocks.positive(scales, super_scale, rows.ends(scale)[1])
+    dm, mn = blocks.positive(-mins, super_min, rows.ends(min)[1])
+    less = blocks.units(dm, mn)
+    codes = blocks.codes(code, blocks.units(d, sc),
+                         lambda x, unit, at: search.clip(search.nearest((x + less[at]) / unit), 0, high),
+                         lambda x, at: search.counts(x, low[at], inverse[at], high))
+    return (codes, rows.field(sc, scale, weight, columns), rows.field(mn, min, weight, columns), d, dm)
+
+
+@np.errstate(all="ignore")
+def kquant_signmax(weight: Tensor, *, code: str, scale: str, super_scale: str, columns: int, super_columns: int,
+                   offset: int = 0, scale_offset: int = 0, by: str = "trials", spread: float = 0,
+                   importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scales, super-scales) of w = super_scale * (scale - scale_offset) * (code - offset).
+
+    columns, super_columns: the weights of a sub-block and of a super-block.  by 'trials': where the extreme weight of a
+    sub-block lies is tried; 'exchange': codes are changed one by one.  Squares of errors count by the weight's square.
+    importance [K]: squares count by it, and the search is by trials.  With `spread` they count by
+    importance * sqrt(spread * mean square of the super-block + w^2), and the steps of scales are searched, too.
+    The bytes are ggml's.  Works on the CPU, wherever the weight is.
+    """
+    low, high = rows.ends(code, offset)
+    least, most = rows.ends(scale, scale_offset)
+    blocks = _Blocks(weight, columns, super_columns, importance, spread)
+    exchanged = by == "exchange" and importance is None
+    if exchanged:
+        [scales] = blocks.fit(lambda x, _: search.fit_exchange(x, low, high)[:1])
+    else:
+        scales, inverse = blocks.fit(lambda x, by: search.fit_signed(x, x * x if by is None else by, low, high))
+    if importance is not None and spread:
+        d, sc = blocks.searched(scales, super_scale, least, most)
+    else:
+        d, sc, lost = blocks.signed(scales, super_scale, least, most, tiny=not exchanged)
+        sc[lost] = -scale_offset
+        if not exchanged:
+            inverse[lost] = 0
+
+    def kept(x: Floats, at: Places) -> Floats:
+        return search.fit_exchange(x, low, high)[1] if exchanged else search.signed_or_least(x, inverse[at], low, high)
+
+    codes = blocks.codes(code, blocks.units(d, sc), lambda x, unit, _: search.clip(search.nearest(x / unit), low, high), kept,
+                         offset)
+    return codes, rows.field(sc + np.float32(scale_offset), scale, weight, columns), d
+
+
+class _Blocks:
+    """The super-blocks of a weight.  What belongs to sub-blocks is flat, in order."""
+
+    def __init__(self, weight: Tensor, columns: int, super_columns: int, importance: Tensor | None, spread: float) -> None:
+        x = rows.cut(weight, super_columns)
+        self.weight, self.supers = weight, len(x)
+        self.parts: Floats = x.reshape(-1, columns)
+        self.counts: Floats | None = None
+        if importance is not None:
+            every = rows.cut(importance.expand_as(weight), super_columns)
+            self.counts = rows.counts(x, every, spread).reshape(-1, columns)
+
+    def fit(self, fit: Callable[[Floats, Floats | None], tuple[Floats, ...]]) -> tuple[Floats, ...]:
+        """What `fit` finds for sub-blocks."""
+        return rows.each(self.parts, self.counts, fit)
+
+    def positive(self, scales: Floats, kind: str, most: int) -> tuple[Tensor, Floats]:
+        """(super-scales, steps 0 to most) of scales that are not negative: in steps of the largest, or searched for."""
+        values = self.by_super(scales)
+        if self.counts is not None:
+            exact, steps = search.fit_positive(values, self.by_super(search.sums(rows.turned(self.counts))), most)
+        else:
+            largest = np.maximum(values.max(axis=0), np.float32(0))
+            inverse = np.where(largest > 0, search.over(most, largest), search.ZERO)
+            exact, steps = largest / np.float32(most), search.clip(search.nearest(inverse * values), 0, most)
+        return self.stored(exact, kind), steps.T.ravel()
+
+    def searched(self, scales: Floats, kind: str, least: int, most: int) -> tuple[Tensor, Floats]:
+        """(super-scales, steps least to most) of least error, by the importance of sub-blocks."""
+        assert self.counts is not None
+        values = self.by_super(scales)
+        exact, inverse = search.fit_signed(values, self.by_super(search.sums(rows.turned(self.counts))), least, most)
+        return self.stored(exact, kind), search.signed_or_least(values, inverse, least, most).T.ravel()
+
+    def signed(self, scales: Floats, kind: str, least: int, most: int, tiny: bool) -> tuple[Tensor, Floats, Places]:
+        """(super-scales, steps least to most, sub-blocks that are lost), the scale of largest magnitude being the least step.
+
+        Super-blocks of scales of 0 are lost, and with `tiny` those whose scales are tiny.
+        """
+        values = self.by_super(scales)
+        extreme = search.extremes(values)
+        lost = np.abs(extreme) < search.TINY if tiny else extreme == 0
+        inverse = search.over(least, np.where(lost, search.ONE, extreme))
+        steps = search.signed(values, inverse, least, most)
+        exact = np.where(lost, search.ZERO, search.over(1, inverse))
+        return self.stored(exact, kind), steps.T.ravel(), np.flatnonzero(np.repeat(lost, len(values)))
+
+    def by_super(self, values: Floats) -> Floats:
+        return rows.turned(values.reshape(self.supers, -1))
+
+    def stored(self, exact: Floats, kind: str) -> Tensor:
+        """Super-scales [N, super-blocks of a row] as they are stored."""
+        return stored_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
+            self.weight.device)
+
+    def units(self, supers: Tensor, steps: Floats) -> Floats:
+        """What a step of a code is worth."""
+        return np.repeat(supers.float().cpu().numpy().ravel(), len(steps) // self.supers) * steps
+
+    def codes(self, kind: str, unit: Floats, find: Callable[[Floats, Floats, slice], Floats],
+              kept: Callable[[Floats, Places], Floats], offset: int = 0) -> Tensor:
+        """Codes that `find` says of weights and units; `kept` says those of sub-blocks whose unit is 0."""
+        def chosen(x: Floats, at: slice) -> Floats:
+            lost = np.flatnonzero(unit[at] == 0)
+            found = find(x, np.where(unit[at] == 0, np.float32(1), unit[at]), at)
+            if lost.size:
+                found[:, lost] = kept(x[:, lost], lost + at.start)
+            return found + np.float32(offset)
+
+        return rows.field(rows.codes(self.parts, chosen, kind), kind, self.weight)

@@ -1,0 +1,95 @@
+"""Blocks of columns, one in each row, for searches: cut from a weight, searched a few at a time, and made fields of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qdsl.encode.blocks import cut_blocks, join_blocks
+from qdsl.encode.search import Floats
+from qdsl.numbers import number
+from qdsl.runtime.match import torch_dtype
+
+BLOCKS = 1024                                                    # that are searched together: their arrays stay in a cache
+
+
+def cut(weight: Tensor, columns: int, rows: int = 1) -> Floats:
+    """[N, K] as [blocks, elements] in float32, with zeros where the last blocks are short."""
+    blocks = cut_blocks(weight.float(), rows, columns).permute(0, 2, 1, 3)
+    found: Floats = blocks.reshape(-1, rows * columns).cpu().numpy()
+    return found
+
+
+def counts(x: Floats, importance: Floats, spread: float) -> Floats:
+    """What squares of errors count: importance * sqrt(spread * mean square of the row + x^2); importance alone for spread 0."""
+    if not spread:
+        return importance
+    square = x * x
+    mean = np.float32(spread) * np.add.accumulate(square, axis=1)[:, -1:] / np.float32(x.shape[1])
+    return np.multiply(importance, np.sqrt(np.add(square, mean, out=square), out=square), out=square)
+
+
+def each(blocks: Floats, weights: Floats | None, fit: Callable[[Floats, Floats | None], tuple[Floats, ...]],
+         ) -> tuple[Floats, ...]:
+    """What `fit` finds for blocks and the weights of their errors, both given to it as [columns, blocks]."""
+    found = [fit(turned(blocks[i:i + BLOCKS]), None if weights is None else turned(weights[i:i + BLOCKS]))
+             for i in range(0, len(blocks), BLOCKS)]
+    return tuple(np.concatenate(values) for values in zip(*found, strict=True))
+
+
+def searched(weight: Tensor, importance: Tensor, rows: int, columns: int, code: str,
+             fit: Callable[[Floats, Floats], tuple[Floats, ...]]) -> tuple[Tensor, ...]:
+    """(codes [N, K], scales and so on as blocks [R, 1, C, 1]) that `fit` finds for blocks of rows and columns.
+
+    fit: (codes [elements, blocks], scales [blocks] and so on) of weights [elements, blocks] and what squares of their errors
+    count: importance [K] * sqrt(mean square of the row + w^2).
+    """
+    def found(x: Floats, by: Floats | None) -> tuple[Floats, ...]:
+        assert by is not None
+        codes, *values = fit(x, by)
+        return codes.T, *values
+
+    n, k = weight.shape
+    count = torch.from_numpy(counts(weight.float().cpu().numpy(), importance.cpu().numpy(), 1))
+    with np.errstate(all="ignore"):
+        codes, *values = each(cut(weight, columns, rows), cut(count, columns, rows), found)
+    whole = torch.from_numpy(codes.astype(integers(code))).view(-(-n // rows), -(-k // columns), rows, columns)
+    chosen = [torch.from_numpy(value).view(len(whole), 1, -1, 1).to(weight.device) for value in values]
+    return join_blocks(whole.transpose(1, 2), n, k).to(weight.device), *chosen
+
+
+def turned(blocks: Floats) -> Floats:
+    return np.ascontiguousarray(blocks.T)
+
+
+def codes(blocks: Floats, find: Callable[[Floats, slice], Floats], kind: str) -> NDArray[Any]:
+    """The codes that `find` says of blocks [columns, blocks] and of where they lie: [blocks, columns] of the integer type."""
+    found = np.empty(blocks.shape, integers(kind))
+    for i in range(0, len(blocks), BLOCKS):
+        at = slice(i, i + BLOCKS)
+        found[at] = find(turned(blocks[at]), at).T
+    return found
+
+
+def integers(kind: str) -> np.dtype[Any]:
+    """Numpy's type of fields of an integer type."""
+    return torch.empty(0, dtype=torch_dtype(kind)).numpy().dtype
+
+
+def field(values: NDArray[Any], kind: str, weight: Tensor, columns: int = 1) -> Tensor:
+    """Values of all blocks as the field that has one for every `columns` columns of the weight."""
+    n, k = weight.shape
+    found = torch.from_numpy(np.ascontiguousarray(values, integers(kind)))
+    return found.reshape(n, -1)[:, :-(-k // columns)].contiguous().to(weight.device)
+
+
+def ends(kind: str, offset: int = 0) -> tuple[int, int]:
+    """The least and the largest value of an integer type, less an offset."""
+    known = number(kind)
+    assert known is not None
+    return known.low - offset, known.high - offset
