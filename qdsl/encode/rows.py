@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from qdsl.encode.search import Floats
 from qdsl.numbers import number
 from qdsl.runtime.match import torch_dtype
 
-BLOCKS = 1024                                                    # that are searched together: their arrays stay in a cache
+ELEMENTS = 1 << 17                                               # that are searched together: their arrays stay in a cache
 
 
 def cut(weight: Tensor, columns: int, rows: int = 1) -> Floats:
@@ -34,11 +34,16 @@ def counts(x: Floats, importance: Floats, spread: float) -> Floats:
     return np.multiply(importance, np.sqrt(np.add(square, mean, out=square), out=square), out=square)
 
 
+def few(blocks: Floats) -> Iterator[slice]:
+    """A few blocks after the other."""
+    step = max(1, ELEMENTS // blocks.shape[1])
+    return (slice(i, i + step) for i in range(0, len(blocks), step))
+
+
 def each(blocks: Floats, weights: Floats | None, fit: Callable[[Floats, Floats | None], tuple[Floats, ...]],
          ) -> tuple[Floats, ...]:
     """What `fit` finds for blocks and the weights of their errors, both given to it as [columns, blocks]."""
-    found = [fit(turned(blocks[i:i + BLOCKS]), None if weights is None else turned(weights[i:i + BLOCKS]))
-             for i in range(0, len(blocks), BLOCKS)]
+    found = [fit(turned(blocks[at]), None if weights is None else turned(weights[at])) for at in few(blocks)]
     return tuple(np.concatenate(values) for values in zip(*found, strict=True))
 
 
@@ -70,8 +75,7 @@ def turned(blocks: Floats) -> Floats:
 def codes(blocks: Floats, find: Callable[[Floats, slice], Floats], kind: str) -> NDArray[Any]:
     """The codes that `find` says of blocks [columns, blocks] and of where they lie: [blocks, columns] of the integer type."""
     found = np.empty(blocks.shape, integers(kind))
-    for i in range(0, len(blocks), BLOCKS):
-        at = slice(i, i + BLOCKS)
+    for at in few(blocks):
         found[at] = find(turned(blocks[at]), at).T
     return found
 
