@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qdsl.encode.blocks import stored_scale
-from qdsl.numbers import number
+from qdsl.encode.blocks import cut_blocks, stored_scale
+from qdsl.runtime.layout import FLOATS
 from qdsl.runtime.match import torch_dtype
 from qdsl.runtime.tables import Table
 
@@ -26,49 +26,38 @@ GAINS = 1 << 18                                                  # groups times 
 
 
 def grid_signs(weight: Tensor, *, code: str, sign: str, scale: str, super_scale: str, columns: int, super_columns: int,
-               first: float, step: float, rows: Table, signs: Table | None = None, importance: Tensor | None = None,
+               steps: tuple[float, ...], grid: Table, signs: Table | None = None, importance: Tensor | None = None,
                ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes, signs, scales, super-scales) of w = super_scale * (first + step * scale) * rows[code] * signs[sign].
+    """(codes, signs, scales, super-scales) of w = super_scale * steps[scale] * grid[code, k] * signs[sign, k].
 
-    columns, super_columns: the weights of a sub-block and of a super-block; rows: positive integers, for as many columns as a row
-    has; signs: rows of 1 and -1, of which the one is taken that suits the weights best; None: a bit for each weight.
-    importance [K]: what the square of an error counts.  Raises FormatError for a super-scale that does not fit.
+    columns, super_columns: the weights of a sub-block and of a super-block; steps: rising from above 0; grid: rows of positive
+    integers; signs: rows of 1 and -1, of which each run of weights has the one that suits what counts most; None: bits, 1 for
+    negative weights.  importance [K]: what the square of an error counts.
+    Raises FormatError for a super-scale that does not fit.
     """
-    kind = _Kind((rows.on(weight.device).float(),), columns, super_columns, _steps(scale, first, step), super_scale)
+    kind = _Kind((grid.on(weight.device).float(),), columns, super_columns, steps, super_scale)
     blocks = _Blocks(weight, kind, importance)
     if signs is None:
-        chosen = (blocks.x < 0).to(torch_dtype(sign))
-        turned = blocks.x.abs()
+        chosen, turned = blocks.x < 0, blocks.x.abs()
     else:
         chosen, turned = _signed(blocks.x, blocks.counts, signs.on(weight.device).float())
     codes, _, scales, supers = blocks.fitted(turned)
-    return _field(codes, code, weight), _field(chosen, sign, weight), _field(scales, scale, weight), supers
+    return blocks.field(codes, code), blocks.field(chosen, sign), blocks.field(scales, scale), supers
 
 
 def grid_shifts(weight: Tensor, *, code: str, shift: str, scale: str, super_scale: str, columns: int, super_columns: int,
-                shift_columns: int, first: float, step: float, shifts: tuple[float, ...], rows: Table,
+                shift_columns: int, steps: tuple[float, ...], shifts: tuple[float, ...], grid: Table,
                 importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes, shifts, scales, super-scales) of w = super_scale * (first + step * scale) * (rows[code] + shifts[shift]).
+    """(codes, shifts, scales, super-scales) of w = super_scale * steps[scale] * (grid[code, k] + shifts[shift]).
 
-    rows: integers of both signs; shift_columns: the weights that share a shift, whole rows within a sub-block.  The rest is as
-    for `grid_signs`.
+    grid: rows of integers of both signs; shift_columns: the weights of a sub-block that share a shift.  The rest is as for
+    `grid_signs`.
     """
-    table = rows.on(weight.device).float()
-    kind = _Kind(tuple(table + by for by in shifts), columns, super_columns, _steps(scale, first, step), super_scale,
-                 shift_columns // table.shape[1])
+    table = grid.on(weight.device).float()
+    kind = _Kind(tuple(table + by for by in shifts), columns, super_columns, steps, super_scale, shift_columns // table.shape[1])
     blocks = _Blocks(weight, kind, importance)
     codes, chosen, scales, supers = blocks.fitted(blocks.x)
-    return _field(codes, code, weight), _field(chosen, shift, weight), _field(scales, scale, weight), supers
-
-
-def _steps(scale: str, first: float, step: float) -> tuple[float, float, int]:
-    kind = number(scale)
-    assert kind is not None
-    return first, step, int(kind.high)
-
-
-def _field(values: Tensor, kind: str, weight: Tensor) -> Tensor:
-    return values.to(torch_dtype(kind)).view(weight.shape[0], -1)
+    return blocks.field(codes, code), blocks.field(chosen, shift), blocks.field(scales, scale), supers
 
 
 def _signed(x: Tensor, counts: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,15 +70,12 @@ def _signed(x: Tensor, counts: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """w = super_scale * (first + step * scale) * a row of one of the tables, the same for `shared` rows in a run.
-
-    steps: first, step and the largest scale.
-    """
+    """w = super_scale * steps[scale] * a row of one of the tables, the same table for `shared` rows in a run."""
 
     tables: tuple[Tensor, ...]
     columns: int
     super_columns: int
-    steps: tuple[float, float, int]
+    steps: tuple[float, ...]
     stored: str
     shared: int = 1
 
@@ -101,23 +87,32 @@ class _Blocks:
     """
 
     def __init__(self, weight: Tensor, kind: _Kind, importance: Tensor | None) -> None:
-        self.kind, self.n = kind, weight.shape[0]
-        blocks = weight.double().reshape(-1, kind.super_columns)
+        self.kind, self.shape = kind, weight.shape
+        blocks = self.cut(weight.double())
         self.power = _power(blocks)
         self.x = (blocks / self.power).float()
         square = self.x * self.x
         # In float64, and then rounded: torch's square root of float32 is not always the nearest.
         self.counts = (_sums(square) / kind.super_columns + square).double().sqrt_().float()
         if importance is not None:
-            given = importance.double().view(-1, kind.super_columns)
+            given = self.cut(importance.double()[None])
             given = torch.where(given.amax(1, keepdim=True) > 0, given / _power(given), 1).float()
             self.counts = (self.counts.view(-1, *given.shape) * given).view_as(self.x)
+
+    def cut(self, values: Tensor) -> Tensor:
+        return cut_blocks(values, 1, self.kind.super_columns).reshape(-1, self.kind.super_columns)
+
+    def field(self, values: Tensor, kind: str) -> Tensor:
+        """Values of all super-blocks, in order, as a field of an integer type: what lies past the last column is cut."""
+        n, k = self.shape
+        columns = self.x.numel() // values.numel()
+        return values.to(torch_dtype(kind)).view(n, -1)[:, :-(-k // columns)].contiguous()
 
     def fitted(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(rows, tables, scales, super-scales [N, super-blocks]) for x, which has signs of its own."""
         parts = [search.found() for search in self.searches(x)]
         rows, tables, scales, exact = (torch.cat(each) for each in zip(*parts, strict=True))
-        supers = stored_scale(exact.view(self.n, 1, -1, 1), self.kind.stored)[:, 0, :, 0].contiguous()
+        supers = stored_scale(exact.view(self.shape[0], 1, -1, 1), self.kind.stored)[:, 0, :, 0].contiguous()
         return rows, tables, scales, supers
 
     def searches(self, x: Tensor) -> Iterator[_Search]:
@@ -143,15 +138,15 @@ class _Search:
         self.square = [square @ (table * table).t() for table in tables]
         self.ratio = worth / self.worth * (unit / 2)
         self.room = torch.empty_like(self.linear[0])
+        self.steps = x.new_tensor(kind.steps)
 
     def found(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(rows, tables, scales, super-scales [B, 1]); what is of groups and sub-blocks is flat."""
-        first, step, most = self.kind.steps
         wanted = self.free_scales()
-        exact = wanted.amax(1, keepdim=True) / (first + step * most) * self.power
-        d = (exact.to(torch.float16) / self.power).float()
+        exact = wanted.amax(1, keepdim=True) / self.kind.steps[-1] * self.power
+        d = (exact.to(FLOATS[self.kind.stored]) / self.power).float()
         scales = self.nearest_scales(wanted, d)
-        values = first + step * scales
+        values = self.steps[scales]
         rows, tables = self.chosen(d * values)
         return rows, tables, scales.flatten(), torch.where(torch.isfinite(d), self.refitted(rows, tables, values), exact)
 
@@ -164,11 +159,11 @@ class _Search:
         return start * start.new_tensor(RATIOS)[gains.argmax(0)]
 
     def nearest_scales(self, wanted: Tensor, d: Tensor) -> Tensor:
-        """The best of the integer scale that is nearest to what is wanted, and of those beside it."""
-        first, step, most = self.kind.steps
-        middle = torch.where(d > 0, (wanted / d - first) / step, 0).round_()
-        tried = torch.stack([(middle + by).clamp_(0, most) for by in (-1, 0, 1)])
-        gains = torch.stack([self.gains((first + step * scales) * d) for scales in tried])
+        """The best of the scale whose step is nearest to what is wanted, and of those beside it."""
+        middles = (self.steps[:-1] + self.steps[1:]) / 2
+        middle = torch.bucketize(torch.where(d > 0, wanted / d, 0), middles)
+        tried = torch.stack([(middle + by).clamp_(0, len(middles)) for by in (-1, 0, 1)])
+        gains = torch.stack([self.gains(self.steps[scales] * d) for scales in tried])
         return tried.gather(0, gains.argmax(0, keepdim=True))[0]
 
     def gains(self, scale: Tensor) -> Tensor:
@@ -230,7 +225,7 @@ def _unit(tables: tuple[Tensor, ...]) -> float:
 
 def _sums(values: Tensor, count: int = 0) -> Tensor:
     """Sums of every `count` values of the last dim, or of all [..., 1]: a power of two, halved until one is left."""
-    values = values.unflatten(-1, (-1, count or values.shape[-1]))
+    values = values.reshape(*values.shape[:-1], -1, count or values.shape[-1])
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]

@@ -1,139 +1,131 @@
-"""Codes into a table of levels, with scales that a search chooses: byte for byte what ggml makes of IQ4_NL and IQ4_XS.
-
-Sums are float32, in the order of columns, each product and sum rounded: that is what ggml's bytes depend on.
-"""
+"""Codes into a table of levels, with scales by a search whose bytes are ggml's.  Derived from ggml-quants.c: see NOTICE."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from qdsl.encode import rows, search
 from qdsl.encode.blocks import stored_scale
+from qdsl.encode.search import Floats
+from qdsl.runtime.tables import Table
 
-BLOCK = 32                                                       # columns that share a scale
-TRIES = range(-7, 8)                                             # what the first level is moved by, in steps of the table
-SMALLEST = 1e-15                                                 # a block of smaller weights has a scale of 0
-CHUNK = 2048                                                     # blocks at a time: what a search reads again stays in a cache
+TRIES = range(-7, 8)                                             # by how much the first level is off, for the extreme weight
+SPREAD = 2                                                       # how often the mean square counts, with an importance
 
 
-def levels(weight: Tensor, *, table: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes u4 [N, K], scales f16 [N, K / 32]) of w = scale * table[code].
+@np.errstate(all="ignore")
+def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels: Table,
+                 importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of w = scale * levels[code], where levels are rising integers.
 
-    table: 16 increasing integers, f32 [16].  importance: f32 [K], what the square of an error in a column weighs.
+    columns: the weights of a row that share a scale.  Squares of errors count by the weight's square; importance [K]: by
+    importance * sqrt(2 * mean square of the block + w^2).  Works on the CPU, wherever the weight is.
     Raises FormatError for a scale that does not fit.
     """
-    n, k = weight.shape
-    blocks = weight.float().reshape(-1, BLOCK)
-    scales = _scales(blocks, table, importance, BLOCK, k)
-    stored = stored_scale(scales.view(n, 1, -1, 1), "f16")[:, 0, :, 0]
-    codes = _codes(blocks, _reciprocal(scales), table)
-    return codes.view(n, k), stored.contiguous()
+    blocks = _Blocks(weight, columns, columns, levels, importance)
+    stored = blocks.stored(blocks.scales, scale)
+    return blocks.codes(search.inverse(blocks.scales), code), stored
 
 
-def scaled_levels(weight: Tensor, *, table: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes u4 [N, K], sub-scales u6 [N, K / 32], scales f16 [N, K / 256]) of w = scale * (sub-scale - 32) * table[code].
+@np.errstate(all="ignore")
+def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, columns: int, super_columns: int, levels: Table,
+                  scale_offset: int = 0, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scales, super-scales) of w = super_scale * (scale - scale_offset) * levels[code].
 
-    As `levels`; a scale is that of the block whose scale is largest, the first of equals, / -32.
+    columns, super_columns: the weights of a sub-block and of a super-block, whose mean square goes with an importance.  The
+    scale of largest magnitude, the first of equals, becomes the least one.  The rest is as for `block_levels`.
     """
-    n, k = weight.shape
-    blocks = weight.float().reshape(-1, BLOCK)
-    scales = _scales(blocks, table, importance, 8 * BLOCK, k).view(-1, 8)
-    stored_scale(scales.view(n, 1, -1, 1), "f32")                # NaN, which the largest would pass over
-    exact = scales.gather(1, scales.abs().argmax(1, keepdim=True)) / -32
-    stored = stored_scale(exact.view(n, 1, -1, 1), "f16")[:, 0, :, 0]
-    steps = _reciprocal(exact) * scales
-    # An infinite product is ggml's code of -32, and a NaN its code of 0.
-    whole = torch.where(torch.isinf(steps), -32.0, torch.nan_to_num(steps.round(), nan=0.0)).clamp_(-32, 31)
-    codes = _codes(blocks, _reciprocal(exact * whole).flatten(), table)
-    return codes.view(n, k), (whole + 32).to(torch.uint8).view(n, -1), stored.contiguous()
+    least, most = rows.ends(scale, scale_offset)
+    blocks = _Blocks(weight, columns, super_columns, levels, importance)
+    blocks.stored(blocks.scales, "f32")                          # what is no number would be passed over as the largest
+    found = rows.turned(blocks.scales.reshape(-1, super_columns // columns))
+    exact = search.extremes(found) / np.float32(least)
+    steps = search.clip(search.nearest(search.inverse(exact) * found), least, most)
+    codes = blocks.codes(search.inverse((exact * steps).T.ravel()), code)
+    return codes, rows.field(steps.T + np.float32(scale_offset), scale, weight, columns), blocks.stored(exact, super_scale)
 
 
-def _reciprocal(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
+class _Blocks:
+    """The blocks of a weight, and their scales before anything is stored; `spread` columns share a mean square."""
 
-
-def _scales(blocks: Tensor, table: Tensor, importance: Tensor | None, spread: int, k: int) -> Tensor:
-    """The scale [B] of each block, as ggml's search finds it; `spread` weights share the mean square that weighs errors."""
-    found = torch.empty(blocks.shape[0])
-    look_up = _lookup(table, table)
-    for start in range(0, blocks.shape[0], CHUNK):
-        x = blocks[start:start + CHUNK].t().contiguous()
-        weights = x * x
+    def __init__(self, weight: Tensor, columns: int, spread: int, levels: Table, importance: Tensor | None) -> None:
+        self.weight, self.levels = weight, _Levels(levels)
+        wide = rows.cut(weight, spread)
+        self.x: Floats = wide.reshape(-1, columns)
+        counts = None
         if importance is not None:
-            weights = _importance(weights, importance, start, spread, k)
-        found[start:start + CHUNK] = _search(x, weights, float(table[0]), look_up)
-    return found
+            counts = rows.counts(wide, rows.cut(importance.expand_as(weight), spread), SPREAD).reshape(-1, columns)
+        [self.scales] = rows.each(self.x, counts, lambda x, by: (_fit(x, x * x if by is None else by, self.levels),))
+
+    def codes(self, inverse: Floats, kind: str) -> Tensor:
+        """The codes of weights times `inverse`, one for each block."""
+        found = rows.codes(self.x, lambda x, at: self.levels.codes(np.multiply(x, inverse[at], out=x)), kind)
+        return rows.field(found, kind, self.weight)
+
+    def stored(self, exact: Floats, kind: str) -> Tensor:
+        """Scales [N, blocks of a row] as they are stored."""
+        return stored_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
+            self.weight.device)
 
 
-def _importance(squares: Tensor, importance: Tensor, start: int, spread: int, k: int) -> Tensor:
-    """importance * sqrt(twice the mean square + square), for blocks from `start` on; squares [32, B]."""
-    share = spread // BLOCK
-    sums = in_order(squares.view(BLOCK, -1, share).permute(2, 0, 1).flatten(0, 1))
-    spread_out = (sums * (2 / spread)).repeat_interleave(share)
-    places = (torch.arange(start, start + squares.shape[1]) % (k // BLOCK))
-    # In float64, and then rounded: torch's square root of float32 is not always the nearest.
-    root = (spread_out + squares).double().sqrt_().float()
-    return importance.float().view(-1, BLOCK)[places].t() * root
+class _Levels:
+    """A table of rising integers, and which of them is nearest, ties upward.
 
-
-def _search(x: Tensor, weights: Tensor, first: float, look_up: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The scale of each column of x [32, B]: the best fit of 16 ways to put the largest weight on the first level."""
-    low, high = x.amin(0), x.amax(0)
-    largest = torch.where(-low > high, low, high)
-    tied = torch.nonzero(-low == high)[:, 0]
-    largest[tied] = x[:, tied].gather(0, x[:, tied].abs().argmax(0, keepdim=True))[0]
-    empty = largest.abs() < SMALLEST
-    largest.masked_fill_(empty, 1)
-    value, room = torch.empty_like(x), torch.empty_like(x)
-    best = torch.zeros_like(largest)
-    firsts = largest.new_tensor([first + step for step in TRIES])  # torch makes number / tensor two roundings
-    scale = torch.zeros_like(largest)
-    for target in [None, *firsts]:
-        inverse = 1 / (-largest / first) if target is None else target / largest
-        look_up(torch.mul(x, inverse, out=room), value)
-        part = torch.mul(weights, value, out=room)
-        square = in_order(value.mul_(part))
-        across = in_order(part.mul_(x))
-        fit = across / square
-        better = square > 0 if target is None else (square > 0) & (across * across > best * square)
-        scale = torch.where(better, fit, scale)
-        best = torch.where(better, fit * across, best)
-    return scale.masked_fill_(empty, 0)
-
-
-def _codes(blocks: Tensor, inverse: Tensor, table: Tensor) -> Tensor:
-    """The code of each weight of blocks [B, 32] times `inverse` [B]."""
-    found = torch.empty(blocks.shape, dtype=torch.uint8)
-    look_up = _lookup(table, torch.arange(len(table), dtype=torch.uint8))
-    for start in range(0, blocks.shape[0], CHUNK):
-        scaled = blocks[start:start + CHUNK] * inverse[start:start + CHUNK, None]
-        look_up(torch.nan_to_num_(scaled, nan=torch.inf), found[start:start + CHUNK])
-    return found
-
-
-def _lookup(table: Tensor, results: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function that writes results[the index of the level nearest to each value] to a tensor, ties upward.
-
-    Levels are integers, so a middle between two is a whole number of halves, and floor(2 * value) says on which side of all
-    middles a value lies.
+    A middle between two integers is a whole number of halves, so the floor of a value's halves says on which side of every
+    middle it lies.
     """
-    middles = table[:-1] + table[1:]
-    low, high = float(middles[0]) - 1, float(middles[-1])
-    of_halves = results[torch.bucketize(torch.arange(low, high + 1), middles, right=True)]
 
-    def look_up(values: Tensor, out: Tensor) -> Tensor:
-        halves = (values * 2).floor_().clamp_(low, high).sub_(low).to(torch.int64)
-        torch.index_select(of_halves, 0, halves.flatten(), out=out.view(-1))
-        return out
+    def __init__(self, table: Table) -> None:
+        self.values: Floats = table.values.numpy()
+        middles = self.values[:-1] + self.values[1:]
+        self.low, self.high = middles[0] - 1, middles[-1]
+        places = np.searchsorted(middles, np.arange(self.low, self.high + 1), side="right")
+        self.of_halves: Floats = places.astype(np.float32)
+        self.value_of_halves: Floats = self.values[places]
 
-    return look_up
+    def codes(self, x: Floats) -> Floats:
+        """Places in the table, of which what is no number has the last, as in ggml; x is used up."""
+        return np.take(self.of_halves, self._halves(x))
+
+    def nearest(self, x: Floats, out: Floats) -> Floats:
+        """The levels themselves; x is used up."""
+        return np.take(self.value_of_halves, self._halves(x), out=out, mode="clip")
+
+    def _halves(self, x: Floats) -> NDArray[np.int64]:
+        np.floor(np.multiply(x, np.float32(2), out=x), out=x)
+        np.fmax(np.fmin(x, self.high, out=x), self.low, out=x)
+        places: NDArray[np.int64] = np.subtract(x, self.low, out=x).astype(np.int64)
+        return places
 
 
-def in_order(terms: Tensor) -> Tensor:
-    """The sum over the first axis, one after another."""
-    total = terms[0].clone()
-    for term in terms[1:]:
-        total += term
-    return total
+def _fit(x: Floats, counts: Floats, levels: _Levels) -> Floats:
+    """The scale of least weighted squares, of 16 that put the extreme weight of a block on the first level or near it.
+
+    A tiny block has a scale of 0.
+    """
+    extreme = search.extremes(x)
+    tiny = np.abs(extreme) < search.TINY
+    extreme[tiny] = 1
+    value, work = np.empty_like(x), np.empty_like(x)
+
+    def fitted(inverse: Floats) -> tuple[Floats, Floats]:
+        levels.nearest(np.multiply(x, inverse, out=work), value)
+        np.multiply(counts, value, out=work)
+        square = search.sums(np.multiply(value, work, out=value))
+        return search.sums(np.multiply(work, x, out=work)), square
+
+    first = levels.values[0]
+    across, square = fitted(search.over(1, -extreme / first))
+    scale = np.where(square > 0, across / square, search.ZERO)
+    best = scale * across
+    for by in TRIES:
+        across, square = fitted(search.over(first + by, extreme))
+        fit = across / square
+        better = (square > 0) & (across * across > best * square)
+        np.copyto(scale, fit, where=better)
+        np.copyto(best, fit * across, where=better)
+    scale[tiny] = 0
+    return scale

@@ -152,17 +152,21 @@ class Affine:
         return tuple(dict.fromkeys(f for part in (self.scale, self.zero, self.offset) for _, product in part for f in product))
 
 
+Constant = int | tuple[float, ...] | str
+
+
 @dataclass(frozen=True, slots=True)
 class Encode:
     """The scheme that chooses codes: its roles (role -> field), options, and the constants of decode that it needs to know.
 
+    Constants are integers, the numbers of something that depends on a field's code alone, code by code, or names of tables.
     `open` names the options that a caller of quantize may give too; importance: it may give that.
     """
 
     scheme: str
     roles: Mapping[str, str]
     options: Mapping[str, str | int | float]
-    constants: Mapping[str, int]
+    constants: Mapping[str, Constant]
     open: tuple[str, ...]
     importance: bool
 
