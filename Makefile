@@ -3,13 +3,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench check clean
+.PHONY: demo test test-all bench check clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint written and read back
 	$(BIN)/qdsl demo
 
 test: .venv/ready            ## all tests; without a GPU kernels run in Triton's interpreter
 	$(BIN)/python -m pytest
+
+test-all: .venv/ready        ## the same, the dearest over every format too
+	QDSL_TEST_ALL=1 $(BIN)/python -m pytest
 
 bench: .venv/ready           ## figures, as ratios taken in one run
 	$(BIN)/python -m bench

@@ -40,6 +40,11 @@ EQUAL: dict[str, dict[str, str]] = {
         "(d * (sc * q)) - (dmin * mn)":
             "11 bits of d, 6 of sc and 4 of q: every product is exact in float32, and a zero has the sign of d either way",
     },
+    "q5_k": {
+        "decode: ((d * sc) * q) - (dmin * mn) -> "
+        "(d * (sc * q)) - (dmin * mn)":
+            "11 bits of d, 6 of sc and 5 of q: every product is exact in float32, and a zero has the sign of d either way",
+    },
     "int4_rows": {
         "rows.q: u8[n<N, t<K / 2 word] -> ue4m3[n<N, t<K / 2 word]": SAME_BYTE,
     },

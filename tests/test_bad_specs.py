@@ -35,7 +35,7 @@ storage:
 def answer(text: str) -> list[str]:
     """The lines that the compiler writes about a text; none where it compiles.  Anything but SpecError is a failure."""
     try:
-        module(compile_spec(parse(text, "bad.yaml")))
+        module(compile_spec(parse(text, "bad.yaml", FOLDER)))
     except SpecError as error:
         assert error.problems and str(error) == "\n".join(problem.render() for problem in error.problems)
         return str(error).replace("bad.yaml:", "").split("\n")

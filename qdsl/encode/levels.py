@@ -1,131 +1,75 @@
-"""Codes into a table of levels, with scales by a search whose bytes are ggml's.  Derived from ggml-quants.c: see NOTICE."""
+"""Codes into a table of levels, with a scale of 8 bits from the largest magnitude of a block."""
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from itertools import pairwise
+
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from qdsl.encode import rows, search
-from qdsl.encode.blocks import stored_scale
-from qdsl.encode.search import Floats
+from qdsl.encode.blocks import cut_blocks, join_blocks, shaped
+from qdsl.runtime.numbers import e8m0h, ue4m3
 from qdsl.runtime.tables import Table
 
-TRIES = range(-7, 8)                                             # by how much the first level is off, for the extreme weight
-SPREAD = 2                                                       # how often the mean square counts, with an importance
+VALUES = {"e8m0h": e8m0h, "ue4m3": ue4m3}
 
 
-@np.errstate(all="ignore")
-def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels: Table,
-                 importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of w = scale * levels[code], where levels are rising integers.
+def absmax_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, level: Table,
+                 factor: float = 1) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of w = scale * factor * level[code], each code the level of least error and, of equals, the first.
 
-    columns: the weights of a row that share a scale.  Squares of errors count by the weight's square; importance [K]: by
-    importance * sqrt(2 * mean square of the block + w^2).  Works on the CPU, wherever the weight is.
-    Raises FormatError for a scale that does not fit.
+    A power of two (e8m0h) brings the largest magnitude of a block to between the power of two at or below the largest level and
+    twice that; a finer scale (ue4m3) brings it to the largest level, rounded as ggml does.
     """
-    blocks = _Blocks(weight, columns, columns, levels, importance)
-    stored = blocks.stored(blocks.scales, scale)
-    return blocks.codes(search.inverse(blocks.scales), code), stored
+    blocks = cut_blocks(weight.float(), rows, columns)
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    top = max(abs(number) for number in level.numbers) * factor
+    stored = _power(largest, top) if scale == "e8m0h" else _ue4m3(largest / top)
+    unit = VALUES[scale](stored) * factor
+    found = _nearest(blocks, unit, level)
+    # Beyond twice the largest level errors are rounded, and ggml takes the first of those that come out equal; a level that
+    # overflows is infinitely far.
+    reach = top / factor * unit
+    far = (largest > 2 * reach) | torch.isinf(reach)
+    if bool(far.any()):
+        far = far.expand_as(blocks)
+        found[far] = _first_least(blocks[far], unit.expand_as(blocks)[far], level)
+    return join_blocks(found, *weight.shape), shaped(stored, axes).contiguous()
 
 
-@np.errstate(all="ignore")
-def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, columns: int, super_columns: int, levels: Table,
-                  scale_offset: int = 0, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scales, super-scales) of w = super_scale * (scale - scale_offset) * levels[code].
-
-    columns, super_columns: the weights of a sub-block and of a super-block, whose mean square goes with an importance.  The
-    scale of largest magnitude, the first of equals, becomes the least one.  The rest is as for `block_levels`.
-    """
-    least, most = rows.ends(scale, scale_offset)
-    blocks = _Blocks(weight, columns, super_columns, levels, importance)
-    blocks.stored(blocks.scales, "f32")                          # what is no number would be passed over as the largest
-    found = rows.turned(blocks.scales.reshape(-1, super_columns // columns))
-    exact = search.extremes(found) / np.float32(least)
-    steps = search.clip(search.nearest(search.inverse(exact) * found), least, most)
-    codes = blocks.codes(search.inverse((exact * steps).T.ravel()), code)
-    return codes, rows.field(steps.T + np.float32(scale_offset), scale, weight, columns), blocks.stored(exact, super_scale)
+def _power(largest: Tensor, top: float) -> Tensor:
+    """Codes of 2^(floor(log2(largest)) - floor(log2(top))), the first logarithm rounded to float32 as ggml's is; 0 for 0."""
+    exponent = largest.double().log2().float().floor() - (math.frexp(top)[1] - 1)
+    return torch.where(largest > 0, (exponent + 128).clamp_(0, 255), 0).to(torch.uint8)
 
 
-class _Blocks:
-    """The blocks of a weight, and their scales before anything is stored; `spread` columns share a mean square."""
-
-    def __init__(self, weight: Tensor, columns: int, spread: int, levels: Table, importance: Tensor | None) -> None:
-        self.weight, self.levels = weight, _Levels(levels)
-        wide = rows.cut(weight, spread)
-        self.x: Floats = wide.reshape(-1, columns)
-        counts = None
-        if importance is not None:
-            counts = rows.counts(wide, rows.cut(importance.expand_as(weight), spread), SPREAD).reshape(-1, columns)
-        [self.scales] = rows.each(self.x, counts, lambda x, by: (_fit(x, x * x if by is None else by, self.levels),))
-
-    def codes(self, inverse: Floats, kind: str) -> Tensor:
-        """The codes of weights times `inverse`, one for each block."""
-        found = rows.codes(self.x, lambda x, at: self.levels.codes(np.multiply(x, inverse[at], out=x)), kind)
-        return rows.field(found, kind, self.weight)
-
-    def stored(self, exact: Floats, kind: str) -> Tensor:
-        """Scales [N, blocks of a row] as they are stored."""
-        return stored_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
-            self.weight.device)
+def _ue4m3(values: Tensor) -> Tensor:
+    """Codes of ggml's unsigned E4M3: ties go up, below its normal numbers at most to 7, and from 256 on all are 448."""
+    bits = values.view(torch.int32)
+    normal = (bits + (1 << 19) >> 20) - (120 << 3)               # the exponent, biased by 7, and three bits of the mantissa
+    small = (values * 512 + 0.5).to(torch.int32).clamp_(max=7)
+    code = torch.where(bits >> 23 <= 120, small, torch.where(normal >= 15 << 3, 126, normal))
+    return code.to(torch.uint8)
 
 
-class _Levels:
-    """A table of rising integers, and which of them is nearest, ties upward.
-
-    A middle between two integers is a whole number of halves, so the floor of a value's halves says on which side of every
-    middle it lies.
-    """
-
-    def __init__(self, table: Table) -> None:
-        self.values: Floats = table.values.numpy()
-        middles = self.values[:-1] + self.values[1:]
-        self.low, self.high = middles[0] - 1, middles[-1]
-        places = np.searchsorted(middles, np.arange(self.low, self.high + 1), side="right")
-        self.of_halves: Floats = places.astype(np.float32)
-        self.value_of_halves: Floats = self.values[places]
-
-    def codes(self, x: Floats) -> Floats:
-        """Places in the table, of which what is no number has the last, as in ggml; x is used up."""
-        return np.take(self.of_halves, self._halves(x))
-
-    def nearest(self, x: Floats, out: Floats) -> Floats:
-        """The levels themselves; x is used up."""
-        return np.take(self.value_of_halves, self._halves(x), out=out, mode="clip")
-
-    def _halves(self, x: Floats) -> NDArray[np.int64]:
-        np.floor(np.multiply(x, np.float32(2), out=x), out=x)
-        np.fmax(np.fmin(x, self.high, out=x), self.low, out=x)
-        places: NDArray[np.int64] = np.subtract(x, self.low, out=x).astype(np.int64)
-        return places
+def _nearest(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
+    """Codes by the thresholds between neighbouring levels; a weight on a threshold has the code that is first in the table."""
+    first = {number: i for i, number in reversed(list(enumerate(level.numbers)))}
+    order = sorted(first)
+    place = torch.zeros_like(blocks, dtype=torch.uint8)
+    for low, high in pairwise(order):
+        middle = (low + high) / 2 * unit
+        place += blocks > middle if first[low] < first[high] else blocks >= middle
+    codes = torch.tensor([first[number] for number in order], dtype=torch.uint8, device=blocks.device)
+    return codes[place.int()]
 
 
-def _fit(x: Floats, counts: Floats, levels: _Levels) -> Floats:
-    """The scale of least weighted squares, of 16 that put the extreme weight of a block on the first level or near it.
-
-    A tiny block has a scale of 0.
-    """
-    extreme = search.extremes(x)
-    tiny = np.abs(extreme) < search.TINY
-    extreme[tiny] = 1
-    value, work = np.empty_like(x), np.empty_like(x)
-
-    def fitted(inverse: Floats) -> tuple[Floats, Floats]:
-        levels.nearest(np.multiply(x, inverse, out=work), value)
-        np.multiply(counts, value, out=work)
-        square = search.sums(np.multiply(value, work, out=value))
-        return search.sums(np.multiply(work, x, out=work)), square
-
-    first = levels.values[0]
-    across, square = fitted(search.over(1, -extreme / first))
-    scale = np.where(square > 0, across / square, search.ZERO)
-    best = scale * across
-    for by in TRIES:
-        across, square = fitted(search.over(first + by, extreme))
-        fit = across / square
-        better = (square > 0) & (across * across > best * square)
-        np.copyto(scale, fit, where=better)
-        np.copyto(best, fit * across, where=better)
-    scale[tiny] = 0
-    return scale
+def _first_least(values: Tensor, unit: Tensor, level: Table) -> Tensor:
+    """Codes of the least error in float32; of equals, the first."""
+    best, found = (level.numbers[0] * unit - values).abs(), torch.zeros_like(values, dtype=torch.uint8)
+    for code, number in enumerate(level.numbers[1:], 1):
+        error = (number * unit - values).abs()
+        better = error < best
+        best, found = torch.where(better, error, best), found.masked_fill(better, code)
+    return found

@@ -152,14 +152,14 @@ class Affine:
         return tuple(dict.fromkeys(f for part in (self.scale, self.zero, self.offset) for _, product in part for f in product))
 
 
-Constant = int | tuple[float, ...] | str
+Constant = int | float | str | tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """The scheme that chooses codes: its roles (role -> field), options, and the constants of decode that it needs to know.
+    """The scheme that chooses codes: its roles (role -> field), options, and what it needs to know of decode.
 
-    Constants are integers, the numbers of something that depends on a field's code alone, code by code, or names of tables.
+    Constants are numbers, names of tables, and of what depends on one field alone the numbers for all its codes.
     `open` names the options that a caller of quantize may give too; importance: it may give that.
     """
 

@@ -7,7 +7,7 @@ reads the constants off it.  Does not: judge whether a scheme suits a format.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, permutations
 from math import prod
@@ -18,6 +18,7 @@ from qdsl.passes.schemes import KINDS, SCHEMES, Scheme
 from qdsl.spec import grammar as g
 from qdsl.spec.source import Problems, Source, Span, Text, did_you_mean
 
+Constants = dict[str, Constant]
 _OPERATIONS: dict[str, Callable[..., float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
                                                "//": operator.floordiv, "%": operator.mod, "neg": operator.neg, "float": float}
 LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
@@ -104,9 +105,18 @@ def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: dict[str, str |
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mapping[str, str], constants: Mapping[str, Constant],
+def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mapping[str, str], constants: Constants,
                   problems: Problems) -> None:
-    """Fields of one level share a subscript; super-blocks are whole blocks of a row, and so are rows of a grid in them."""
+    """Fields of one level share a subscript; super-blocks are whole blocks of a row, and so are rows of a grid in them.
+
+    Levels are rising integers; a grid holds integers.
+    """
+    tables = {table.name.value: table for table in program.spec.tables}
+    levels, grid = (tables.get(str(constants.get(word))) for word in ("levels", "grid"))
+    if levels is not None and not (levels.is_int and all(a < b for a, b in pairwise(levels.values))):
+        problems.add(call.span, f"'{call.name}' needs rising integers, and those of '{levels.name}' are not")
+    if grid is not None and not grid.is_int:
+        problems.add(call.span, f"'{call.name}' needs integers, and those of '{grid.name}' are not")
     for level in LEVELS:
         given = [role for role in level if role in roles]
         for role in given[1:]:
@@ -123,7 +133,7 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
         _check_rows(program, call, roles, constants, whole, problems)
 
 
-def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Mapping[str, Constant], sizes: list[int],
+def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, sizes: list[int],
                 problems: Problems) -> None:
     """A row is for as many columns as share its code; signs that are no rows are of single weights."""
     tables = {table.name.value: table for table in program.spec.tables}
@@ -155,18 +165,14 @@ def _parsed(pattern: str) -> g.Expr:
     return g.expression(Text(pattern, (Span(Source("", pattern), 1, 1),)))
 
 
-def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> dict[str, Constant] | None:
+def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
     """The constants with which a value is what a pattern says, whatever the order of factors and summands; None if it is not.
 
-    A name of the pattern that is no role is an integer constant; one that is subtracted may be missing, and is 0 then.  A
-    subscript is an entry of a table, an application whatever depends on that role alone.
+    A name of the pattern that is no role is a constant, which may be missing: a summand is an integer, and a table has a name.
+    An application is whatever depends on that role alone.
     """
     value = _plain(program, value)
     match pattern:
-        case g.Subscript(word, (g.Name(role), *more)):
-            return _looked_up(program, roles[role], word, 1 + len(more), value) if role in roles else None
-        case g.Apply():
-            return _worked_out(program, roles, pattern, [value])
         case g.Name(word) if word in roles:
             return {} if value.op == "field" and value.name == roles[word] else None
         case g.Name(word):
@@ -175,49 +181,56 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
             return {word: number} if isinstance(number, int) else None
         case g.Number(number):
             return {} if value.op == "const" and value.const == number else None
+        case g.Subscript(word, (row, *columns)):
+            shape = [table.shape for table in program.spec.tables if value.op == "table" and table.name.value == value.name]
+            found = _matched(program, roles, row, program.values[value.args[0]]) if shape else None
+            return None if found is None or len(shape[0]) != 1 + len(columns) else {**found, word: value.name}
+        case g.Apply():
+            return _alone(program, roles, pattern, [value])
         case g.Binary("-", left, g.Name(word)) if word not in roles:
-            found = _sides(program, roles, (left, pattern.right), value) if value.op == "-" else None
             whole = _matched(program, roles, left, value)
-            return found if found is not None else None if whole is None else {**whole, word: 0}
+            return _sides(program, roles, pattern, value) if value.op == "-" and whole is None else whole
         case g.Binary("*"):
             return _products(program, roles, pattern, value)
         case g.Binary(op) if op == value.op:
-            found = _sides(program, roles, (pattern.left, pattern.right), value)
-            return found if found is not None or op == "-" else _sides(program, roles, (pattern.right, pattern.left), value)
+            return _sides(program, roles, pattern, value)
     return None
 
 
-def _sides(program: Program, roles: Mapping[str, str], patterns: tuple[g.Expr, ...], value: Value) -> dict[str, Constant] | None:
-    return _each(program, roles, patterns, [program.values[i] for i in value.args])
+def _sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value: Value) -> Constants | None:
+    """A sum either way round, a difference as it stands."""
+    sides = [program.values[i] for i in value.args]
+    found = _each(program, roles, (pattern.left, pattern.right), sides)
+    return found if found is not None or pattern.op == "-" else _each(program, roles, (pattern.right, pattern.left), sides)
 
 
-def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> dict[str, Constant] | None:
-    wanted = list(_factors_of(pattern))
-    factors = list(_factors(program, value))
-    worked: dict[str, Constant] | None = {}
-    for each in wanted:
-        if isinstance(each, g.Apply):
-            mine = [factor for factor in factors if _read(program, factor) <= {roles[name] for name in g.names(each)}]
-            worked = _worked_out(program, roles, each, mine)
+def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
+    """Factors in any order.  Numbers are multiplied, and a factor that is 1 unless a weight has another is left out."""
+    wanted, factors = list(_factors_of(pattern)), list(_factors(program, value))
+    alone: Constants | None = {}
+    for part in wanted:
+        if isinstance(part, g.Apply):
+            mine = [factor for factor in factors if _read(program, factor) <= {roles[role] for role in g.names(part)}]
+            alone = _alone(program, roles, part, mine)
             factors = [factor for factor in factors if factor not in mine]
-    wanted = [each for each in wanted if not isinstance(each, g.Apply)]
-    if worked is None or len(factors) != len(wanted):
+    if alone is None:
         return None
-    found = (_each(program, roles, order, factors) for order in permutations(wanted))
-    return next(({**worked, **constants} for constants in found if constants is not None), None)
-
-
-def _looked_up(program: Program, field: str, word: str, subscripts: int, value: Value) -> dict[str, Constant] | None:
-    """The table of integers, rising where it is no table of rows, of which a value is the entry that a field says."""
-    if value.op != "table" or program.values[value.args[0]].name != field:
+    wanted = [part for part in wanted if not isinstance(part, g.Apply)]
+    free = [part.name for part in wanted if isinstance(part, g.Name) and part.name not in roles]
+    number = prod(factor.const for factor in factors if factor.op == "const")
+    number /= prod(part.value for part in wanted if isinstance(part, g.Number))
+    if number != 1 and not free:
         return None
-    table = next(table for table in program.spec.tables if table.name.value == value.name)
-    rising = all(a < b for a, b in pairwise(table.values))
-    return {word: value.name} if table.is_int and len(table.shape) == subscripts and (rising or subscripts > 1) else None
+    parts = [part for part in wanted if not isinstance(part, g.Number) and not (isinstance(part, g.Name) and part.name in free)]
+    rest = [factor for factor in factors if factor.op != "const" and not _is_one(program, roles, factor)]
+    if len(parts) != len(rest):
+        return None
+    found = (_each(program, roles, order, rest) for order in permutations(parts))
+    constants = next((each for each in found if each is not None), None)
+    return None if constants is None else {**alone, **constants, **({} if number == 1 else {free[0]: number})}
 
 
-def _worked_out(program: Program, roles: Mapping[str, str], pattern: g.Apply, factors: list[Value],
-                ) -> dict[str, Constant] | None:
+def _alone(program: Program, roles: Mapping[str, str], pattern: g.Apply, factors: list[Value]) -> Constants | None:
     """The product of values that depend on one role's field alone, for each of its codes."""
     [field] = (program.field(roles[role]) for role in g.names(pattern))
     if {field.name} != {name for factor in factors for name in _read(program, factor)}:
@@ -240,9 +253,13 @@ def _at(program: Program, value: Value, code: int) -> float:
     return _OPERATIONS[value.op](*(_at(program, program.values[i], code) for i in value.args))
 
 
-def _each(program: Program, roles: Mapping[str, str], patterns: tuple[g.Expr, ...], values: list[Value],
-          ) -> dict[str, Constant] | None:
-    found: dict[str, Constant] = {}
+def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:
+    default = program.defaults.get(value.name) if value.op == "field" and value.name not in roles.values() else None
+    return default is not None and default.is_const and default.const == 1
+
+
+def _each(program: Program, roles: Mapping[str, str], patterns: Sequence[g.Expr], values: Sequence[Value]) -> Constants | None:
+    found: Constants = {}
     for pattern, value in zip(patterns, values, strict=True):
         constants = _matched(program, roles, pattern, value)
         if constants is None:

@@ -14,6 +14,7 @@ KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "zero": ("a zero point is an integer", lambda number: not number.is_float),
     "code": ("a code is an integer or a float of at most 8 bits", lambda number: not number.is_float or number.bits <= 8),
     "count": ("a code is an unsigned integer of at most 8 bits", lambda number: number.kind == "unsigned" and number.bits <= 8),
+    "small": ("a scale is e8m0h or ue4m3", lambda number: number.name in ("e8m0h", "ue4m3")),
     "bit": ("a code is u1", lambda number: number.kind == "unsigned" and number.bits == 1),
     "row": ("a code of rows is an unsigned integer", lambda number: number.kind == "unsigned"),
     "integer": ("a code is an integer of at most 8 bits", lambda number: not number.is_float and number.bits <= 8),
@@ -26,9 +27,9 @@ class Scheme:
     """roles: the fields that it chooses, as it returns them, and of which of KINDS each is.
 
     options: argument -> allowed words, None: a number.  required: roles and options that must be given.
-    inverts: the decode expressions that it is the inverse of, over roles and integer constants that may be missing.
-    `levels[code]` is a number of a table, `grid[code, k]` a row of one, `steps(scale)` what depends on that field alone.
-    importance: it takes one.  own: options that belong to the format, which no caller gives.
+    inverts: the decode expressions that it is the inverse of, over roles, constants that may be missing, and tables:
+    `level[code]` is a number, `levels[code]` one of rising integers, `grid[code, k]` one of a row; `steps(scale)` is whatever
+    depends on that field alone.  importance: it takes one.  own: options that belong to the format, which no caller gives.
     across: a block that shares a scale may lie in several rows of the weight.
     """
 
@@ -62,6 +63,9 @@ SCHEMES = {
                       {"divisor": None, "by": _BY, "ties": _TIES},
                       "scale = the value of largest magnitude, sign and all, / divisor", "scale * (code - offset)",
                       importance=True),
+    "absmax_level": Scheme({"code": "count", "scale": "small"}, ("code", "scale"), {},
+                           "scale = largest magnitude of the block / largest level; of levels the nearest, of two the first",
+                           "scale * factor * level[code]"),
     "minmax": Scheme({"code": "code", "zero": "zero", "scale": "scale"}, ("code", "zero", "scale"),
                      {"by": ("stored", "exact"), "symmetric": ("true", "false")},
                      "scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0",

@@ -259,7 +259,7 @@ def product(codes: tl.constexpr, words, x, flip, first: tl.constexpr, count: tl.
     codes(words, half, i, digit, to, flip, F) makes the numbers of pairs i of a half of a span of 256 columns.
     """
     W: tl.constexpr = words[0][0].shape[0] // 8
-    places: tl.constexpr = 8 // width if F == tl.float16 and 8 - width + bits <= 10 else 1
+    places: tl.constexpr = min(4, 8 // width) if F == tl.float16 and 8 - width + bits <= 10 else 1
     total = tl.zeros((W, 16, 8), tl.float32)
     for i in tl.static_range(min(places, count)):
         part = tl.zeros((W, 16, 8), tl.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -58,8 +59,15 @@ def computed(name: Text, text: Text, known: Mapping[str, Table]) -> Table:
     names = [loop.name for loop in loops]
     if len({*names, *known}) < len(names) + len(known):
         _fail(text.span, "a loop has the name of something else")
-    values = tuple(_Reader(dict(zip(names, at, strict=True)), known).value(formula) for at in product(*map(range, extents)))
-    return Table(name, values, tuple(extents), tuple(names), formula)
+    return evaluated(Table(name, (), tuple(extents), tuple(names), formula), known)
+
+
+def evaluated(table: Table, known: Mapping[str, Table]) -> Table:
+    """A computed table with its numbers.  Raises GrammarError where one of them is none."""
+    assert table.formula is not None
+    values = tuple(_Reader(dict(zip(table.loops, at, strict=True)), known).value(table.formula)
+                   for at in product(*map(range, table.shape)))
+    return replace(table, values=values)
 
 
 class _Reader:

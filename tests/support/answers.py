@@ -143,10 +143,11 @@ def _quantized(case: Answers, format: Format) -> Iterator[str]:
 
 
 def refuses(format: Format, storage: str, params: Mapping[str, int | str], shape: tuple[int, int]) -> bool:
-    """Whether fields of zeros are not packed."""
+    """Whether fields of zeros, whose last blocks may be short, are not packed."""
     sizes = format.sizes(params, shape)
     variant = format.variant(params)
-    fields = {name: torch.zeros([axis.extent(*shape, sizes) or 0 for axis in field.axes],
+    whole = {"N": shape[0], "K": shape[1], "N*K": shape[0] * shape[1], "1": 1}
+    fields = {name: torch.zeros([-(-whole[axis.dim] // axis.by(sizes)) for axis in field.axes],
                                 dtype=torch_dtype(str(params.get(field.type, field.type))))
               for name, field in variant.fields.items() if name not in variant.storages[storage].where}
     try:

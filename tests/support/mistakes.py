@@ -14,10 +14,12 @@ from typing import Any
 from qdsl import encode, numbers
 from qdsl.passes.schemes import SCHEMES
 from qdsl.spec import grammar as g
+from qdsl.spec import tables
 from qdsl.spec.model import Param, Spec, Storage, Stored, Table, Tensor
 from qdsl.spec.schema import load
 from qdsl.spec.source import Source, Span, Text
 
+LONG = 16                                                        # entries of a table that are exchanged
 NOWHERE = Span(Source("mutant", ""), 1, 1)
 # Rotated operands are mistakes of precedence or of the order of roundings; operands of + and * are never exchanged, because
 # IEEE addition and multiplication commute.
@@ -55,7 +57,7 @@ def listing(spec: Spec) -> list[str]:
     """Everything of a spec that decides what it means, a line for each part; equal listings are the same spec."""
     rows = [f"params.{p.name}: [{', '.join(map(str, p.values))}]" for p in spec.params]
     rows += [f"dims.{dim.name}: {shown(dim.value)}" for dim in spec.dims]
-    rows += [f"tables.{table.name}: [{', '.join(map(str, table.values))}]" for table in spec.tables]
+    rows += [f"tables.{table.name}: {_entries(table)}" for table in spec.tables]
     rows += [f"fields.{field.name}: {shown(field.typed)}" for field in spec.fields]
     rows += [f"decode: {shown(spec.decode)}"] + ([f"encode: {shown(spec.encode)}"] if spec.encode else [])
     for storage in spec.storages:
@@ -68,6 +70,24 @@ def listing(spec: Spec) -> list[str]:
             rows += [f"{place}.stored: {''.join(f'{key} in {values}, ' for key, values in rule.when)}{rule.target} = "
                      f"{shown(rule.value)}" for rule in tensor.stored]
     return rows
+
+
+def _entries(table: Table) -> str:
+    if table.formula is not None:
+        return f"{table.loops} to {table.shape}: {shown(table.formula)}"
+    few = len(table.values) <= 64
+    return f"[{', '.join(map(str, table.values if few else table.values[:4]))}{'' if few else ', ...'}, {table.values[-1]}]"
+
+
+def recomputed(spec: Spec) -> Spec | None:
+    """The spec with its computed tables computed again; None where one cannot be."""
+    made: dict[str, Table] = {}
+    for table in spec.tables:
+        try:
+            made[table.name.value] = table if table.formula is None else tables.evaluated(table, made)
+        except g.GrammarError:
+            return None
+    return replace(spec, tables=tuple(made.values()))
 
 
 def shown(node: Any) -> str:
@@ -175,10 +195,12 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             for i, (key, values) in enumerate(node.when):
                 yield from (("stored", replace(node, when=(*node.when[:i], (key, fewer), *node.when[i + 1:])))
                             for fewer in _dropped(values))
-        case Table():
-            last = node.values[-1]
-            yield from (("entry", replace(node, values=values)) for values in (*_exchanged(node.values), node.values[:-1]))
-            yield from (("entry", replace(node, values=(*node.values[:-1], new))) for new in (-last, last + 1))
+        case Table() if node.formula is None:
+            first, rest, last = node.values[:LONG], node.values[LONG:], node.values[-1]
+            fewer = replace(node, values=node.values[:-1], shape=(len(node.values) - 1,))
+            yield from (("entry", replace(node, values=(*values, *rest))) for values in _exchanged(first))
+            yield from (("entry", each) for each in (fewer, *(replace(node, values=(*node.values[:-1], new))
+                                                              for new in (-last, last + 1))))
         case Storage():
             yield from (("where", replace(node, where=where)) for where in _dropped(node.where))
             yield from (("tensor-order", replace(node, tensors=tensors)) for tensors in _exchanged(node.tensors))
@@ -311,14 +333,20 @@ def mutants(path: Path) -> tuple[Mutant, ...]:
     """The mutants of a spec, no two of which are the same spec."""
     spec = load(path, path.name)
     rows = listing(spec)
-    seen = {tuple(rows)}
+    seen = {_meaning(spec)}
     found: list[Mutant] = []
-    for kind, changed in mistakes(spec, "", spec):
-        now = listing(changed)
-        if tuple(now) not in seen:
-            seen.add(tuple(now))
-            found.append(Mutant(kind, _difference(rows, now), changed))
+    for kind, each in mistakes(spec, "", spec):
+        changed = each if each.tables is spec.tables else recomputed(each)
+        if changed is not None and (now := _meaning(changed)) not in seen:
+            seen.add(now)
+            found.append(Mutant(kind, _difference(rows, listing(changed)), changed))
     return tuple(found)
+
+
+def _meaning(spec: Spec) -> tuple[object, ...]:
+    """What makes two specs the same: the listing, and of tables the numbers, however they were made."""
+    rows = [row for row in listing(spec) if not row.startswith("tables.")]
+    return *rows, *((table.name.value, table.shape, table.values) for table in spec.tables)
 
 
 def _difference(before: Sequence[str], now: Sequence[str]) -> str:

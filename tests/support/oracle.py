@@ -62,7 +62,7 @@ def element_bits(spec: Spec, tensor: Tensor, params: Mapping[str, int | str]) ->
         return 8
     kind = tensor.shape.type
     word = str(params.get(kind.name, kind.name))
-    return {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8}.get(word) or (
+    return {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8}.get(word) or (
         int(word[1:]) if word[0] in "ui" else 1 + int(word[1]) + int(word[3]))
 
 
@@ -152,7 +152,8 @@ def _run(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str
          ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
     """Bytes in records along k, with local subscripts."""
     pieces = list(_pieces(spec, tensor, env, params))
-    fields = {f.name.value: f for f in spec.fields}
+    held = {name for name, *_ in pieces}
+    fields = {f.name.value: f for f in spec.fields if f.name.value in held}
     shared = {name: 1 if isinstance(f.typed.index[1], g.Name) else evaluate(f.typed.index[1].right, env)  # type: ignore[union-attr]
               for name, f in fields.items()}
     run = max((1 + (index[0] if index else 0)) * shared[name] for name, index, _, _ in pieces if name)

@@ -157,9 +157,15 @@ class Reading:
             yield (n, k), free, {f.name.value: tuple(oracle.evaluate(i, env) for i in f.typed.index)
                                  for f in self.spec.fields if f.name.value in held}
 
-    @property
-    def tables(self) -> dict[str, list[Scalar]]:
-        return {t.name.value: [v if t.is_int else np.float32(v) for v in t.values] for t in self.spec.tables}  # type: ignore[misc]
+    @cached_property
+    def tables(self) -> Tables:
+        """Every table by its subscripts; computed ones are computed once more."""
+        found: Tables = {}
+        for t in self.spec.tables:
+            for i, at in enumerate(np.ndindex(*t.shape)):
+                value = t.values[i] if t.formula is None else _step(t.formula, dict(zip(t.loops, at, strict=True)), found)
+                found[t.name.value, at] = value if isinstance(value, int) else np.float32(value)
+        return found
 
     # -- decode -------------------------------------------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class Reading:
             for weight, free, places in self.places(fields):
                 values = {name: value(kinds[name], int(fields[name][place])) for name, place in places.items()
                           if kinds[name] != "index"}
-                out[weight] = _step(self.spec.decode, {**sizes, **free, **values}, self.tables)
+                out[weight] = _step(self.spec.decode, {**sizes, **free, **values, "k": weight[1]}, self.tables)
         return out
 
     # -- storage ------------------------------------------------------------------------------------------------------
@@ -307,7 +313,10 @@ def _walk(expr: g.Expr) -> Iterator[g.Expr]:
         yield from _walk(part)
 
 
-def _step(expr: g.Expr, env: Mapping[str, Scalar], tables: Mapping[str, list[Scalar]]) -> Scalar:
+Tables = dict[tuple[str, tuple[int, ...]], Scalar]               # entries by the table's name and their subscripts
+
+
+def _step(expr: g.Expr, env: Mapping[str, Scalar], tables: Tables) -> Scalar:
     """An expression of decode: integers among themselves are exact, everything else is rounded to float32 at each step."""
     if isinstance(expr, g.Number):
         return expr.value if isinstance(expr.value, int) else np.float32(expr.value)
@@ -316,14 +325,14 @@ def _step(expr: g.Expr, env: Mapping[str, Scalar], tables: Mapping[str, list[Sca
     if isinstance(expr, g.Negate):
         return -_step(expr.value, env, tables)
     if isinstance(expr, g.Subscript):
-        at = _step(expr.index[0], env, tables)
-        assert isinstance(at, int) and at >= 0
-        return tables[expr.name][at]
+        return tables[expr.name, tuple(int(_step(part, env, tables)) for part in expr.index)]
+    if isinstance(expr, g.Apply) and expr.name == "parity":
+        return f"{_step(expr.arguments[0], env, tables):b}".count("1") % 2
     if not isinstance(expr, g.Binary):
         raise Unread(f"no second reading of '{type(expr).__name__}' in decode: add it to tests/support/second.py")
     a, b = _step(expr.left, env, tables), _step(expr.right, env, tables)
     if expr.op == "**":
-        return 2 ** int(b) if b >= 0 else np.float32(ldexp(1, int(b)))
+        return int(a) ** int(b) if b >= 0 else np.float32(ldexp(1, int(b)))
     if not (isinstance(a, int) and isinstance(b, int)) or expr.op == "/":
         a, b = np.float32(a), np.float32(b)
     return {"+": lambda: a + b, "-": lambda: a - b, "*": lambda: a * b, "/": lambda: a / b, "//": lambda: a // b,
