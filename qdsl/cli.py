@@ -45,6 +45,7 @@ def _fail(message: str, code: int = 1) -> NoReturn:
 @contextmanager
 def _reported() -> Iterator[None]:
     """Problems of specs and files as messages; a wrong spec never shows a traceback."""
+    from qdsl.checkpoint.safetensors import CheckpointError
     from qdsl.places import UnknownSpec
     from qdsl.spec.source import SpecError
 
@@ -55,7 +56,7 @@ def _reported() -> Iterator[None]:
     except SpecError as error:
         count = len(error.problems)
         _fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}")
-    except OSError as error:
+    except (CheckpointError, OSError) as error:
         _fail(f"error: {error}")
 
 
@@ -227,6 +228,35 @@ def _param(text: str) -> tuple[str, int | str]:
     if not (key and equals and value):
         _fail(f"error: --param is key=value, not '{text}'", 2)
     return key, int(value) if value.removeprefix("-").isdigit() else value
+
+
+@app.command()
+def inspect(file: Annotated[Path, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
+                                                      "of them.", show_default=False)], as_json: Json = False) -> None:
+    """List what lies in a checkpoint: tensors, types, bits per weight, sums, metadata, and what is wrong."""
+    from qdsl.checkpoint.contents import contents, lines
+
+    with _reported():
+        found = contents(file)
+    typer.echo(json.dumps({"schema": 1, **found}) if as_json else "\n".join(lines(found)))
+
+
+@app.command()
+def dequantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the first of a split one.", show_default=False)],
+               out: Annotated[Path, typer.Option("--out", "-o", help="The .safetensors file to write.", show_default=False)],
+               dtype: Annotated[str, typer.Option("--dtype", help="f32, which is exact, bf16 or f16.")] = "f32",
+               as_json: Json = False) -> None:
+    """Write the weights of a GGUF file as plain floats in a safetensors file, one tensor after the other."""
+    from qdsl.checkpoint.dequantize import DTYPES, dequantize_file
+
+    if dtype not in DTYPES:
+        _fail(f"error: no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
+    with _reported():
+        written = dequantize_file(file, out, dtype)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, **written}))
+    else:
+        typer.echo(f"written  {out}: {written['tensors']} tensors, {written['nbytes']} bytes")
 
 
 @app.command()

@@ -20,6 +20,7 @@ from qdsl.cli import app
 from qdsl.passes import compile_spec
 from qdsl.spec.schema import parse
 from tests.support.formats import ROOT
+from tests.support.ggufs import framed, info
 from tests.support.tables import TABLES
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md")]
@@ -68,10 +69,11 @@ def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w4.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
+    (tmp_path / "model.gguf").write_bytes(framed([info(dims=[32], type=2)], data=bytes(32)))
     lines = [line.split("#")[0] for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ")]
     commands = [command for command in commands if command[0] not in ("demo", "analyze")]
-    assert len(commands) >= 5
+    assert len(commands) >= 7
     for command in commands:
         result = CliRunner().invoke(app, command, catch_exceptions=False)
         assert result.exit_code == 0, (command, result.output)

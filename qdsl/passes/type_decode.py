@@ -102,8 +102,8 @@ class _Builder:
                                          f"{did_you_mean(expr.name, known)}")
             return None
         if len(expr.index) != len(table.shape):
-            self.problems.add(expr.span, f"table '{expr.name}' has {'one subscript' if len(table.shape) == 1 else 'two subscripts'}, "
-                                         f"not {len(expr.index)}")
+            wanted = "one subscript" if len(table.shape) == 1 else "two subscripts"
+            self.problems.add(expr.span, f"table '{expr.name}' has {wanted}, not {len(expr.index)}")
             return None
         arg = self.value(expr.index[0])
         if arg is None or not self.is_column(expr, table, self.values[arg]):

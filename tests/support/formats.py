@@ -147,8 +147,8 @@ def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Map
         else:
             known = number(kind)
             assert known is not None
-            low = 0 if known.is_float else int(known.low)
-            found[name] = torch.randint(low, low + (1 << known.bits), size, generator=generator).to(dtype)
+            low, count = (known.bias - 20, 24) if known.exponent == 8 else (0 if known.is_float else int(known.low), 1 << known.bits)
+            found[name] = torch.randint(low, low + count, size, generator=generator).to(dtype)
     return found
 
 
