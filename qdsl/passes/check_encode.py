@@ -109,14 +109,11 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
                   problems: Problems) -> None:
     """Fields of one level share a subscript; super-blocks are whole blocks of a row, and so are rows of a grid in them.
 
-    Levels are rising integers; a grid holds integers.
+    Levels are rising integers.
     """
-    tables = {table.name.value: table for table in program.spec.tables}
-    levels, grid = (tables.get(str(constants.get(word))) for word in ("levels", "grid"))
-    if levels is not None and not (levels.is_int and all(a < b for a, b in pairwise(levels.values))):
-        problems.add(call.span, f"'{call.name}' needs rising integers, and those of '{levels.name}' are not")
-    if grid is not None and not grid.is_int:
-        problems.add(call.span, f"'{call.name}' needs integers, and those of '{grid.name}' are not")
+    for table in program.spec.tables:
+        if table.name.value == constants.get("levels") and not (table.is_int and all(a < b for a, b in pairwise(table.values))):
+            problems.add(call.span, f"'{call.name}' needs a table of rising integers; '{table.name}' is none")
     for level in LEVELS:
         given = [role for role in level if role in roles]
         for role in given[1:]:
