@@ -10,7 +10,7 @@
 
     gguf: 2.5625 bits per weight
 
-Built from the spec iq2_s (sha256 24f90fe3e569bef5) by qdsl 0.1.0.
+Built from the spec iq2_s (sha256 294f829ba1f4229b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import grid_signs
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, empty, spread
 
 
@@ -137,6 +138,18 @@ def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = Non
     return torch.mul(d * (sc + 0.5) * 0.25, as_float(grid * (1 - 2 * s), out), out=out).flatten(1)
 
 
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: rows, signs and scales by search for the least error; super-scale by a fit
+    to them.  importance: float32 [K].
+    """
+    g, s, sc, d = grid_signs(weight, code="u10", sign="u1", scale="u4", super_scale="f16", columns=16,
+            super_columns=256,
+            steps=(0.125, 0.375, 0.625, 0.875, 1.125, 1.375, 1.625, 1.875, 2.125, 2.375, 2.625, 2.875, 3.125, 3.375,
+                3.625, 3.875),
+            grid=GRID, importance=importance)
+    return {"g": g, "s": s, "sc": sc, "d": d}
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +230,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/8", last="k", tables=(GRID,)),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -225,7 +238,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq2_s", formula="d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * (1 - 2 * s))",
     variants={(): VARIANT},
     detect={"gguf": "IQ2_S"},
-    digest="24f90fe3e569bef5",
+    digest="294f829ba1f4229b",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

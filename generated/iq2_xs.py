@@ -10,7 +10,7 @@
 
     gguf: 2.3125 bits per weight
 
-Built from the spec iq2_xs (sha256 3c33ad1372cfbce3) by qdsl 0.1.0.
+Built from the spec iq2_xs (sha256 aa5a67d07ca30b3d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import grid_signs
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer
 
 
@@ -105,6 +106,17 @@ def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = Non
     return torch.mul(d * (sc + 0.5) * 0.25, as_float(grid * sign, out), out=out).flatten(1)
 
 
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: rows, signs and scales by search for the least error; super-scale by a fit
+    to them.  importance: float32 [K].
+    """
+    g, s, sc, d = grid_signs(weight, code="u9", sign="u7", scale="u4", super_scale="f16", columns=16, super_columns=256,
+            steps=(0.125, 0.375, 0.625, 0.875, 1.125, 1.375, 1.625, 1.875, 2.125, 2.375, 2.625, 2.875, 3.125, 3.375,
+                3.625, 3.875),
+            grid=GRID, signs=SIGN, importance=importance)
+    return {"g": g, "s": s, "sc": sc, "d": d}
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +185,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -181,7 +193,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq2_xs", formula="d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * sign[s, k % 8])",
     variants={(): VARIANT},
     detect={"gguf": "IQ2_XS"},
-    digest="3c33ad1372cfbce3",
+    digest="aa5a67d07ca30b3d",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
 
     gguf: 3.4375 bits per weight
 
-Built from the spec iq3_s (sha256 a328849bd0da5419) by qdsl 0.1.0.
+Built from the spec iq3_s (sha256 4e25473cbbe50450) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import grid_signs
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, empty, spread
 
 
@@ -99,6 +100,15 @@ def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = Non
     s = s.view(torch.int8).unflatten(1, (-1, 8, 8, 4))
     grid = GRID[g.unflatten(-1, (-1, 8, 8))]
     return torch.mul(d * (2 * sc + 1), as_float(grid * (1 - 2 * s), out), out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: rows, signs and scales by search for the least error; super-scale by a fit
+    to them.  importance: float32 [K].
+    """
+    g, s, sc, d = grid_signs(weight, code="u9", sign="u1", scale="u4", super_scale="f16", columns=32, super_columns=256,
+            steps=(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31), grid=GRID, importance=importance)
+    return {"g": g, "s": s, "sc": sc, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -183,7 +193,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/8", last="k", tables=(GRID,)),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -191,7 +201,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq3_s", formula="d * (2 * sc + 1) * (grid[g, k % 4] * (1 - 2 * s))",
     variants={(): VARIANT},
     detect={"gguf": "IQ3_S"},
-    digest="a328849bd0da5419",
+    digest="4e25473cbbe50450",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
 
     gguf: 3.0625 bits per weight
 
-Built from the spec iq3_xxs (sha256 3ee1d8c0b8bce96b) by qdsl 0.1.0.
+Built from the spec iq3_xxs (sha256 bfc5bb12562dc32a) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import grid_signs
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer
 
 
@@ -86,6 +87,16 @@ def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = Non
     grid = GRID[g.unflatten(-1, (-1, 8, 4, 2))]
     sign = SIGN[s.unflatten(-1, (-1, 8, 4))].unflatten(-1, (2, 4))
     return torch.mul(d * (sc + 0.5) * 0.5, as_float(grid * sign, out), out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: rows, signs and scales by search for the least error; super-scale by a fit
+    to them.  importance: float32 [K].
+    """
+    g, s, sc, d = grid_signs(weight, code="u8", sign="u7", scale="u4", super_scale="f16", columns=32, super_columns=256,
+            steps=(0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3.25, 3.75, 4.25, 4.75, 5.25, 5.75, 6.25, 6.75, 7.25, 7.75),
+            grid=GRID, signs=SIGN, importance=importance)
+    return {"g": g, "s": s, "sc": sc, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -160,7 +171,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -168,7 +179,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq3_xxs", formula="d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8])",
     variants={(): VARIANT},
     detect={"gguf": "IQ3_XXS"},
-    digest="3ee1d8c0b8bce96b",
+    digest="bfc5bb12562dc32a",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

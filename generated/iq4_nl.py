@@ -9,7 +9,7 @@
     gguf: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec iq4_nl (sha256 0d848879b1bc2160) by qdsl 0.1.0.
+Built from the spec iq4_nl (sha256 03b68298bb7d1425) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import block_levels
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, many, pad
 
 
@@ -74,6 +75,14 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     d = d.float().unsqueeze(-1)
     q = q.view(torch.int8).unflatten(1, (-1, 32))
     return torch.mul(d, LEVELS[q], out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale by search for the least error; codes of the nearest levels.
+    importance: float32 [K].
+    """
+    q, d = block_levels(weight, code="u4", scale="f16", columns=32, levels=LEVELS, importance=importance)
+    return {"q": q, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -368,7 +377,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -376,7 +385,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq4_nl and kvalues_iq4nl", formula="d * levels[q]",
     variants={(): VARIANT},
     detect={"gguf": "IQ4_NL"},
-    digest="0d848879b1bc2160",
+    digest="03b68298bb7d1425",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

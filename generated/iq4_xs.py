@@ -10,7 +10,7 @@
     gguf: 4.25 bits per weight
     planar: 4.3125 bits per weight
 
-Built from the spec iq4_xs (sha256 c16fbfe5615de831) by qdsl 0.1.0.
+Built from the spec iq4_xs (sha256 89e8530ed06896df) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import kquant_levels
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, many, spread
 
 
@@ -91,6 +92,15 @@ def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tenso
     sc = sc.view(torch.int8).unflatten(1, (-1, 8)).unsqueeze(-1)
     q = q.view(torch.int8).unflatten(1, (-1, 8, 32))
     return torch.mul(d * (sc - 32), LEVELS[q], out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale by search for the least error, in steps of the super-block's largest,
+    sign and all; codes of the nearest levels.  importance: float32 [K].
+    """
+    q, sc, d = kquant_levels(weight, code="u4", scale="u6", super_scale="f16", columns=32, super_columns=256,
+            scale_offset=32, levels=LEVELS, importance=importance)
+    return {"q": q, "sc": sc, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -400,7 +410,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256", "32"))),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -408,7 +418,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq4_xs and kvalues_iq4nl", formula="d * (sc - 32) * levels[q]",
     variants={(): VARIANT},
     detect={"gguf": "IQ4_XS"},
-    digest="c16fbfe5615de831",
+    digest="89e8530ed06896df",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     gguf: 4.25 bits per weight
     planar: 4.25 bits per weight
 
-Built from the spec mxfp4 (sha256 ae56585929ee6c8e) by qdsl 0.1.0.
+Built from the spec mxfp4 (sha256 17d87e42e2a91159) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import absmax_level
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, many, pad
 from qdsl.runtime.numbers import e8m0h
 
@@ -75,6 +76,14 @@ def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     e = e8m0h(e).unsqueeze(-1)
     q = q.view(torch.int8).unflatten(1, (-1, 32))
     return torch.mul(e, LEVEL[q], out=out).flatten(1)
+
+
+def encode(weight: Tensor) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / largest level; of levels the
+    nearest, of two the first.
+    """
+    q, e = absmax_level(weight, code="u4", scale="e8m0h", rows=1, columns=32, axes=2, level=LEVEL)
+    return {"q": q, "e": e}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -367,7 +376,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode,
 )
 
 FORMAT = Format(
@@ -375,7 +384,7 @@ FORMAT = Format(
     source="ggml-common.h block_mxfp4 and kvalues_mxfp4", formula="e * level[q]",
     variants={(): VARIANT},
     detect={"gguf": "MXFP4"},
-    digest="ae56585929ee6c8e",
+    digest="17d87e42e2a91159",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

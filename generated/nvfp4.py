@@ -10,7 +10,7 @@
     gguf: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec nvfp4 (sha256 4f344a723a817580) by qdsl 0.1.0.
+Built from the spec nvfp4 (sha256 52193ab8865da546) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import absmax_level
 from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, pad
 from qdsl.runtime.numbers import ue4m3
 
@@ -92,6 +93,14 @@ def decode(e: Tensor, q: Tensor, s: Tensor | None = None, out: Tensor | None = N
     s = 1 if s is None else s
     w = torch.mul(e * 0.5, LEVEL[q], out=out)
     return torch.mul(w, s, out=out).flatten(1)
+
+
+def encode(weight: Tensor) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / largest level; of levels the
+    nearest, of two the first.
+    """
+    q, e = absmax_level(weight, code="u4", scale="ue4m3", rows=1, columns=16, axes=2, level=LEVEL, factor=0.5)
+    return {"q": q, "e": e}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -376,7 +385,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("16",))),
         ),
     },
-    decode=decode, defaults={"s": 1},
+    decode=decode, encode=encode, defaults={"s": 1},
 )
 
 FORMAT = Format(
@@ -384,7 +393,7 @@ FORMAT = Format(
     source="ggml-common.h block_nvfp4 and kvalues_mxfp4", formula="e * 0.5 * level[q] * s",
     variants={(): VARIANT},
     detect={"gguf": "NVFP4"},
-    digest="4f344a723a817580",
+    digest="52193ab8865da546",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

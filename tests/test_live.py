@@ -27,14 +27,10 @@ from qdsl.generated import (
     fp8_tensor,
     int8_channel,
     int8_tensor,
-    q4_0,
-    q8_0,
 )
 from qdsl.runtime import FormatError
 from tests.support.formats import ROOT, SHIPPED, module, raw, same_bits
 
-Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
-QUANTIZED = {Q4_0: q4_0, Q8_0: q8_0}
 EVERY_HALF = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(256, 256)
 LARGEST_F32 = float(np.finfo(np.float32).max)
 TORCH_SCALES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -66,48 +62,70 @@ def gauss(draw: st.DrawFn, length: int, largest: float) -> list[float]:
 # -- gguf-py -----------------------------------------------------------------------------------------------------------
 
 
-def defined(weight: Tensor, divisor: int) -> bool:
-    """Whether gguf-py defines the bytes: no 1 / scale overflows, and no block is zeros that begin with -0.0 (Q4_0)."""
-    blocks = weight.view(-1, 32).numpy()
-    largest = np.abs(blocks).max(1)
+# Codes are weights by 1 / (the largest magnitude, or the range, / this).
+DIVISORS = {"q4_0": 8, "q5_0": 16, "q8_0": 127, "tq1_0": 1, "tq2_0": 1, "q4_1": 15, "q5_1": 31}
+
+
+def quantizes(kind: GGMLQuantizationType) -> bool:
+    """Whether gguf-py has a quantizer for a type."""
+    try:
+        gguf.quants.quantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][0]), np.float32), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+QUANTIZED = [(path, kind) for path in SHIPPED if "run: k" in path.read_text()
+             and (kind := GGMLQuantizationType.__members__.get(path.stem.upper())) is not None and quantizes(kind)]
+NAMES = [path.stem for path, _ in QUANTIZED]
+
+
+def defined(path: Path, kind: GGMLQuantizationType, weight: Tensor) -> bool:
+    """Whether gguf-py defines the bytes, and they are ggml's: no cast of what is out of range, no zeros of either sign."""
+    blocks = weight.view(-1, gguf.GGML_QUANT_SIZES[kind][0]).numpy()
+    largest, least = np.abs(blocks).max(1), blocks.min(1)
+    if path.stem == "mxfp4":
+        return not ((largest > 0) & (largest < 2.0 ** -125)).any()
+    affine = path.stem.endswith("_1")
     with np.errstate(over="ignore", divide="ignore"):
-        inverse = np.float32(1) / (largest / np.float32(divisor))
-    lost = (largest > 0) & np.isinf(inverse)
-    negative_zero = (largest == 0) & np.signbit(blocks[:, 0]) if divisor == 8 else np.zeros(len(blocks), bool)
-    return not (lost | negative_zero).any()
+        span = blocks.max(1) - least if affine else largest
+        lost = (span > 0) & np.isinf(np.float32(1) / (span / np.float32(DIVISORS[path.stem])))
+    zeros = (least == 0) & ((blocks == 0) & np.signbit(blocks)).any(1) if affine else \
+        (largest == 0) & np.signbit(blocks[:, 0]) & (path.stem in ("q4_0", "q5_0"))
+    return not (lost | zeros).any()
 
 
-def compare_quantized(kind: GGMLQuantizationType, weight: Tensor) -> None:
+def compare_quantized(path: Path, kind: GGMLQuantizationType, weight: Tensor) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
-        wanted = torch.from_numpy(gguf.quants.quantize(weight.numpy(), kind))
-    scales = wanted.view(weight.shape[0], -1, gguf.GGML_QUANT_SIZES[kind][1])[:, :, :2].contiguous().view(torch.float16)
-    if not bool(scales.isfinite().all()):                        # gguf-py stores an infinite scale
+        wanted = gguf.quants.quantize(weight.numpy(), kind)
+        values = torch.from_numpy(gguf.quants.dequantize(wanted, kind))
+    if not bool(values.isfinite().all()):                        # gguf-py stores an infinite scale
         with pytest.raises(FormatError, match="does not fit f16"):
-            QUANTIZED[kind].quantize(weight)
+            module(path).quantize(weight)
         return
-    packed = QUANTIZED[kind].quantize(weight)
-    assert same_bits(packed.tensors["blocks"], wanted)
-    values = torch.from_numpy(gguf.quants.dequantize(wanted.numpy(), kind))
-    assert same_bits(QUANTIZED[kind].dequantize(packed, torch.float32), values)
+    packed = module(path).quantize(weight)
+    assert same_bits(packed.tensors["blocks"], torch.from_numpy(wanted))
+    assert same_bits(module(path).dequantize(packed, torch.float32), values)
 
 
-@pytest.mark.parametrize(("kind", "divisor"), [(Q4_0, 8), (Q8_0, 127)], ids=["q4_0", "q8_0"])
+@pytest.mark.parametrize(("path", "kind"), QUANTIZED, ids=NAMES)
 @run
-@given(rows(64))
-def test_gguf_quantizes_any_numbers_to_the_same_bytes(kind: GGMLQuantizationType, divisor: int, weight: Tensor) -> None:
+@given(data=st.data())
+def test_gguf_quantizes_any_numbers_to_the_same_bytes(path: Path, kind: GGMLQuantizationType, data: st.DataObject) -> None:
     """And decodes them to the same weights; where its scale becomes infinite, ours is refused."""
-    kept = [row for row in weight if defined(row, divisor)]
+    weight = data.draw(rows(max(64, gguf.GGML_QUANT_SIZES[kind][0])))
+    kept = [row for row in weight if defined(path, kind, row)]
     if kept:
-        compare_quantized(kind, torch.stack(kept))
+        compare_quantized(path, kind, torch.stack(kept))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 0.02, 1.0, 1e4])
-@pytest.mark.parametrize("kind", [Q4_0, Q8_0], ids=["q4_0", "q8_0"])
-def test_gguf_quantizes_many_weights_to_the_same_bytes(kind: GGMLQuantizationType, scale: float) -> None:
+@pytest.mark.parametrize(("path", "kind"), QUANTIZED, ids=NAMES)
+def test_gguf_quantizes_many_weights_to_the_same_bytes(path: Path, kind: GGMLQuantizationType, scale: float) -> None:
     """Rounded to few bits, so that halves between two codes, and several largest values, are frequent."""
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(5))
-    for each in (weight, weight.bfloat16().float(), (weight * 8).round() / 8):
-        compare_quantized(kind, each * scale)
+    for each in (weight, weight.bfloat16().float(), (weight * 8).round() / 8 + 0.0):
+        compare_quantized(path, kind, each * scale)
 
 
 def decodes(kind: GGMLQuantizationType) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import unified_diff
@@ -122,5 +123,6 @@ def test_schemes_are_what_encode_implements() -> None:
     for name, scheme in SCHEMES.items():
         arguments = inspect.signature(getattr(qdsl.encode, name)).parameters
         offered = {*scheme.roles, *scheme.options}
-        given = {"weight", "rows", "columns", "super_columns", "axes", "offset", "scale_offset", "importance"}  # filled in
+        read = {word for pattern in scheme.patterns for word in re.findall("[a-z_]+", pattern)}
+        given = read | {"weight", "rows", "columns", "super_columns", "shift_columns", "axes", "importance"}   # filled in
         assert offered <= set(arguments) <= offered | given, name

@@ -31,7 +31,8 @@ def counts(x: Floats, importance: Floats, spread: float) -> Floats:
         return importance
     square = x * x
     mean = np.float32(spread) * np.add.accumulate(square, axis=1)[:, -1:] / np.float32(x.shape[1])
-    return np.multiply(importance, np.sqrt(np.add(square, mean, out=square), out=square), out=square)
+    found: Floats = np.multiply(importance, np.sqrt(np.add(square, mean, out=square), out=square), out=square)
+    return found
 
 
 def few(blocks: Floats) -> Iterator[slice]:

@@ -58,15 +58,22 @@ def over(value: float | np.float32, below: Floats) -> Floats:
 
 def quotient(above: Floats, below: Floats) -> Floats:
     """above / below, and 0 where below is 0."""
-    return np.divide(above, below, out=np.zeros_like(above), where=below != 0)
+    found: Floats = np.divide(above, below, out=np.zeros_like(above), where=below != 0)
+    return found
+
+
+def inverse(values: Floats) -> Floats:
+    """1 / values, and 0 for 0."""
+    return np.divide(ONE, values, out=np.zeros_like(values), where=values != 0)
 
 
 def extremes(x: Floats) -> Floats:
     """The value of largest magnitude of every block, sign and all; of equals, the first."""
     low, high = x.min(axis=0), x.max(axis=0)
-    found = np.where(-low > high, low, high)
-    for block in np.flatnonzero((-low == high) & (high != 0)):
-        found[block] = x[np.abs(x[:, block]).argmax(), block]
+    found: Floats = np.where(-low > high, low, high)
+    tied = np.flatnonzero((-low == high) & (high != 0))
+    if tied.size:
+        found[tied] = x[np.abs(x[:, tied]).argmax(axis=0), tied]
     return found
 
 
@@ -108,7 +115,8 @@ def fit_counts(x: Floats, weights: Floats, high: int, first: float, step: float,
     flat = top == low
     span = np.where(flat, ONE, top - low)
     inverse = over(high, span)
-    scale, shift = over(1, inverse), low.copy()
+    scale: Floats = over(1, inverse)
+    shift = low.copy()
     codes, products, work = np.empty_like(x), np.empty_like(x), np.empty_like(x)
 
     def error(scale: Floats, low: Floats) -> Floats:
@@ -129,9 +137,9 @@ def fit_counts(x: Floats, weights: Floats, high: int, first: float, step: float,
         sum_l2 = sums(np.multiply(products, codes, out=work))
         sum_xl = sums(np.multiply(products, x, out=work))
         d = sum_w * sum_l2 - sum_l * sum_l
-        new_low = (sum_l2 * sum_x - sum_l * sum_xl) / d
-        new_scale = np.where(new_low > 0, sum_xl / sum_l2, (sum_w * sum_xl - sum_x * sum_l) / d)
-        new_low = np.where(new_low > 0, ZERO, new_low)
+        new_low: Floats = np.divide(sum_l2 * sum_x - sum_l * sum_xl, d)
+        new_scale: Floats = np.where(new_low > 0, sum_xl / sum_l2, (sum_w * sum_xl - sum_x * sum_l) / d)
+        new_low[new_low > 0] = 0
         errors = error(new_scale, new_low)
         better = (d > 0) & (errors < best) & ~flat
         for old, new in ((inverse, trial), (shift, low), (best, errors), (scale, new_scale), (low, new_low)):

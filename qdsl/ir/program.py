@@ -152,17 +152,21 @@ class Affine:
         return tuple(dict.fromkeys(f for part in (self.scale, self.zero, self.offset) for _, product in part for f in product))
 
 
+Constant = int | float | str | tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """The scheme that chooses codes: its roles (role -> field), options, and the constants of decode that it needs to know.
+    """The scheme that chooses codes: its roles (role -> field), options, and what it needs to know of decode.
 
+    Constants are numbers, names of tables, and of what depends on one field alone the numbers for all its codes.
     `open` names the options that a caller of quantize may give too; importance: it may give that.
     """
 
     scheme: str
     roles: Mapping[str, str]
     options: Mapping[str, str | int | float]
-    constants: Mapping[str, int]
+    constants: Mapping[str, Constant]
     open: tuple[str, ...]
     importance: bool
 

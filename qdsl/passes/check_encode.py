@@ -6,16 +6,21 @@ reads the constants off it.  Does not: judge whether a scheme suits a format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
+from math import prod
 
 from qdsl.ir.index import Index
-from qdsl.ir.program import Encode, Program, Value
+from qdsl.ir.program import Constant, Encode, Program, Value
 from qdsl.passes.schemes import KINDS, SCHEMES, Scheme
 from qdsl.spec import grammar as g
 from qdsl.spec.source import Problems, Source, Span, Text, did_you_mean
 
+Constants = dict[str, Constant]
+_OPERATIONS: dict[str, Callable[..., float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+                                               "//": operator.floordiv, "%": operator.mod, "neg": operator.neg, "float": float}
 LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
 
 
@@ -47,11 +52,12 @@ def check_encode(program: Program, problems: Problems) -> Program:
             problems.add(call.span, f"'{call.name}' needs '{word}'", scheme.summary)
     if problems:
         return program
-    constants = _matched(program, roles, _parsed(scheme.inverts), program.values[-1])
+    found = (_matched(program, roles, _parsed(pattern), program.values[-1]) for pattern in scheme.patterns)
+    constants = next((each for each in found if each is not None), None)
     if constants is None:
-        problems.add(call.span, f"'{call.name}' inverts {scheme.inverts}, and decode is something else")
+        problems.add(call.span, f"'{call.name}' inverts {' or '.join(scheme.patterns)}, and decode is something else")
         return program
-    _check_blocks(program, call, roles, problems)
+    _check_blocks(program, call, scheme, roles, constants, problems)
     chosen = set(roles.values()) | set(program.where) | {f.name for f in program.fields if f.number is None}
     for field in program.fields:
         if field.name not in chosen and field.name not in program.defaults:
@@ -99,17 +105,46 @@ def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: dict[str, str |
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_blocks(program: Program, call: g.Apply, roles: Mapping[str, str], problems: Problems) -> None:
-    """Fields of one level share a subscript; super-blocks are whole blocks of a row."""
+def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mapping[str, str], constants: Constants,
+                  problems: Problems) -> None:
+    """Fields of one level share a subscript; super-blocks are whole blocks of a row, and so are rows of a grid in them.
+
+    Levels are rising integers.
+    """
+    for table in program.spec.tables:
+        if table.name.value == constants.get("levels") and not (table.is_int and all(a < b for a, b in pairwise(table.values))):
+            problems.add(call.span, f"'{call.name}' needs a table of rising integers; '{table.name}' is none")
     for level in LEVELS:
         given = [role for role in level if role in roles]
         for role in given[1:]:
             if program.field(roles[role]).index != program.field(roles[given[0]]).index:
                 problems.add(call.span, f"'{roles[given[0]]}' and '{roles[role]}' belong to different blocks")
-    if "super_scale" in roles:
-        small, large = (_length(program.field(roles[role]).index) for role in ("scale", "super_scale"))
-        if small is None or large is None or large % small:
-            problems.add(call.span, f"'{call.name}' needs blocks of columns, n, k // size, in super-blocks of whole blocks")
+    if scheme.across:
+        return
+    nested = [role for role in ("code", "shift", "scale", "super_scale")[0 if "grid" in constants else 1:] if role in roles]
+    sizes = [_length(program.field(roles[role]).index) for role in nested]
+    whole = [size for size in sizes if size is not None]
+    if len(whole) < len(sizes) or any(large % small for small, large in pairwise(whole)):
+        problems.add(call.span, f"'{call.name}' needs blocks of columns, n, k // size, in super-blocks of whole blocks")
+    elif "grid" in constants:
+        _check_rows(program, call, roles, constants, whole, problems)
+
+
+def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, sizes: list[int],
+                problems: Problems) -> None:
+    """A row is for as many columns as share its code; signs that are no rows are of single weights."""
+    tables = {table.name.value: table for table in program.spec.tables}
+    for role, name in (("code", "grid"), ("sign", "signs")):
+        if name in constants and _length(program.field(roles[role]).index) != tables[str(constants[name])].shape[1]:
+            problems.add(call.span, f"'{roles[role]}' and a row of '{constants[name]}' are of different numbers of columns")
+    if "sign" in roles and "signs" not in constants and program.field(roles["sign"]).index != program.values[-1].index:
+        problems.add(call.span, f"'{call.name}' needs a sign for every weight, or rows of signs")
+    steps = constants["steps"]
+    assert isinstance(steps, tuple)
+    if not all(low < high for low, high in pairwise((0, *steps))):
+        problems.add(call.span, f"'{call.name}' needs scales that rise from above 0")
+    if any(size & size - 1 for size in sizes):
+        problems.add(call.span, f"'{call.name}' needs blocks of 2 ** a columns")
 
 
 def _length(index: tuple[Index, ...]) -> int | None:
@@ -127,10 +162,11 @@ def _parsed(pattern: str) -> g.Expr:
     return g.expression(Text(pattern, (Span(Source("", pattern), 1, 1),)))
 
 
-def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> dict[str, int] | None:
+def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
     """The constants with which a value is what a pattern says, whatever the order of factors and summands; None if it is not.
 
-    A name of the pattern that is no role is an integer constant; one that is subtracted may be missing, and is 0 then.
+    A name of the pattern that is no role is a constant, which may be missing: a summand is an integer, and a table has a name.
+    An application is whatever depends on that role alone.
     """
     value = _plain(program, value)
     match pattern:
@@ -142,33 +178,85 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
             return {word: number} if isinstance(number, int) else None
         case g.Number(number):
             return {} if value.op == "const" and value.const == number else None
+        case g.Subscript(word, (row, *columns)):
+            shape = [table.shape for table in program.spec.tables if value.op == "table" and table.name.value == value.name]
+            found = _matched(program, roles, row, program.values[value.args[0]]) if shape else None
+            return None if found is None or len(shape[0]) != 1 + len(columns) else {**found, word: value.name}
+        case g.Apply():
+            return _alone(program, roles, pattern, [value])
         case g.Binary("-", left, g.Name(word)) if word not in roles:
-            found = _sides(program, roles, (left, pattern.right), value) if value.op == "-" else None
             whole = _matched(program, roles, left, value)
-            return found if found is not None else None if whole is None else {**whole, word: 0}
+            return _sides(program, roles, pattern, value) if value.op == "-" and whole is None else whole
         case g.Binary("*"):
             return _products(program, roles, pattern, value)
         case g.Binary(op) if op == value.op:
-            found = _sides(program, roles, (pattern.left, pattern.right), value)
-            return found if found is not None or op == "-" else _sides(program, roles, (pattern.right, pattern.left), value)
+            return _sides(program, roles, pattern, value)
     return None
 
 
-def _sides(program: Program, roles: Mapping[str, str], patterns: tuple[g.Expr, ...], value: Value) -> dict[str, int] | None:
-    return _each(program, roles, patterns, [program.values[i] for i in value.args])
+def _sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value: Value) -> Constants | None:
+    """A sum either way round, a difference as it stands."""
+    sides = [program.values[i] for i in value.args]
+    found = _each(program, roles, (pattern.left, pattern.right), sides)
+    return found if found is not None or pattern.op == "-" else _each(program, roles, (pattern.right, pattern.left), sides)
 
 
-def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> dict[str, int] | None:
-    wanted = list(_factors_of(pattern))
-    factors = list(_factors(program, value))
-    if len(factors) != len(wanted):
+def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
+    """Factors in any order.  Numbers are multiplied, and a factor that is 1 unless a weight has another is left out."""
+    wanted, factors = list(_factors_of(pattern)), list(_factors(program, value))
+    alone: Constants | None = {}
+    for part in wanted:
+        if isinstance(part, g.Apply):
+            mine = [factor for factor in factors if _read(program, factor) <= {roles[role] for role in g.names(part)}]
+            alone = _alone(program, roles, part, mine)
+            factors = [factor for factor in factors if factor not in mine]
+    if alone is None:
         return None
-    found = (_each(program, roles, order, factors) for order in permutations(wanted))
-    return next((constants for constants in found if constants is not None), None)
+    wanted = [part for part in wanted if not isinstance(part, g.Apply)]
+    free = [part.name for part in wanted if isinstance(part, g.Name) and part.name not in roles]
+    number = prod(factor.const for factor in factors if factor.op == "const")
+    number /= prod(part.value for part in wanted if isinstance(part, g.Number))
+    if number != 1 and not free:
+        return None
+    parts = [part for part in wanted if not isinstance(part, g.Number) and not (isinstance(part, g.Name) and part.name in free)]
+    rest = [factor for factor in factors if factor.op != "const" and not _is_one(program, roles, factor)]
+    if len(parts) != len(rest):
+        return None
+    found = (_each(program, roles, order, rest) for order in permutations(parts))
+    constants = next((each for each in found if each is not None), None)
+    return None if constants is None else {**alone, **constants, **({} if number == 1 else {free[0]: number})}
 
 
-def _each(program: Program, roles: Mapping[str, str], patterns: tuple[g.Expr, ...], values: list[Value]) -> dict[str, int] | None:
-    found: dict[str, int] = {}
+def _alone(program: Program, roles: Mapping[str, str], pattern: g.Apply, factors: list[Value]) -> Constants | None:
+    """The product of values that depend on one role's field alone, for each of its codes."""
+    [field] = (program.field(roles[role]) for role in g.names(pattern))
+    if {field.name} != {name for factor in factors for name in _read(program, factor)}:
+        return None
+    assert field.number is not None
+    codes = range(field.number.low, field.number.high + 1)
+    return {pattern.name: tuple(prod(_at(program, factor, code) for factor in factors) for code in codes)}
+
+
+def _read(program: Program, value: Value) -> set[str]:
+    """The fields and tables that a value is made of."""
+    own = {value.name} if value.op in ("field", "table") else set()
+    return own.union(*(_read(program, program.values[i]) for i in value.args))
+
+
+def _at(program: Program, value: Value, code: int) -> float:
+    """A value that depends on one field alone, where that field is `code`."""
+    if value.op in ("field", "const"):
+        return code if value.op == "field" else value.const
+    return _OPERATIONS[value.op](*(_at(program, program.values[i], code) for i in value.args))
+
+
+def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:
+    default = program.defaults.get(value.name) if value.op == "field" and value.name not in roles.values() else None
+    return default is not None and default.is_const and default.const == 1
+
+
+def _each(program: Program, roles: Mapping[str, str], patterns: Sequence[g.Expr], values: Sequence[Value]) -> Constants | None:
+    found: Constants = {}
     for pattern, value in zip(patterns, values, strict=True):
         constants = _matched(program, roles, pattern, value)
         if constants is None:

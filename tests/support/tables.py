@@ -49,7 +49,8 @@ def schemes() -> list[str]:
                          for name, words in SCHEMES[scheme].options.items()) or "none"
 
     return rows(["scheme", "chooses", "options", "how", "inverts"], (
-        [f"`{name}`", ", ".join(f"`{role}`" for role in scheme.roles), options(name), scheme.summary, f"`{scheme.inverts}`"]
+        [f"`{name}`", ", ".join(f"`{role}`" for role in scheme.roles), options(name), scheme.summary,
+         " or ".join(f"`{pattern}`" for pattern in scheme.patterns)]
         for name, scheme in SCHEMES.items()))
 
 

@@ -1,0 +1,75 @@
+"""Codes into a table of levels, with a scale of 8 bits from the largest magnitude of a block."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from qdsl.encode.blocks import cut_blocks, join_blocks, shaped
+from qdsl.runtime.numbers import e8m0h, ue4m3
+from qdsl.runtime.tables import Table
+
+VALUES = {"e8m0h": e8m0h, "ue4m3": ue4m3}
+
+
+def absmax_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, level: Table,
+                 factor: float = 1) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of w = scale * factor * level[code], each code the level of least error and, of equals, the first.
+
+    A power of two (e8m0h) brings the largest magnitude of a block to between the power of two at or below the largest level and
+    twice that; a finer scale (ue4m3) brings it to the largest level, rounded as ggml does.
+    """
+    blocks = cut_blocks(weight.float(), rows, columns)
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    top = max(abs(number) for number in level.numbers) * factor
+    stored = _power(largest, top) if scale == "e8m0h" else _ue4m3(largest / top)
+    unit = VALUES[scale](stored) * factor
+    found = _nearest(blocks, unit, level)
+    # Beyond twice the largest level errors are rounded, and ggml takes the first of those that come out equal; a level that
+    # overflows is infinitely far.
+    reach = top / factor * unit
+    far = (largest > 2 * reach) | torch.isinf(reach)
+    if bool(far.any()):
+        far = far.expand_as(blocks)
+        found[far] = _first_least(blocks[far], unit.expand_as(blocks)[far], level)
+    return join_blocks(found, *weight.shape), shaped(stored, axes).contiguous()
+
+
+def _power(largest: Tensor, top: float) -> Tensor:
+    """Codes of 2^(floor(log2(largest)) - floor(log2(top))), the first logarithm rounded to float32 as ggml's is; 0 for 0."""
+    exponent = largest.double().log2().float().floor() - (math.frexp(top)[1] - 1)
+    return torch.where(largest > 0, (exponent + 128).clamp_(0, 255), 0).to(torch.uint8)
+
+
+def _ue4m3(values: Tensor) -> Tensor:
+    """Codes of ggml's unsigned E4M3: ties go up, below its normal numbers at most to 7, and from 256 on all are 448."""
+    bits = values.view(torch.int32)
+    normal = (bits + (1 << 19) >> 20) - (120 << 3)               # the exponent, biased by 7, and three bits of the mantissa
+    small = (values * 512 + 0.5).to(torch.int32).clamp_(max=7)
+    code = torch.where(bits >> 23 <= 120, small, torch.where(normal >= 15 << 3, 126, normal))
+    return code.to(torch.uint8)
+
+
+def _nearest(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
+    """Codes by the thresholds between neighbouring levels; a weight on a threshold has the code that is first in the table."""
+    first = {number: i for i, number in reversed(list(enumerate(level.numbers)))}
+    order = sorted(first)
+    place = torch.zeros_like(blocks, dtype=torch.uint8)
+    for low, high in pairwise(order):
+        middle = (low + high) / 2 * unit
+        place += blocks > middle if first[low] < first[high] else blocks >= middle
+    codes = torch.tensor([first[number] for number in order], dtype=torch.uint8, device=blocks.device)
+    return codes[place.int()]
+
+
+def _first_least(values: Tensor, unit: Tensor, level: Table) -> Tensor:
+    """Codes of the least error in float32; of equals, the first."""
+    best, found = (level.numbers[0] * unit - values).abs(), torch.zeros_like(values, dtype=torch.uint8)
+    for code, number in enumerate(level.numbers[1:], 1):
+        error = (number * unit - values).abs()
+        better = error < best
+        best, found = torch.where(better, error, best), found.masked_fill(better, code)
+    return found
