@@ -33,8 +33,8 @@ from qdsl.spec.model import Data, Spec
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_type", "cdiv",
-           "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records")
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_type", "base3",
+           "trit", "cdiv", "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records")
 
 
 @dataclass(frozen=True, slots=True)
