@@ -374,11 +374,12 @@ def _strided(lo: int, width: int, start: int, where: Mapping[tuple[int, ...], tu
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What lies at a bit of a record: a bit of an element, or of the byte that is made of the base-3 digits `elements`."""
+    """What lies at a bit of a record: a bit of an element, or of the byte that is made of the base-3 `digits` `elements`."""
 
     field: str
     elements: tuple[tuple[int, ...], ...]
     bit: int
+    digits: bool = False
 
 
 def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[Held | None]:
@@ -400,7 +401,7 @@ def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[Held | None
                     record[at + t] = Held(field, (element,), part.lo + t)
             for at, held in digits.items():
                 for t in range(BYTE):
-                    record[at + t] = Held(field, tuple(held[place] for place in sorted(held)), t)
+                    record[at + t] = Held(field, tuple(held[place] for place in sorted(held)), t, True)
     return record
 
 

@@ -72,7 +72,7 @@ def slices_say_what_records_say(program: Program) -> Iterator[str]:
         for piece in walk(tensor.lines):
             for t in range(0 if piece.field is None else piece.width if piece.place is None else BYTE):
                 before = wanted[piece.at + t].elements if piece.place else ()       # type: ignore[union-attr]
-                wanted[piece.at + t] = Held(str(piece.field), (*before, piece.index), piece.lo + t)
+                wanted[piece.at + t] = Held(str(piece.field), (*before, piece.index), piece.lo + t, piece.place is not None)
         found = spread({placement.field: placement.slices for placement in tensor.placements}, tensor.record_bits)
         for bit, (a, b) in enumerate(zip(wanted, found, strict=True)):
             if a != b:
