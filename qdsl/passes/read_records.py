@@ -120,7 +120,7 @@ class _TensorReader:
             return None
         kept = tuple(p for p in placements if p is not None)
         kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
-        return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element),
+        return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element, lines),
                       item.optional is not None, tuple(alias.value for alias in item.aliases), item.name.span,
                       item.record_text.span)
 
@@ -209,13 +209,13 @@ class _TensorReader:
             if loops is None:
                 return None
             names = variables | {loop for loop, _ in loops}
-            found = [self.digits(item, names, local) if isinstance(item, g.Digits) else self.part(item, names, local)
-                     for item in line.items]
-            items = tuple(item for some in found for item in (some if isinstance(some, list) else [some]) if item is not None)
-            pieces += len(items) * prod(extent for _, extent in loops)
+            pieces += len(line.items) * prod(extent for _, extent in loops)
             if pieces > MAX_PIECES:
                 self.problems.add(line.span, f"the record has more than {MAX_PIECES} pieces")
                 return None
+            found = [self.digits(item, names, local) if isinstance(item, g.Digits) else self.bits(item, names, local)
+                     for item in line.items]
+            items = tuple(item for some in found for item in some or ())
             if None in found:
                 return None
             lines.append(Line(tuple(loops), items))
@@ -278,6 +278,10 @@ class _TensorReader:
             self.problems.add(item.span, f"a digit of base {BASE} is of a field that is u{DIGIT_BITS}, with values 0 to "
                                          f"{BASE - 1}; '{item.field.name}' is {number.name if number else 'an index'}")
         return None
+
+    def bits(self, item: g.Item, names: set[str], local: bool) -> list[Item] | None:
+        found = self.part(item, names, local)
+        return None if found is None else [found]
 
     def part(self, item: g.Item, names: set[str], local: bool) -> Item | None:
         scope = Scope({**self.constants, **{word: name(word) for word in names}}, self.what, self.problems)
@@ -374,7 +378,7 @@ class _TensorReader:
 
     # -- stored operations --------------------------------------------------------------------------------------------
 
-    def stored(self, element: Number) -> Add | None:
+    def stored(self, element: Number, lines: tuple[Line, ...]) -> Add | None:
         """The rule of `stored` that holds for this program's parameters."""
         found: list[Add] = []
         for rule in self.item.stored:
@@ -383,9 +387,9 @@ class _TensorReader:
                 if key.value not in params:
                     self.problems.add(key.span, f"unknown parameter '{key}'{did_you_mean(key.value, params)}")
             target = rule.target.value
-            if target != "word" and any(part.field is not None and part.field.name == target for line in self.item.record
-                                        for item in line.items if isinstance(item, g.Digits) for part in item.line.fields):
-                self.problems.add(rule.target.span, f"'{target}' is stored as digits of base {BASE}, which 'stored' does not change")
+            if any(part.field == target and part.place is not None for line in lines for part in line.items):
+                self.problems.add(rule.target.span, f"'{target}' is stored as digits of base {BASE}: 'stored' changes words and "
+                                                    "fields of bits")
                 continue
             if target != "word" and target not in self.used:
                 self.problems.add(rule.target.span, f"'{target}' is neither 'word' nor a field of this tensor"

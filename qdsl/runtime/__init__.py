@@ -9,4 +9,4 @@ from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tables import Table
 
 __all__ = ["Field", "Format", "FormatError", "Kernels", "Lanes", "Narrow", "PackedWeight", "QuantizedLinear", "Spec", "Storage",
-           "Stored", "Table", "Variant", "as_type", "base3", "trit", "cdiv", "empty", "integer", "pad"]
+           "Stored", "Table", "Variant", "as_type", "base3", "cdiv", "empty", "integer", "pad", "trit"]
