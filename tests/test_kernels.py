@@ -22,7 +22,7 @@ from tests.support.formats import (
     smallest,
 )
 from tests.support.interpreter import INTERPRETED, guarded, times
-from tests.support.oracle import bits, environment, width_of
+from tests.support.oracle import bits, digit_fields, digits, environment, width_of
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 CASES = cases()
@@ -135,6 +135,8 @@ def test_every_value_of_every_field(case: Case, monkeypatch: pytest.MonkeyPatch)
 def every_value(case: Case, name: str, dtype: torch.dtype) -> torch.Tensor:
     """All values of a field's type; of one that has more than 65536, none."""
     bits = width_of(case.spec, name, case.choice)
+    if name in digit_fields(case.spec):
+        return torch.arange(3, dtype=dtype)
     if bits > 16:
         return torch.empty(0, dtype=dtype)
     if dtype.is_floating_point or bits == 8 * dtype.itemsize:
@@ -169,7 +171,7 @@ def has_codes(case: Case) -> bool:
 # columns: their kernels work weight by weight.
 BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "planes.planes", "planes.rows", "q6_k.planar",
              "int_group.planar-bits3-group128", "nf4.bitsandbytes-block64", "q3_k.planar", "q5_0.gguf", "q5_0.planar",
-             "q5_1.gguf", "q5_1.planar", "q5_k.planar")
+             "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts loads in the interpreter")
@@ -195,7 +197,10 @@ def words_of_codes(case: Case, packed: PackedWeight) -> dict[str, list[int]]:
     env = environment(case.spec, *packed.shape, params, packed.sizes)
     full = {name for name in random_fields(case, packed.shape) if field_shape(case, name, packed.shape) == packed.shape}
     holds: dict[tuple[str, int], set[str]] = {}
-    for name, element, _, (field, _, _) in bits(case.spec, storage, env, params):
+    placed = [(name, element, field) for name, element, _, (field, _, _) in bits(case.spec, storage, env, params)]
+    placed += [(name, element, held[0]) for (name, element, _), each in digits(case.spec, storage, env, params).items()
+               for held in each if held is not None]
+    for name, element, field in placed:
         at = 0
         for extent, i in zip(packed.tensors[name].shape, element, strict=True):
             at = at * extent + i

@@ -34,7 +34,8 @@ from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
 RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_float", "as_type",
-           "cdiv", "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records", "spread")
+           "base3", "cdiv", "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records", "spread",
+           "trit")
 
 
 @dataclass(frozen=True, slots=True)
