@@ -192,8 +192,9 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
 def _fill_byte(cuts: Cut, labels: tuple[Label, ...]) -> bool:
     """Whether the lanes of a byte are four or eight neighbours, which are looked up faster than cut."""
     width, count = cuts.part.width, len(cuts.lanes)
-    return len(cuts.bits) == 1 and count >= 4 and width * count == 8 and _place(labels, cuts.bits[0]) == len(labels) \
-        and [lane.shift for lane in cuts.lanes] == list(range(0, 8, width)) and len(cuts.skips) == 1
+    if cuts.part.places or len(cuts.bits) != 1 or count < 4 or _place(labels, cuts.bits[0]) < len(labels):
+        return False
+    return len(cuts.skips) == 1 and [lane.shift for lane in cuts.lanes] == list(range(0, 8, width))
 
 
 def _container(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> Chain:
