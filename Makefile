@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all bench check clean
+.PHONY: demo test test-all bench check fuzz clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint written and read back
 	$(BIN)/qdsl demo
@@ -21,6 +21,9 @@ check: .venv/ready           ## lint, types, and generated modules that are what
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/qdsl build --all --check
+
+fuzz: .venv/ready            ## a minute of hostile GGUF files
+	$(BIN)/python -m tests.fuzz_gguf 60
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -11,6 +13,9 @@ from pathlib import Path
 
 from bench.figure import Figure
 from bench.timing import ROOT, commands
+from qdsl.checkpoint.ggml_types import BY_NAME
+from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.gguf_write import NewTensor, write
 
 HEAVY = ("torch", "numpy", "triton")
 CHECK = ["-m", "qdsl", "check", "q4_0"]
@@ -18,7 +23,7 @@ HELP = ["-m", "qdsl", "--help"]
 
 
 def figures(rounds: int) -> Iterator[Figure]:
-    """`check` and `--help` beside a Python that does nothing; a build of every spec into an empty folder."""
+    """`check` and `--help` beside a Python that does nothing; a build of every spec into an empty folder; `inspect`."""
     nothing, check, help_ = commands([_python("-c", "pass"), _python(*CHECK), _python(*HELP)], rounds)
     yield Figure("qdsl check q4_0, whole process", "s", check, 0.3, more=False)
     yield Figure("qdsl --help, whole process", "s", help_, 0.3, more=False)
@@ -33,6 +38,34 @@ def figures(rounds: int) -> Iterator[Figure]:
         modules = len(list((Path(folder) / "0").rglob("*.py")))
     yield Figure("qdsl build --all, whole process", "s", build, 3, more=False,
                  note=f"{modules} modules into an empty folder")
+    yield from _inspected(rounds)
+
+
+def _inspected(rounds: int) -> Iterator[Figure]:
+    """A file as large as they come, with a hole for its data, and a mebibyte of tensors that nobody can read."""
+    with tempfile.TemporaryDirectory() as folder:
+        large, hostile = Path(folder) / "large.gguf", Path(folder) / "hostile.gguf"
+        tokens = Value.of("string[]", [f"token {i}" for i in range(700_000)])
+        write(large, {"tokens": tokens}, [NewTensor(f"blk.{i}.weight", BY_NAME["I8"], (0, 1), []) for i in range(900)])
+        os.truncate(large, 1 << 35)
+        infos = b"".join(struct.pack("<Q5sIIQ", 5, b"%05x" % i, 0, 99, 0) for i in range((1 << 20) // 29))
+        hostile.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(infos) // 29, 0) + infos)
+        read, refused = commands([_python("-m", "qdsl", "inspect", str(each)) for each in (large, hostile)], rounds)
+        peaks = [_peak(str(hostile)) for _ in range(rounds if sys.platform == "linux" else 0)]
+    yield Figure("qdsl inspect of 32 GiB, whole process", "s", read, 0.5, more=False, note="900 tensors, 700 000 tokens")
+    yield Figure("qdsl inspect of a hostile MiB, whole process", "s", refused, 1, more=False, note="36 157 tensors")
+    if peaks:
+        yield Figure("qdsl inspect of a hostile MiB, peak memory", "MB", peaks, 200, more=False)
+
+
+def _peak(path: str) -> float:
+    """Megabytes that inspecting a file takes at most, Python's own among them."""
+    program = ("import sys\n"
+               "from qdsl.cli import app\n"
+               "app(['inspect', sys.argv[1]], standalone_mode=False)\n"
+               "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr)")
+    made = subprocess.run([sys.executable, "-c", program, path], cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(made.stderr.split()[1]) / 1000
 
 
 def _python(*arguments: str) -> Callable[[], list[str]]:

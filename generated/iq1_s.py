@@ -10,7 +10,7 @@
 
     gguf: 1.5625 bits per weight
 
-Built from the spec iq1_s (sha256 de2adae402d8d37a) by qdsl 0.1.0.
+Built from the spec iq1_s (sha256 8e05f20d6e08d7af) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, device, integer
+from qdsl.encode import grid_shifts
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ CODES = (0, 2, 5, 8, 10, 17, 21, 32, 34, 40, 42, 69, 81, 84, 86, 101, 128, 130, 
         43688, 43690)
 
 
-GRID = Table("f32", *(CODES[i] // 4 ** j % 4 - 1 for i in range(2048) for j in range(8)), columns=8)
+GRID = Table("i8", *(CODES[i] // 4 ** j % 4 - 1 for i in range(2048) for j in range(8)), columns=8)
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -192,7 +193,18 @@ def decode(d: Tensor, sc: Tensor, down: Tensor, g: Tensor, out: Tensor | None = 
     sc = sc.view(torch.int8).unflatten(1, (-1, 8))[..., None, None]
     down = down.view(torch.int8).unflatten(1, (-1, 8))[..., None, None]
     grid = GRID[g.unflatten(-1, (-1, 8, 4))]
-    return torch.mul(d * (2 * sc + 1), grid + 0.125 * (1 - 2 * down), out=out).flatten(1)
+    w = torch.add(as_float(grid, out), 0.125 * (1 - 2 * down), out=out)
+    return torch.mul(d * (2 * sc + 1), w, out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: rows, shifts and scales by search for the least error; super-scale by a fit
+    to them.  importance: float32 [K].
+    """
+    g, down, sc, d = grid_shifts(weight, code="u11", shift="u1", scale="u3", super_scale="f16", columns=32,
+            super_columns=256, shift_columns=32, steps=(1, 3, 5, 7, 9, 11, 13, 15), grid=GRID, shifts=(0.125, -0.125),
+            importance=importance)
+    return {"g": g, "down": down, "sc": sc, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -269,7 +281,7 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k", tables=(GRID,)),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -277,7 +289,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq1_s", formula="d * (2 * sc + 1) * (grid[g, k % 8] + 0.125 * (1 - 2 * down))",
     variants={(): VARIANT},
     detect={"gguf": "IQ1_S"},
-    digest="de2adae402d8d37a",
+    digest="8e05f20d6e08d7af",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -1,6 +1,6 @@
 """iq3_xxs: GGML IQ3_XXS, rows of 4 magnitudes from a grid of 256, with signs and 4-bit scales.
 
-    w = d * (sc + 0.5) * 0.5 * grid[g, k % 4] * sign[s, k % 8]
+    w = d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8])
     float32, rounded after each operation
 
     d      f16 [N, K/256]
@@ -10,7 +10,7 @@
 
     gguf: 3.0625 bits per weight
 
-Built from the spec iq3_xxs (sha256 b84a2ea71f8276b3) by qdsl 0.1.0.
+Built from the spec iq3_xxs (sha256 bfc5bb12562dc32a) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, device, integer
+from qdsl.encode import grid_signs
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -43,10 +44,10 @@ CODES = (0, 2, 4, 9, 11, 15, 16, 18, 25, 34, 59, 61, 65, 67, 72, 74, 81, 85, 88,
 LEVEL = (4, 12, 20, 28, 36, 44, 52, 62)
 
 
-GRID = Table("f32", *(LEVEL[CODES[i] // 8 ** j % 8] for i in range(256) for j in range(4)), columns=4)
+GRID = Table("i8", *(LEVEL[CODES[i] // 8 ** j % 8] for i in range(256) for j in range(4)), columns=4)
 
 
-SIGN = Table("f32", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)),
+SIGN = Table("i8", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)),
         columns=8)
 
 
@@ -77,15 +78,25 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.5 * grid[g, k % 4] * sign[s, k %
-    8].  d [N, K/256], sc [N, K/32], g [N, K/4], s [N, K/8].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k %
+    8]).  d [N, K/256], sc [N, K/32], g [N, K/4], s [N, K/8].
     """
     out = out if out is None else out.unflatten(1, (-1, 8, 4, 2, 4))
     d = d.float()[..., None, None, None, None]
     sc = sc.unflatten(1, (-1, 8))[..., None, None, None]
     grid = GRID[g.unflatten(-1, (-1, 8, 4, 2))]
     sign = SIGN[s.unflatten(-1, (-1, 8, 4))].unflatten(-1, (2, 4))
-    return torch.mul(d * (sc + 0.5) * 0.5 * grid, sign, out=out).flatten(1)
+    return torch.mul(d * (sc + 0.5) * 0.5, as_float(grid * sign, out), out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: rows, signs and scales by search for the least error; super-scale by a fit
+    to them.  importance: float32 [K].
+    """
+    g, s, sc, d = grid_signs(weight, code="u8", sign="u7", scale="u4", super_scale="f16", columns=32, super_columns=256,
+            steps=(0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3.25, 3.75, 4.25, 4.75, 5.25, 5.75, 6.25, 6.75, 7.25, 7.75),
+            grid=GRID, signs=SIGN, importance=importance)
+    return {"g": g, "s": s, "sc": sc, "d": d}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -110,7 +121,7 @@ def _dequantize_gguf(blocks, grid, sign, out, N, K, BN: tl.constexpr, BK: tl.con
         + 528, 7, 8, live).to(tl.int32)
     column = k % 4
     column1 = k % 8
-    w = d * (sc + 0.5) * 0.5 * tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1)
+    w = d * (sc + 0.5) * 0.5 * (tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1))
     tl.store(out + k, w, live)
 
 
@@ -137,7 +148,7 @@ def _linear_gguf(blocks, grid, sign, x, bias, out, N, K, BN: tl.constexpr, BK: t
         column = k % 4
         column1 = k % 8
         x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += d * (sc + 0.5) * 0.5 * tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1) * x_k
+        acc += d * (sc + 0.5) * 0.5 * (tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1)) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
@@ -160,15 +171,15 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
     name="iq3_xxs", title="GGML IQ3_XXS, rows of 4 magnitudes from a grid of 256, with signs and 4-bit scales",
-    source="ggml-common.h block_iq3_xxs", formula="d * (sc + 0.5) * 0.5 * grid[g, k % 4] * sign[s, k % 8]",
+    source="ggml-common.h block_iq3_xxs", formula="d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8])",
     variants={(): VARIANT},
     detect={"gguf": "IQ3_XXS"},
-    digest="b84a2ea71f8276b3",
+    digest="bfc5bb12562dc32a",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -123,6 +123,7 @@ def test_schemes_are_what_encode_implements() -> None:
     for name, scheme in SCHEMES.items():
         arguments = inspect.signature(getattr(qdsl.encode, name)).parameters
         offered = {*scheme.roles, *scheme.options}
-        given = {"weight", "rows", "columns", "super_columns", "axes", *re.findall(r"[a-z_]+", scheme.inverts)}  # filled in
+        read = {word for pattern in scheme.patterns for word in re.findall("[a-z_]+", pattern)}
+        given = read | {"weight", "rows", "columns", "super_columns", "shift_columns", "axes"}                # filled in
         assert offered <= set(arguments) - {"importance"} <= offered | given, name
         assert ("importance" in arguments) == scheme.importance, name

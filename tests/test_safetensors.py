@@ -28,6 +28,7 @@ from qdsl.checkpoint.safetensors import (
     torch_dtypes,
     write,
 )
+from tests.support.files import stored, unreserved
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,11 +47,6 @@ def framed(header: object, data: bytes = b"") -> bytes:
 
 def item(dtype: object = "U8", shape: object = (1,), offsets: object = (0, 1)) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-def stored(path: Path, data: bytes) -> Path:
-    path.write_bytes(data)
-    return path
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -186,12 +182,6 @@ def test_unknown_names_are_refused(place: Path) -> None:
     write(place, {"a": torch.zeros(1)})
     with TensorFile(place) as file, pytest.raises(CheckpointError, match=r"x\.safetensors: no tensor 'b\\n'"):
         file.entry("b\n")
-
-
-def unreserved() -> bool:
-    """Whether this machine gives out more memory than it has."""
-    policy = Path("/proc/sys/vm/overcommit_memory")
-    return policy.exists() and policy.read_text().strip() != "2"
 
 
 @pytest.mark.skipif(not unreserved(), reason="memory is reserved for every map")

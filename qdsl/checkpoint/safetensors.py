@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,8 @@ HEADER_LIMIT = 100_000_000                                       # the library's
 RANK_LIMIT = 64                                                  # as many dimensions as torch's operators take
 NAME_LIMIT = 1024
 _METADATA = "__metadata__"
+
+Buffer = bytes | bytearray | memoryview
 
 # Bits of an element and the name in torch (none: listed, but not loaded), in the library's order: by alignment.
 _DTYPES = {
@@ -252,7 +254,7 @@ class TensorFile:
         self.path = Path(path)
         with open_regular(path) as file:
             self.header = _read(file, self.path)
-            self._map: mmap.mmap | None = _mapped(file)
+            self._map: mmap.mmap | None = mapped(file)
 
     def __enter__(self) -> TensorFile:
         return self
@@ -287,22 +289,37 @@ class TensorFile:
         dtype = torch_dtypes()[entry.dtype]
         if self._map is None:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
-        if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
-        if entry.dtype == "BOOL" and int(raw.max()) > 1:
+        flat = elements(self._map, entry.start, entry.nbytes, dtype)
+        if entry.dtype == "BOOL" and entry.nbytes and int(flat.view(torch.uint8).max()) > 1:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: a BOOL that is neither 0 nor 1")
-        if entry.start % dtype.itemsize:
-            raw = raw.clone()
-        return raw.view(dtype).view(entry.shape)
+        return flat.view(entry.shape)
 
 
-def _mapped(file: BinaryIO) -> mmap.mmap:
+def elements(data: mmap.mmap, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of a map as a flat tensor, without copying where they are aligned."""
+    import torch
+
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start)
+    return (raw.clone() if start % dtype.itemsize else raw).view(dtype)
+
+
+def mapped(file: BinaryIO) -> mmap.mmap:
     """The whole file, copy on write: torch wants writable memory, and a write to a read-only map would be a crash."""
     if sys.platform == "linux":                                  # NORESERVE: the file may be larger than the memory
         return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000),
                          prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A tensor to be written: dtype as safetensors calls it, and its bytes in pieces of any length, asked for once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Iterable[Buffer]
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
@@ -314,16 +331,45 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
     Raises CheckpointError for what read_header would refuse; the destination is then as it was.
     """
     target = Path(path)
-    plan = [(name, *_described(name, tensor, target)) for name, tensor in tensors.items()]
+    plan = {}
+    for name, tensor in tensors.items():
+        dtype, shape = _described(name, tensor, target)
+        plan[name] = Chunks(dtype, shape, _asked(tensors, name, (dtype, shape), target))
+    write_chunks(target, plan, metadata)
+
+
+def write_chunks(path: str | os.PathLike[str], tensors: Mapping[str, Chunks], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file as `write` does, of tensors that come in pieces.
+
+    Raises CheckpointError for what read_header would refuse, and for pieces that do not add up to their tensor.
+    """
+    target = Path(path)
+    plan = [(name, each.dtype, each.shape) for name, each in tensors.items()]
     plan.sort(key=lambda item: (-_ORDER[item[1]], item[0]))
     header = _header(plan, metadata, target)
     with replacing(target) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name, dtype, shape in plan:
-            tensor = tensors[name]
-            if _described(name, tensor, target) != (dtype, shape):
-                raise CheckpointError(f"{target}: tensor {shown(name)}: dtype or shape changed while it was written")
-            file.write(_bytes(tensor))
+            copy_chunks(file, tensors[name].pieces, _DTYPES[dtype][0] * math.prod(shape) // 8, f"{target}: tensor {shown(name)}")
+
+
+def copy_chunks(file: BinaryIO, pieces: Iterable[Buffer], size: int, where: str) -> None:
+    """Write pieces that have `size` bytes together.  Raises CheckpointError, beginning with `where`, for more or fewer."""
+    left = size
+    for piece in pieces:
+        left -= memoryview(piece).nbytes
+        if left < 0:
+            break
+        file.write(piece)
+    if left:
+        raise CheckpointError(f"{where}: takes {size} bytes, but was given {'more' if left < 0 else size - left}")
+
+
+def _asked(tensors: Mapping[str, torch.Tensor], name: str, known: tuple[str, tuple[int, ...]], path: Path) -> Iterator[Buffer]:
+    tensor = tensors[name]
+    if _described(name, tensor, path) != known:
+        raise CheckpointError(f"{path}: tensor {shown(name)}: dtype or shape changed while it was written")
+    yield bytes_of(tensor)
 
 
 def _described(name: str, tensor: torch.Tensor, path: Path) -> tuple[str, tuple[int, ...]]:
@@ -357,7 +403,8 @@ def _header(plan: list[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str,
     return data
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor in order, as bytes; copied only where they do not lie so."""
     import torch
 
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -33,8 +33,9 @@ from qdsl.spec.model import Data, Spec
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_type", "cdiv",
-           "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records")
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_float", "as_type",
+           "base3", "cdiv", "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records", "spread",
+           "trit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +174,10 @@ def _encode(program: Program, decoded: Decode) -> list[str]:
         fixed.append(f"{role}={kind}" if kind in program.params else f'{role}="{kind}"')
     if "scale" in encode.roles:
         scale = program.field(encode.roles["scale"])
-        rows, columns = (f"{word}={_block(program, scale, axis)}" for word, axis in (("rows", "n"), ("columns", "k")))
-        if "super_scale" in encode.roles:
-            fixed += [columns, f"super_columns={_block(program, program.field(encode.roles['super_scale']), 'k')}"]
-        else:
-            fixed += [rows, columns, f"axes={len(scale.index)}"]
+        across = [f"rows={_block(program, scale, 'n')}", f"axes={len(scale.index)}"] if scheme.across else []
+        fixed += [*across[:1], f"columns={_block(program, scale, 'k')}", *across[1:]]
+        fixed += [f"{word}_columns={_block(program, program.field(encode.roles[role]), 'k')}"
+                  for word, role in (("super", "super_scale"), ("shift", "shift")) if role in encode.roles]
     fixed += [f"{key}={_literal(value)}" for key, value in encode.options.items() if key not in encode.open]
     fixed += [f"{key}={constant(value) if isinstance(value, str) else value}" for key, value in encode.constants.items() if value]
     given = [f'"{key}": {_literal(value)}' for key, value in encode.options.items() if key in encode.open]

@@ -1,9 +1,12 @@
 """Choosing codes: the encode schemes that specs name.  Each takes a weight and returns the fields it chooses."""
 
 from qdsl.encode.absmax import absmax, signmax
+from qdsl.encode.grids import grid_shifts, grid_signs
 from qdsl.encode.kquant import kquant_minmax, kquant_signmax
+from qdsl.encode.level_search import block_levels, kquant_levels
 from qdsl.encode.levels import absmax_level
 from qdsl.encode.minmax import affine, minmax
 from qdsl.encode.nearest import meansign, nearest
 
-__all__ = ["absmax", "absmax_level", "affine", "kquant_minmax", "kquant_signmax", "meansign", "minmax", "nearest", "signmax"]
+__all__ = ["absmax", "absmax_level", "affine", "block_levels", "grid_shifts", "grid_signs", "kquant_levels", "kquant_minmax",
+           "kquant_signmax", "meansign", "minmax", "nearest", "signmax"]

@@ -62,6 +62,11 @@ def quotient(above: Floats, below: Floats) -> Floats:
     return found
 
 
+def inverse(values: Floats) -> Floats:
+    """1 / values, and 0 for 0."""
+    return np.divide(ONE, values, out=np.zeros_like(values), where=values != 0)
+
+
 def extremes(x: Floats) -> Floats:
     """The value of largest magnitude of every block, sign and all; of equals, the first."""
     low, high = x.min(axis=0), x.max(axis=0)

@@ -70,6 +70,19 @@ class Placement:
         """The box of elements that one record holds."""
         return tuple(tile for _, tile in self.tiles)
 
+    @property
+    def ranges(self) -> int:
+        """How many ranges of elements have slices of their own."""
+        return len({part.start for part in self.slices})
+
+    @property
+    def cuts(self) -> tuple[tuple[Slice, ...], ...]:
+        """The slices of the same bits together, in all ranges of elements."""
+        found: dict[int, tuple[Slice, ...]] = {}
+        for part in self.slices:
+            found[part.lo] = (*found.get(part.lo, ()), part)
+        return tuple(found.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Add:
@@ -152,18 +165,21 @@ class Affine:
         return tuple(dict.fromkeys(f for part in (self.scale, self.zero, self.offset) for _, product in part for f in product))
 
 
+Constant = int | float | str | tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """The scheme that chooses codes: its roles (role -> field), options, and the constants and the table of decode that
-    it needs to know.
+    """The scheme that chooses codes: its roles (role -> field), options, and what it needs to know of decode.
 
+    Constants are numbers, names of tables, and of what depends on one field alone the numbers for all its codes.
     `open` names the options that a caller of quantize may give too; importance: it may give that.
     """
 
     scheme: str
     roles: Mapping[str, str]
     options: Mapping[str, str | int | float]
-    constants: Mapping[str, int | float | str]
+    constants: Mapping[str, Constant]
     open: tuple[str, ...]
     importance: bool
 

@@ -6,18 +6,21 @@ reads the constants off it.  Does not: judge whether a scheme suits a format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from math import prod
 
 from qdsl.ir.index import Index
-from qdsl.ir.program import Encode, Program, Value
+from qdsl.ir.program import Constant, Encode, Program, Value
 from qdsl.passes.schemes import KINDS, SCHEMES, Scheme
 from qdsl.spec import grammar as g
 from qdsl.spec.source import Problems, Source, Span, Text, did_you_mean
 
-Constants = dict[str, int | float | str]
+Constants = dict[str, Constant]
+_OPERATIONS: dict[str, Callable[..., float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+                                               "//": operator.floordiv, "%": operator.mod, "neg": operator.neg, "float": float}
 LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
 
 
@@ -49,11 +52,12 @@ def check_encode(program: Program, problems: Problems) -> Program:
             problems.add(call.span, f"'{call.name}' needs '{word}'", scheme.summary)
     if problems:
         return program
-    constants = _matched(program, roles, _parsed(scheme.inverts), program.values[-1])
+    found = (_matched(program, roles, _parsed(pattern), program.values[-1]) for pattern in scheme.patterns)
+    constants = next((each for each in found if each is not None), None)
     if constants is None:
-        problems.add(call.span, f"'{call.name}' inverts {scheme.inverts}, and decode is something else")
+        problems.add(call.span, f"'{call.name}' inverts {' or '.join(scheme.patterns)}, and decode is something else")
         return program
-    _check_blocks(program, call, roles, problems)
+    _check_blocks(program, call, scheme, roles, constants, problems)
     chosen = set(roles.values()) | set(program.where) | {f.name for f in program.fields if f.number is None}
     for field in program.fields:
         if field.name not in chosen and field.name not in program.defaults:
@@ -103,17 +107,46 @@ def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: dict[str, str |
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_blocks(program: Program, call: g.Apply, roles: Mapping[str, str], problems: Problems) -> None:
-    """Fields of one level share a subscript; super-blocks are whole blocks of a row."""
+def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mapping[str, str], constants: Constants,
+                  problems: Problems) -> None:
+    """Fields of one level share a subscript; super-blocks are whole blocks of a row, and so are rows of a grid in them.
+
+    Levels are rising integers.
+    """
+    for table in program.spec.tables:
+        if table.name.value == constants.get("levels") and not (table.is_int and all(a < b for a, b in pairwise(table.values))):
+            problems.add(call.span, f"'{call.name}' needs a table of rising integers; '{table.name}' is none")
     for level in LEVELS:
         given = [role for role in level if role in roles]
         for role in given[1:]:
             if program.field(roles[role]).index != program.field(roles[given[0]]).index:
                 problems.add(call.span, f"'{roles[given[0]]}' and '{roles[role]}' belong to different blocks")
-    if "super_scale" in roles:
-        small, large = (_length(program.field(roles[role]).index) for role in ("scale", "super_scale"))
-        if small is None or large is None or large % small:
-            problems.add(call.span, f"'{call.name}' needs blocks of columns, n, k // size, in super-blocks of whole blocks")
+    if scheme.across:
+        return
+    nested = [role for role in ("code", "shift", "scale", "super_scale")[0 if "grid" in constants else 1:] if role in roles]
+    sizes = [_length(program.field(roles[role]).index) for role in nested]
+    whole = [size for size in sizes if size is not None]
+    if len(whole) < len(sizes) or any(large % small for small, large in pairwise(whole)):
+        problems.add(call.span, f"'{call.name}' needs blocks of columns, n, k // size, in super-blocks of whole blocks")
+    elif "grid" in constants:
+        _check_rows(program, call, roles, constants, whole, problems)
+
+
+def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, sizes: list[int],
+                problems: Problems) -> None:
+    """A row is for as many columns as share its code; signs that are no rows are of single weights."""
+    tables = {table.name.value: table for table in program.spec.tables}
+    for role, name in (("code", "grid"), ("sign", "signs")):
+        if name in constants and _length(program.field(roles[role]).index) != tables[str(constants[name])].shape[1]:
+            problems.add(call.span, f"'{roles[role]}' and a row of '{constants[name]}' are of different numbers of columns")
+    if "sign" in roles and "signs" not in constants and program.field(roles["sign"]).index != program.values[-1].index:
+        problems.add(call.span, f"'{call.name}' needs a sign for every weight, or rows of signs")
+    steps = constants["steps"]
+    assert isinstance(steps, tuple)
+    if not all(low < high for low, high in pairwise((0, *steps))):
+        problems.add(call.span, f"'{call.name}' needs scales that rise from above 0")
+    if any(size & size - 1 for size in sizes):
+        problems.add(call.span, f"'{call.name}' needs blocks of 2 ** a columns")
 
 
 def _length(index: tuple[Index, ...]) -> int | None:
@@ -135,6 +168,7 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
     """The constants with which a value is what a pattern says, whatever the order of factors and summands; None if it is not.
 
     A name of the pattern that is no role is a constant, which may be missing: a summand is an integer, and a table has a name.
+    An application is whatever depends on that role alone.
     """
     value = _plain(program, value)
     match pattern:
@@ -146,9 +180,12 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
             return {word: number} if isinstance(number, int) else None
         case g.Number(number):
             return {} if value.op == "const" and value.const == number else None
-        case g.Subscript(word, index):
-            found = _each(program, roles, index, [program.values[i] for i in value.args]) if value.op == "table" else None
-            return None if found is None else {**found, word: value.name}
+        case g.Subscript(word, (row, *columns)):
+            shape = [table.shape for table in program.spec.tables if value.op == "table" and table.name.value == value.name]
+            found = _matched(program, roles, row, program.values[value.args[0]]) if shape else None
+            return None if found is None or len(shape[0]) != 1 + len(columns) else {**found, word: value.name}
+        case g.Apply():
+            return _alone(program, roles, pattern, [value])
         case g.Binary("-", left, g.Name(word)) if word not in roles:
             whole = _matched(program, roles, left, value)
             return _sides(program, roles, pattern, value) if value.op == "-" and whole is None else whole
@@ -169,6 +206,15 @@ def _sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value:
 def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
     """Factors in any order.  Numbers are multiplied, and a factor that is 1 unless a weight has another is left out."""
     wanted, factors = list(_factors_of(pattern)), list(_factors(program, value))
+    alone: Constants | None = {}
+    for part in wanted:
+        if isinstance(part, g.Apply):
+            mine = [factor for factor in factors if _read(program, factor) <= {roles[role] for role in g.names(part)}]
+            alone = _alone(program, roles, part, mine)
+            factors = [factor for factor in factors if factor not in mine]
+    if alone is None:
+        return None
+    wanted = [part for part in wanted if not isinstance(part, g.Apply)]
     free = [part.name for part in wanted if isinstance(part, g.Name) and part.name not in roles]
     number = prod(factor.const for factor in factors if factor.op == "const")
     number /= prod(part.value for part in wanted if isinstance(part, g.Number))
@@ -180,7 +226,30 @@ def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value
         return None
     found = (_each(program, roles, order, rest) for order in permutations(parts))
     constants = next((each for each in found if each is not None), None)
-    return constants if constants is None or number == 1 else {**constants, free[0]: number}
+    return None if constants is None else {**alone, **constants, **({} if number == 1 else {free[0]: number})}
+
+
+def _alone(program: Program, roles: Mapping[str, str], pattern: g.Apply, factors: list[Value]) -> Constants | None:
+    """The product of values that depend on one role's field alone, for each of its codes."""
+    [field] = (program.field(roles[role]) for role in g.names(pattern))
+    if {field.name} != {name for factor in factors for name in _read(program, factor)}:
+        return None
+    assert field.number is not None
+    codes = range(field.number.low, field.number.high + 1)
+    return {pattern.name: tuple(prod(_at(program, factor, code) for factor in factors) for code in codes)}
+
+
+def _read(program: Program, value: Value) -> set[str]:
+    """The fields and tables that a value is made of."""
+    own = {value.name} if value.op in ("field", "table") else set()
+    return own.union(*(_read(program, program.values[i]) for i in value.args))
+
+
+def _at(program: Program, value: Value, code: int) -> float:
+    """A value that depends on one field alone, where that field is `code`."""
+    if value.op in ("field", "const"):
+        return code if value.op == "field" else value.const
+    return _OPERATIONS[value.op](*(_at(program, program.values[i], code) for i in value.args))
 
 
 def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:

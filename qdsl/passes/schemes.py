@@ -16,6 +16,7 @@ KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "count": ("expected an unsigned integer of at most 8 bits", lambda number: number.kind == "unsigned" and number.bits <= 8),
     "small": ("a scale of levels is e8m0h or ue4m3", lambda number: number.name in ("e8m0h", "ue4m3")),
     "bit": ("a sign is u1", lambda number: number.kind == "unsigned" and number.bits == 1),
+    "row": ("a code of rows is an unsigned integer", lambda number: number.kind == "unsigned"),
     "integer": ("expected an integer of at most 8 bits", lambda number: not number.is_float and number.bits <= 8),
     "float": ("a code is f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
 }
@@ -26,17 +27,24 @@ class Scheme:
     """roles: the fields that it chooses, as it returns them, and of which of KINDS each is.
 
     options: argument -> allowed words, None: a number.  required: roles and options that must be given.
-    inverts: the decode expression that it is the inverse of, over roles, constants that may be missing, and a table.
-    importance: it takes one.  own: options that belong to the format, which no caller gives.
+    inverts: the decode expressions that it is the inverse of, over roles, constants that may be missing, and tables:
+    `level[code]` is a number, `levels[code]` one of rising integers, `grid[code, k]` one of a row; `steps(scale)` is whatever
+    depends on that field alone.  importance: it takes one.  own: options that belong to the format, which no caller gives.
+    across: a block that shares a scale may lie in several rows of the weight.
     """
 
     roles: Mapping[str, str]
     required: tuple[str, ...]
     options: Mapping[str, tuple[str, ...] | None]
     summary: str
-    inverts: str
+    inverts: str | tuple[str, ...]
     importance: bool = False
     own: tuple[str, ...] = ()
+    across: bool = True
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.inverts,) if isinstance(self.inverts, str) else self.inverts
 
     def open(self, code: Number) -> tuple[str, ...]:
         """Options that a caller of quantize may give too: words, and `ties` for integers.  Numbers belong to the format."""
@@ -72,11 +80,28 @@ SCHEMES = {
                             ("code", "scale", "min", "super_scale", "super_min", "first", "step", "steps"),
                             {"first": None, "step": None, "steps": None, "errors": ("squares", "magnitudes"), "spread": None},
                             "scale and min by search for the least error; both in steps of the super-block's largest",
-                            "super_scale * scale * code - super_min * min", importance=True, own=("errors",)),
+                            "super_scale * scale * code - super_min * min", importance=True, own=("errors",), across=False),
     "kquant_signmax": Scheme({"code": "integer", "scale": "integer", "super_scale": "scale"},
                              ("code", "scale", "super_scale"),
                              {"by": ("trials", "exchange"), "spread": None},
                              "scale by search for the least error; in steps of the super-block's largest, sign and all",
-                             "super_scale * (scale - scale_offset) * (code - offset)", importance=True, own=("by",)),
+                             "super_scale * (scale - scale_offset) * (code - offset)", importance=True, own=("by",),
+                             across=False),
+    "block_levels": Scheme({"code": "count", "scale": "scale"}, ("code", "scale"), {},
+                           "scale by search for the least error; codes of the nearest levels",
+                           "scale * levels[code]", importance=True, across=False),
+    "kquant_levels": Scheme({"code": "count", "scale": "integer", "super_scale": "scale"}, ("code", "scale", "super_scale"), {},
+                            "scale by search for the least error, in steps of the super-block's largest, sign and all; codes of "
+                            "the nearest levels",
+                            "super_scale * (scale - scale_offset) * levels[code]", importance=True, across=False),
+    "grid_signs": Scheme({"code": "row", "sign": "row", "scale": "count", "super_scale": "scale"},
+                         ("code", "sign", "scale", "super_scale"), {},
+                         "rows, signs and scales by search for the least error; super-scale by a fit to them",
+                         ("super_scale * steps(scale) * grid[code, k] * signs[sign, k]",
+                          "super_scale * steps(scale) * grid[code, k] * (1 - 2 * sign)"), importance=True, across=False),
+    "grid_shifts": Scheme({"code": "row", "shift": "bit", "scale": "count", "super_scale": "scale"},
+                          ("code", "shift", "scale", "super_scale"), {},
+                          "rows, shifts and scales by search for the least error; super-scale by a fit to them",
+                          "super_scale * steps(scale) * (grid[code, k] + shifts(shift))", importance=True, across=False),
     "nearest": Scheme({"code": "float"}, ("code",), {}, "each weight is rounded to nearest, ties to even", "code"),
 }

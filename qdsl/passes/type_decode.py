@@ -102,8 +102,8 @@ class _Builder:
                                          f"{did_you_mean(expr.name, known)}")
             return None
         if len(expr.index) != len(table.shape):
-            self.problems.add(expr.span, f"table '{expr.name}' has {'one subscript' if len(table.shape) == 1 else 'two subscripts'}, "
-                                         f"not {len(expr.index)}")
+            wanted = "one subscript" if len(table.shape) == 1 else "two subscripts"
+            self.problems.add(expr.span, f"table '{expr.name}' has {wanted}, not {len(expr.index)}")
             return None
         arg = self.value(expr.index[0])
         if arg is None or not self.is_column(expr, table, self.values[arg]):
@@ -130,7 +130,7 @@ class _Builder:
                 self.problems.add(other.span, f"a row of '{expr.name}' holds {columns} columns in order: expected k % {columns}")
                 return False
         blocks = [i.terms[0][0].args[1] for i in by.index if "k" in i.names() and i.terms[0][0].op == "div"]
-        if by.op != "field" or len(blocks) != 1 or not blocks[0].is_const or blocks[0].const % columns:
+        if by.op != "field" or len(blocks) != 1 or blocks[0] != Index(columns):
             self.problems.add(expr.index[0].span, f"a row of '{expr.name}' is for {columns} columns: expected a field that as "
                                                   f"many share, [n, k // {columns}]")
             return False

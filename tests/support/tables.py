@@ -50,7 +50,7 @@ def schemes() -> list[str]:
 
     return rows(["scheme", "chooses", "options", "importance", "how", "inverts"], (
         [f"`{name}`", ", ".join(f"`{role}`" for role in scheme.roles), options(name), "yes" if scheme.importance else "",
-         scheme.summary, f"`{scheme.inverts}`"]
+         scheme.summary, " or ".join(f"`{pattern}`" for pattern in scheme.patterns)]
         for name, scheme in SCHEMES.items()))
 
 

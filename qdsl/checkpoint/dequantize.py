@@ -1,0 +1,67 @@
+"""A GGUF file's weights as plain floats in a safetensors file, a few rows at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdsl.checkpoint.ggml_types import TORCH, WEIGHTLESS
+from qdsl.checkpoint.gguf import GgufFile, GgufTensor
+from qdsl.checkpoint.gguf_weights import beside
+from qdsl.checkpoint.safetensors import Buffer, CheckpointError, Chunks, bytes_of, shown, write_chunks
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
+WEIGHTS = 1 << 20                                                # of one piece: 4 MiB of floats, which stay in the cache
+
+
+def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], dtype: str = "f32") -> dict[str, Any]:
+    """Write every tensor of a GGUF file under its name, in the model's shape; returns how many, and their bytes.
+
+    dtype: of the floats, f32, bf16 or f16; F64 and integers stay as they are.  Tensors that belong to a weight beside them, as
+    its scale, are in its numbers and not written again.
+    Raises CheckpointError for a tensor that cannot be read or whose numbers a dtype cannot hold; nothing is written then.
+    """
+    with GgufFile(path) as file:
+        entries = [file.entry(name) for name in file.tensors]
+        used = {other for each in entries for other in beside(file, each).values()}
+        plan = {each.name: _chunks(file, each, dtype) for each in entries if each.name not in used}
+        write_chunks(out, plan, {"format": "pt"})
+    return {"file": str(out), "tensors": len(plan), "nbytes": Path(out).stat().st_size}
+
+
+def _chunks(file: GgufFile, entry: GgufTensor, dtype: str) -> Chunks:
+    if entry.type.name in WEIGHTLESS or entry.type.name == DTYPES[dtype]:
+        return Chunks(entry.type.name, entry.logical_shape, [file.data(entry.name)])
+    return Chunks(DTYPES[dtype], entry.logical_shape, _rounded(file, entry, dtype))
+
+
+def _rounded(file: GgufFile, entry: GgufTensor, dtype: str) -> Iterator[Buffer]:
+    import torch
+
+    to: torch.dtype = getattr(torch, TORCH[DTYPES[dtype]])
+    for exact in _exact(file, entry):
+        found = exact.to(to)
+        if to != exact.dtype and bool((found.isinf() & exact.isfinite()).any()):
+            raise CheckpointError(f"{file.path}: tensor {shown(entry.name)}: a number of {float(exact.abs().max())} does not fit "
+                                  f"{dtype}")
+        yield bytes_of(found)
+
+
+def _exact(file: GgufFile, entry: GgufTensor) -> Iterator[torch.Tensor]:
+    """The floats of some rows at a time, as the format has them."""
+    import torch
+
+    if entry.nbytes == 0:
+        return
+    experts = range(entry.shape[0]) if len(entry.shape) == 3 and beside(file, entry) else [None]
+    for expert in experts:
+        packed = file.weight(entry.name, expert)
+        n, k = packed.shape
+        step = max(1, WEIGHTS // k)
+        for start in range(0, n, step):
+            yield packed.format.dequantize(packed.cut("N", start, min(start + step, n)), torch.float32)

@@ -1,0 +1,85 @@
+"""The types that a GGUF tensor may have: their numbers, names, and what a block of each holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """One type: a block of `elements` neighbours in a row takes `nbytes` bytes; both are 0 for a type that is not known."""
+
+    id: int
+    name: str
+    elements: int
+    nbytes: int
+
+    @property
+    def known(self) -> bool:
+        return self.elements > 0
+
+    @property
+    def bits(self) -> float:
+        """Bits per element.  For known types alone."""
+        return 8 * self.nbytes / self.elements
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row, whose length must be a multiple of the block."""
+        return columns // self.elements * self.nbytes
+
+
+_TABLE = """
+ 0 F32       1   4
+ 1 F16       1   2
+ 2 Q4_0     32  18
+ 3 Q4_1     32  20
+ 6 Q5_0     32  22
+ 7 Q5_1     32  24
+ 8 Q8_0     32  34
+ 9 Q8_1     32  36
+10 Q2_K    256  84
+11 Q3_K    256 110
+12 Q4_K    256 144
+13 Q5_K    256 176
+14 Q6_K    256 210
+15 Q8_K    256 292
+16 IQ2_XXS 256  66
+17 IQ2_XS  256  74
+18 IQ3_XXS 256  98
+19 IQ1_S   256  50
+20 IQ4_NL   32  18
+21 IQ3_S   256 110
+22 IQ2_S   256  82
+23 IQ4_XS  256 136
+24 I8        1   1
+25 I16       1   2
+26 I32       1   4
+27 I64       1   8
+28 F64       1   8
+29 IQ1_M   256  56
+30 BF16      1   2
+34 TQ1_0   256  54
+35 TQ2_0   256  66
+39 MXFP4    32  17
+40 NVFP4    64  36
+41 Q1_0    128  18
+42 Q2_0     64  18
+"""
+
+TYPES = {each.id: each for each in (GgmlType(int(id), name, int(elements), int(nbytes))
+                                    for id, name, elements, nbytes in map(str.split, _TABLE.strip().splitlines()))}
+BY_NAME = {each.name: each for each in TYPES.values()}
+REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
+           38: "IQ4_NL_8_8"}
+
+# Types whose elements are numbers of torch's own, and what torch calls them.
+TORCH = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+         "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}
+WEIGHTLESS = ("F64", "I8", "I16", "I32", "I64")                   # what is stored in these is no weight
+
+
+def type_of(id: int) -> GgmlType:
+    """The type with a number; one that is removed or unknown has no blocks, and a name that says so."""
+    if id in TYPES:
+        return TYPES[id]
+    return GgmlType(id, f"removed {REMOVED[id]}" if id in REMOVED else f"unknown {id}", 0, 0)

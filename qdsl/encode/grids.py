@@ -1,0 +1,237 @@
+"""Rows of a grid for groups of columns, with scales in two levels: what ggml's IQ1, IQ2 and IQ3 types store.
+
+Errors count by importance * sqrt(mean square of the super-block + w^2), ggml's own measure.  For a group of weights x that count
+by c, a row g of the grid at scale s lessens the error by s * (2 <c x, g> - s <c, g^2>).  Both products, of all groups and all
+rows, are matrix products that are made once; every scale that is tried then looks at every row.  Their factors are rounded to
+integers so small that the products are exact in float32, whatever order a machine adds in, and other sums have an order of their
+own: the fields depend on nothing but the weights of their super-block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qdsl.encode import rows
+from qdsl.encode.blocks import stored_scale
+from qdsl.encode.search import Floats
+from qdsl.runtime.layout import FLOATS
+from qdsl.runtime.tables import Table
+
+Integers = NDArray[np.int64]
+
+RATIOS = tuple(0.6 * 3.5 ** (i / 9) for i in range(10))          # scales to try, from 0.6 to 2.1 of what the mean square says
+GAINS = 1 << 18                                                  # groups times rows of a grid at a time: they stay in a cache
+PRODUCTS = 1 << 18                                               # in a matrix product: more would be shared out among threads
+
+
+@np.errstate(all="ignore")
+def grid_signs(weight: Tensor, *, code: str, sign: str, scale: str, super_scale: str, columns: int, super_columns: int,
+               steps: tuple[float, ...], grid: Table, signs: Table | None = None, importance: Tensor | None = None,
+               ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, signs, scales, super-scales) of w = super_scale * steps[scale] * grid[code, k] * signs[sign, k].
+
+    columns, super_columns: the weights of a sub-block and of a super-block; steps: rising from above 0; grid: rows of positive
+    integers; signs: rows of 1 and -1, of which each run of weights has the one that suits what counts most; None: bits, 1 for
+    negative weights.  importance [K]: what the square of an error counts.  Works on the CPU, wherever the weight is.
+    Raises FormatError for a super-scale that does not fit.
+    """
+    kind = _Kind((grid.values.float().numpy(),), columns, super_columns, steps, super_scale)
+    blocks = _Blocks(weight, kind, importance)
+    chosen, turned = (blocks.x < 0, np.abs(blocks.x)) if signs is None else blocks.signed(signs.values.float().numpy())
+    codes, _, scales, supers = blocks.fitted(turned)
+    return blocks.field(codes, code), blocks.field(chosen, sign), blocks.field(scales, scale), supers
+
+
+@np.errstate(all="ignore")
+def grid_shifts(weight: Tensor, *, code: str, shift: str, scale: str, super_scale: str, columns: int, super_columns: int,
+                shift_columns: int, steps: tuple[float, ...], shifts: tuple[float, ...], grid: Table,
+                importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, shifts, scales, super-scales) of w = super_scale * steps[scale] * (grid[code, k] + shifts[shift]).
+
+    grid: rows of integers of both signs; shift_columns: the weights of a sub-block that share a shift.  The rest is as for
+    `grid_signs`.
+    """
+    table = grid.values.float().numpy()
+    tables = tuple(table + np.float32(by) for by in shifts)
+    kind = _Kind(tables, columns, super_columns, steps, super_scale, shift_columns // table.shape[1])
+    blocks = _Blocks(weight, kind, importance)
+    codes, chosen, scales, supers = blocks.fitted(blocks.x)
+    return blocks.field(codes, code), blocks.field(chosen, shift), blocks.field(scales, scale), supers
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """w = super_scale * steps[scale] * a row of one of the tables, the same table for `shared` rows in a run."""
+
+    tables: tuple[Floats, ...]
+    columns: int
+    super_columns: int
+    steps: tuple[float, ...]
+    stored: str
+    shared: int = 1
+
+    @cached_property
+    def unit(self) -> float:
+        """The power of two of which all numbers of the tables are whole multiples."""
+        unit = 1.0
+        while any((table % unit).any() for table in self.tables):
+            unit /= 2
+        return unit
+
+    @cached_property
+    def whole(self) -> tuple[tuple[Floats, float], ...]:
+        """The tables in that unit and their squares, and the largest number of each."""
+        rows = np.stack(self.tables) / np.float32(self.unit)
+        return tuple((values, float(np.abs(values).max())) for values in (rows, rows * rows))
+
+    @cached_property
+    def mean(self) -> np.float32:
+        """The mean square of the tables' numbers."""
+        return np.mean(np.stack(self.tables) ** 2, dtype=np.float32)
+
+
+class _Blocks:
+    """The super-blocks of a weight: x [B, super_columns], divided by powers of two so that the largest is from 0.5 to 1.
+
+    counts [B, super_columns]: importance * sqrt(mean square + x^2); where no column is of importance, all are.
+    """
+
+    def __init__(self, weight: Tensor, kind: _Kind, importance: Tensor | None) -> None:
+        self.kind, self.weight = kind, weight
+        blocks = rows.cut(weight, kind.super_columns)
+        self.power = _exponents(blocks)
+        self.x: Floats = np.ldexp(blocks, -self.power)
+        given = np.ones_like(self.x)
+        if importance is not None:
+            given = rows.cut(importance[None], kind.super_columns)
+            given = np.where(given.max(axis=1, keepdims=True) > 0, np.ldexp(given, -_exponents(given)), np.float32(1))
+            given = np.tile(given, (weight.shape[0], 1))
+        self.counts = rows.counts(self.x, given, 1)
+
+    def field(self, values: NDArray[Any], kind: str) -> Tensor:
+        return rows.field(values, kind, self.weight, self.x.size // values.size)
+
+    def signed(self, signs: Floats) -> tuple[Integers, Floats]:
+        """For every run of columns the row of signs under which most of what counts is positive, and x by those signs."""
+        runs = self.x.reshape(-1, signs.shape[1])
+        chosen: Integers = _products(_whole(self.counts.reshape(runs.shape) * runs, 1)[0], signs).argmax(axis=1)
+        return chosen, (runs * signs[chosen]).reshape(self.x.shape)
+
+    def fitted(self, x: Floats) -> tuple[Integers, Integers, Integers, Tensor]:
+        """(rows, tables, scales, super-scales [N, super-blocks]) for x, which has signs of its own."""
+        found = [search.found() for search in self.searches(x)]
+        codes, tables, scales, exact = (np.concatenate(each) for each in zip(*found, strict=True))
+        supers = stored_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), self.kind.stored)
+        return codes, tables, scales, supers[:, 0, :, 0].contiguous().to(self.weight.device)
+
+    def searches(self, x: Floats) -> Iterator[_Search]:
+        entries, columns = self.kind.tables[0].shape
+        step = max(1, GAINS * columns // (entries * self.kind.super_columns))
+        for i in range(0, len(x), step):
+            yield _Search(x[i:i + step], self.counts[i:i + step], self.power[i:i + step], self.kind)
+
+
+class _Search:
+    """Scales and rows for some super-blocks x [B, super_columns], whose errors count by `counts`."""
+
+    def __init__(self, x: Floats, counts: Floats, power: Integers, kind: _Kind) -> None:
+        self.x, self.counts, self.power, self.kind = x, counts, power, kind
+        self.steps = np.array(kind.steps, np.float32)
+        columns = kind.tables[0].shape[1]
+        self.groups = kind.columns // columns                    # of a sub-block
+        (tables, largest), (squares, most) = kind.whole
+        linear, self.worth = _whole((counts * x).reshape(-1, columns), largest)
+        square, worth = _whole(counts.reshape(-1, columns), most)
+        self.linear = [_products(linear, table) for table in tables]
+        self.square = [_products(square, table) for table in squares]
+        self.ratio = worth / self.worth * np.float32(kind.unit / 2)
+        self.room = np.empty_like(self.linear[0])
+
+    def found(self) -> tuple[Integers, Integers, Integers, Floats]:
+        """(rows, tables, scales, super-scales); all flat."""
+        wanted = self.free_scales()
+        exact = np.ldexp(wanted.max(axis=1, keepdims=True) / self.steps[-1], self.power)
+        d = np.ldexp(torch.from_numpy(exact).to(FLOATS[self.kind.stored]).float().numpy(), -self.power)
+        scales = self.nearest_scales(wanted, d)
+        chosen, tables, _ = self.best(d * self.steps[scales])
+        fitted = np.where(np.isfinite(d), self.refitted(chosen, tables, self.steps[scales]), exact)
+        return chosen, tables, scales.ravel(), fitted.ravel()
+
+    def free_scales(self) -> Floats:
+        """The best of RATIOS for every sub-block [B, sub-blocks]."""
+        squares, counts = _sums(self.counts * self.x * self.x, self.kind.columns), _sums(self.counts, self.kind.columns)
+        start = np.sqrt(np.where(counts > 0, squares / counts / self.kind.mean, 0))
+        gains = np.stack([self.best(start * np.float32(ratio))[2] for ratio in RATIOS])
+        found: Floats = start * np.array(RATIOS, np.float32)[gains.argmax(axis=0)]
+        return found
+
+    def nearest_scales(self, wanted: Floats, d: Floats) -> Integers:
+        """The best of the scale whose step is nearest to what is wanted, and of those beside it."""
+        middle = np.searchsorted((self.steps[:-1] + self.steps[1:]) / 2, np.where(d > 0, wanted / d, 0))
+        tried = np.stack([np.clip(middle + by, 0, len(self.steps) - 1) for by in (-1, 0, 1)])
+        gains = np.stack([self.best(self.steps[scales] * d)[2] for scales in tried])
+        found: Integers = np.take_along_axis(tried, gains.argmax(axis=0)[None], axis=0)[0]
+        return found
+
+    def best(self, scale: Floats) -> tuple[Integers, Integers, Floats]:
+        """The best rows at a scale [B, sub-blocks], the tables they are of, and by how much they lessen errors of sub-blocks."""
+        factor = scale.ravel().repeat(self.groups)[:, None] * self.ratio
+        chosen, gains = [], []
+        for linear, square in zip(self.linear, self.square, strict=True):
+            np.subtract(linear, np.multiply(square, factor, out=self.room), out=self.room)
+            chosen.append(self.room.argmax(axis=1))
+            gains.append(_sums(np.take_along_axis(self.room, chosen[-1][:, None], axis=1) * self.worth, self.kind.shared, 0))
+        tables = np.stack(gains)[..., 0].argmax(axis=0)
+        total = _sums(np.stack(gains).max(axis=0), self.groups // self.kind.shared, 0).reshape(scale.shape) * scale
+        return np.stack(chosen)[tables.repeat(self.kind.shared), np.arange(len(chosen[0]))], tables, total
+
+    def refitted(self, chosen: Integers, tables: Integers, steps: Floats) -> Floats:
+        """The super-scale [B, 1] of least error for what is chosen."""
+        values = np.stack(self.kind.tables)[tables.repeat(self.kind.shared), chosen] * steps.ravel().repeat(self.groups)[:, None]
+        weighted = self.counts * values.reshape(self.x.shape)
+        linear, square = (_sums(weighted * by, self.kind.super_columns) for by in (self.x, values.reshape(self.x.shape)))
+        return np.ldexp(np.where(square > 0, linear / square, np.float32(0)), self.power)
+
+
+# -- arithmetic in which order does not count ------------------------------------------------------------------------------
+
+
+def _exponents(values: Floats) -> Integers:
+    """Of the least powers of two above all of a row [rows, 1]; 0 for zeros."""
+    found: Integers = np.frexp(np.abs(values).max(axis=1, keepdims=True))[1]
+    return found
+
+
+def _whole(values: Floats, largest: float) -> tuple[Floats, Floats]:
+    """Rows as integers whose products with integers up to `largest` add up exactly, and what one is worth in each [rows, 1]."""
+    bits = 24 - math.ceil(math.log2(largest * values.shape[1] + 1))
+    exponent = np.maximum(_exponents(values), -60)
+    return np.rint(np.ldexp(values, bits - exponent)), np.ldexp(np.float32(1), exponent - bits)
+
+
+def _products(groups: Floats, table: Floats) -> Floats:
+    """Inner products [groups, rows of the table] of integers."""
+    found = np.empty((len(groups), len(table)), np.float32)
+    step = max(1, PRODUCTS // table.size)
+    for i in range(0, len(groups), step):
+        np.matmul(groups[i:i + step], table.T, out=found[i:i + step])
+    return found
+
+
+def _sums(values: Floats, count: int, axis: int = 1) -> Floats:
+    """Sums of every `count` values along one of two axes: a power of two, halved until one is left."""
+    values = values if axis else values.T
+    values = values.reshape(len(values), -1, count)
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0] if axis else values[..., 0].T

@@ -1,0 +1,131 @@
+"""Codes into a table of levels, with scales by a search whose bytes are ggml's.  Derived from ggml-quants.c: see NOTICE."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qdsl.encode import rows, search
+from qdsl.encode.blocks import stored_scale
+from qdsl.encode.search import Floats
+from qdsl.runtime.tables import Table
+
+TRIES = range(-7, 8)                                             # by how much the first level is off, for the extreme weight
+SPREAD = 2                                                       # how often the mean square counts, with an importance
+
+
+@np.errstate(all="ignore")
+def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels: Table,
+                 importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of w = scale * levels[code], where levels are rising integers.
+
+    columns: the weights of a row that share a scale.  Squares of errors count by the weight's square; importance [K]: by
+    importance * sqrt(2 * mean square of the block + w^2).  Works on the CPU, wherever the weight is.
+    Raises FormatError for a scale that does not fit.
+    """
+    blocks = _Blocks(weight, columns, columns, levels, importance)
+    stored = blocks.stored(blocks.scales, scale)
+    return blocks.codes(search.inverse(blocks.scales), code), stored
+
+
+@np.errstate(all="ignore")
+def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, columns: int, super_columns: int, levels: Table,
+                  scale_offset: int = 0, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scales, super-scales) of w = super_scale * (scale - scale_offset) * levels[code].
+
+    columns, super_columns: the weights of a sub-block and of a super-block, whose mean square goes with an importance.  The
+    scale of largest magnitude, the first of equals, becomes the least one.  The rest is as for `block_levels`.
+    """
+    least, most = rows.ends(scale, scale_offset)
+    blocks = _Blocks(weight, columns, super_columns, levels, importance)
+    blocks.stored(blocks.scales, "f32")                          # what is no number would be passed over as the largest
+    found = rows.turned(blocks.scales.reshape(-1, super_columns // columns))
+    exact = search.extremes(found) / np.float32(least)
+    steps = search.clip(search.nearest(search.inverse(exact) * found), least, most)
+    codes = blocks.codes(search.inverse((exact * steps).T.ravel()), code)
+    return codes, rows.field(steps.T + np.float32(scale_offset), scale, weight, columns), blocks.stored(exact, super_scale)
+
+
+class _Blocks:
+    """The blocks of a weight, and their scales before anything is stored; `spread` columns share a mean square."""
+
+    def __init__(self, weight: Tensor, columns: int, spread: int, levels: Table, importance: Tensor | None) -> None:
+        self.weight, self.levels = weight, _Levels(levels)
+        wide = rows.cut(weight, spread)
+        self.x: Floats = wide.reshape(-1, columns)
+        counts = None
+        if importance is not None:
+            counts = rows.counts(wide, rows.cut(importance.expand_as(weight), spread), SPREAD).reshape(-1, columns)
+        [self.scales] = rows.each(self.x, counts, lambda x, by: (_fit(x, x * x if by is None else by, self.levels),))
+
+    def codes(self, inverse: Floats, kind: str) -> Tensor:
+        """The codes of weights times `inverse`, one for each block."""
+        found = rows.codes(self.x, lambda x, at: self.levels.codes(np.multiply(x, inverse[at], out=x)), kind)
+        return rows.field(found, kind, self.weight)
+
+    def stored(self, exact: Floats, kind: str) -> Tensor:
+        """Scales [N, blocks of a row] as they are stored."""
+        return stored_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
+            self.weight.device)
+
+
+class _Levels:
+    """A table of rising integers, and which of them is nearest, ties upward.
+
+    A middle between two integers is a whole number of halves, so the floor of a value's halves says on which side of every
+    middle it lies.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.values: Floats = table.values.numpy()
+        middles = self.values[:-1] + self.values[1:]
+        self.low, self.high = middles[0] - 1, middles[-1]
+        places = np.searchsorted(middles, np.arange(self.low, self.high + 1), side="right")
+        self.of_halves: Floats = places.astype(np.float32)
+        self.value_of_halves: Floats = self.values[places]
+
+    def codes(self, x: Floats) -> Floats:
+        """Places in the table, of which what is no number has the last, as in ggml; x is used up."""
+        return np.take(self.of_halves, self._halves(x))
+
+    def nearest(self, x: Floats, out: Floats) -> Floats:
+        """The levels themselves; x is used up."""
+        return np.take(self.value_of_halves, self._halves(x), out=out, mode="clip")
+
+    def _halves(self, x: Floats) -> NDArray[np.int64]:
+        np.floor(np.multiply(x, np.float32(2), out=x), out=x)
+        np.fmax(np.fmin(x, self.high, out=x), self.low, out=x)
+        places: NDArray[np.int64] = np.subtract(x, self.low, out=x).astype(np.int64)
+        return places
+
+
+def _fit(x: Floats, counts: Floats, levels: _Levels) -> Floats:
+    """The scale of least weighted squares, of 16 that put the extreme weight of a block on the first level or near it.
+
+    A tiny block has a scale of 0.
+    """
+    extreme = search.extremes(x)
+    tiny = np.abs(extreme) < search.TINY
+    extreme[tiny] = 1
+    value, work = np.empty_like(x), np.empty_like(x)
+
+    def fitted(inverse: Floats) -> tuple[Floats, Floats]:
+        levels.nearest(np.multiply(x, inverse, out=work), value)
+        np.multiply(counts, value, out=work)
+        square = search.sums(np.multiply(value, work, out=value))
+        return search.sums(np.multiply(work, x, out=work)), square
+
+    first = levels.values[0]
+    across, square = fitted(search.over(1, -extreme / first))
+    scale = np.where(square > 0, across / square, search.ZERO)
+    best = scale * across
+    for by in TRIES:
+        across, square = fitted(search.over(first + by, extreme))
+        fit = across / square
+        better = (square > 0) & (across * across > best * square)
+        np.copyto(scale, fit, where=better)
+        np.copyto(best, fit * across, where=better)
+    scale[tiny] = 0
+    return scale
