@@ -1,4 +1,4 @@
-"""Quantize on one thread: beside gguf-py from float32, where it has a quantizer, and as a rate from bfloat16."""
+"""Quantize on one thread: beside gguf-py from float32, where it has a quantizer, and as a rate."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from bench.figure import Figure, rates, ratios
 from bench.timing import Side, calls
 from bench.weights import BF16_BYTES, F32_BYTES, floats, format_of
 
-GGUF = ("q4_0", "q8_0")
+GGUF = {"q4_0": 1.1, "q8_0": 1.7, "mxfp4": 5.0}                  # goals: times gguf-py
+SEARCHED = {"q2_k": None, "q3_k": None, "q4_k": 35.0, "q5_k": 40.0, "q6_k": 60.0}              # goals: MB/s of float32
 OTHERS: dict[str, dict[str, Any]] = {"fp8_block": {}, "int_group": {"bits": 4, "group": 128, "storage": "gptq_v2"}}
 
 
 def figures(rounds: int) -> Iterator[Figure]:
-    """No goals: what quantizing costs, and that gguf-py makes the same bytes."""
-    for name in GGUF:
+    """What quantizing costs, and that gguf-py makes the same bytes."""
+    for name, goal in GGUF.items():
         theirs, mine = calls([Side(gguf_py, {"name": name}), Side(ours, {"name": name, "dtype": "float32"})], rounds)
         rate = Figure("", "MB/s", rates(F32_BYTES / 1e6, mine))
-        yield Figure(f"quantize {name} to gguf-py", "x", ratios(theirs, mine),
+        yield Figure(f"quantize {name} to gguf-py", "x", ratios(theirs, mine), goal,
                      note=f"same bytes; {rate.text(rate.median)} of f32 weight")
+    for name, rate_goal in SEARCHED.items():
+        [mine] = calls([Side(ours, {"name": name, "dtype": "float32"})], rounds)
+        yield Figure(f"quantize {name}", "MB/s", rates(F32_BYTES / 1e6, mine), rate_goal, note="of f32 weight, the bytes of ggml")
     for name, options in OTHERS.items():
         [mine] = calls([Side(ours, {"name": name, "dtype": "bfloat16", "options": options})], rounds)
         what = " ".join([name, *(f"{key}={value}" for key, value in options.items())])

@@ -48,6 +48,10 @@ EQUAL: dict[str, dict[str, str]] = {
     "int4_rows": {
         "rows.q: u8[n<N, t<K / 2 word] -> ue4m3[n<N, t<K / 2 word]": SAME_BYTE,
     },
+    "nvfp4": {
+        "decode: ((e * 0.5) * level[q]) * s -> (e * (0.5 * level[q])) * s":
+            "4 bits of e and 4 of a level: their product, and half of it, are exact in float32",
+    },
     "nf4": {
         "bitsandbytes.weight: u8[e<(N * K) / 2, 1] -> ue4m3[e<(N * K) / 2, 1]": SAME_BYTE,
         "bitsandbytes.weight: u8[e<(N * K) / 2, 1] -> u8[e<ceil((N * K) / 2), 1]": ALSO_ELSEWHERE,

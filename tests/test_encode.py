@@ -1,13 +1,21 @@
-"""Codes from values: on every half-precision value, and where float32 comes closest to a tie.
+"""Codes from values: on every half-precision value, and where float32 comes closest to a tie; and searches for scales.
 
 Ties that go up are ggml's, whose sums round; its own bytes are compared in test_goldens.py."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from qdsl.encode import rows, search
 from qdsl.encode.blocks import codes
+from qdsl.generated import q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q6_k, q8_0
+from qdsl.runtime.format import Format
+from tests.support import searches
+from tests.support.formats import same_bits
 
 ROUNDED = {
     "even": lambda x: x.round(),
@@ -35,3 +43,77 @@ def test_codes_are_the_nearest(values: torch.Tensor, ties: str, code: str) -> No
     low, high = (-128, 127) if code == "i8" else (0, (1 << int(code[1])) - 1)
     wanted = ROUNDED[ties](values.double()).clamp(low, high).to(torch.uint8 if code[0] == "u" else torch.int8)
     assert torch.equal(codes(values.clone(), code, ties), wanted)
+
+
+@pytest.mark.parametrize("first", [0.0, None])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 1024, 4096])
+@pytest.mark.parametrize("elements", [8, 16, 32, 256])
+def test_sums_add_one_element_after_the_other(elements: int, blocks: int, first: float | None) -> None:
+    """Whatever numpy would rather do: also of arrays whose blocks lie side by side, and of a slice."""
+    x = np.random.default_rng(0).standard_normal((elements, blocks)).astype(np.float32)
+    wanted = x[0] if first is None else np.float32(first) + x[0]
+    for row in x[1:]:
+        wanted = wanted + row
+    wide = np.repeat(x, 2, axis=1)
+    for each in (x, np.asfortranarray(x), wide[:, ::2]):
+        assert np.array_equal(search.sums(each, first).view(np.int32), wanted.view(np.int32))
+
+
+def test_integers_beyond_those_that_a_sum_rounds_to_are_what_its_bits_say() -> None:
+    values = [0.5, 1.5, -2.5, 4194303.0, -4194303.0, 4194304.0, 5e6, -5e6, 2.0 ** 31, 1e30, -1e30, np.inf, -np.inf, np.nan]
+    x = np.array(values, np.float32)
+    with np.errstate(all="ignore"):
+        wanted = [searches.rounded(value) for value in x]
+        assert search.nearest(x.copy()).tolist() == wanted
+        assert [search.nearest(x[i:i + 1].copy()).item() for i in range(len(x))] == wanted
+
+
+def awkward() -> st.SearchStrategy[float]:
+    special = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e-30, 1e-15, -1e-15, 3e-8, 1e4]
+    return st.one_of(st.floats(-2, 2, width=32), st.sampled_from(special), st.integers(-8, 8).map(float))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(awkward(), min_size=16, max_size=16),
+       st.lists(st.sampled_from([0.0, 1e-9, 0.25, 1.0, 7.0]), min_size=16, max_size=16))
+def test_searches_find_what_plain_loops_find(values: list[float], weights: list[float]) -> None:
+    """Scale and codes, on any block and with any weights of its errors."""
+    x, w = np.array(values, np.float32)[:, None], np.array(weights, np.float32)[:, None]
+    with np.errstate(all="ignore"):
+        scale, low, start, inverse = search.fit_counts(x, w, 15, -1, 0.1, 20)
+        assert_same(searches.ranged(x[:, 0], w[:, 0], 15, -1, 0.1, 20), scale, low, search.counts(x, start, inverse, 15))
+        scale, inverse = search.fit_signed(x, w, -8, 7)
+        assert_same(searches.trials(x[:, 0], w[:, 0], -8, 7), scale, search.signed_or_least(x, inverse, -8, 7))
+        assert_same(searches.exchanged(x[:, 0], -4, 3), *search.fit_exchange(x, -4, 3))
+        size = np.abs(x)
+        assert_same(searches.positive(size[:, 0], w[:, 0], 15), *search.fit_positive(size, w, 15))
+
+
+def assert_same(wanted: tuple[object, ...], *found: search.Floats) -> None:
+    *scalars, chosen = wanted
+    assert found[-1][:, 0].tolist() == chosen
+    assert [value.view(np.int32).item() for value in found[:-1]] == [np.float32(value).view(np.int32) for value in scalars]
+
+
+FORMATS = [module.FORMAT for module in (q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q6_k, q8_0)]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_quantized_as_the_same_numbers_in_float32(form: Format, dtype: torch.dtype) -> None:
+    weight = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert same_bits(form.quantize(weight).tensors["blocks"], form.quantize(weight.float()).tensors["blocks"])
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_blocks_are_searched_the_same_a_few_at_a_time(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one at a time, and with rows of zeros among them."""
+    generator = torch.Generator().manual_seed(0)
+    weight, importance = torch.randn(6, 512, generator=generator), torch.rand(512, generator=generator)
+    weight[2:4] = 0
+    for each in (None, importance):
+        whole = form.quantize(weight, importance=each).tensors["blocks"]
+        for elements in (1, 96):
+            monkeypatch.setattr(rows, "ELEMENTS", elements)
+            assert same_bits(form.quantize(weight, importance=each).tensors["blocks"], whole)
+        monkeypatch.undo()

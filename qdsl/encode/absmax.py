@@ -17,12 +17,12 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
     """(codes, scales) of w = scale * (code - offset), with scale = largest magnitude / divisor.
 
     rows, columns: the block that shares a scale; axes: how many axes the scale field has.
-    by 'stored': codes are w / the stored scale (compressed-tensors); 'exact': w * (1 / the exact scale) (ggml);
+    by 'stored': codes are w / the stored scale (compressed-tensors); 'exact': w * (1 / the exact scale), in float32 (ggml);
     'inverse': divisor * (1 / largest) comes first, codes are w times it, and its reciprocal is stored (transformers).
     A block of zeros has codes of zero; its scale is the dtype's epsilon ('stored'), 0 or 1 / divisor.
     lost: the codes of weights so small that 1 / the exact scale overflows, 'least' or 'zero'.
     """
-    blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
+    blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
     return _encode(weight, blocks, blocks.abs().amax((1, 3), keepdim=True), code, scale, axes, divisor, offset, by, ties, lost)
 
 
@@ -42,7 +42,7 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
 
         chosen, exact = searched(weight, importance, rows, columns, code, fit)
         return chosen, shaped(stored_scale(exact, scale), axes).contiguous()
-    blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
+    blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     largest = torch.where(-low > high, low, high) + 0.0
     tied = (-low == high) & (high != 0)

@@ -13,11 +13,11 @@ KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "minimum": ("a minimum is f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
     "zero": ("a zero point is an integer", lambda number: not number.is_float),
     "code": ("a code is an integer or a float of at most 8 bits", lambda number: not number.is_float or number.bits <= 8),
-    "count": ("a code is an unsigned integer of at most 8 bits", lambda number: number.kind == "unsigned" and number.bits <= 8),
-    "small": ("a scale is e8m0h or ue4m3", lambda number: number.name in ("e8m0h", "ue4m3")),
-    "bit": ("a code is u1", lambda number: number.kind == "unsigned" and number.bits == 1),
-    "row": ("a code of rows is an unsigned integer", lambda number: number.kind == "unsigned"),
-    "integer": ("a code is an integer of at most 8 bits", lambda number: not number.is_float and number.bits <= 8),
+    "count": ("expected an unsigned integer of at most 8 bits", lambda number: number.kind == "unsigned" and number.bits <= 8),
+    "small": ("a scale of levels is e8m0h or ue4m3", lambda number: number.name in ("e8m0h", "ue4m3")),
+    "bit": ("a sign is u1", lambda number: number.kind == "unsigned" and number.bits == 1),
+    "row": ("expected an unsigned integer", lambda number: number.kind == "unsigned"),
+    "integer": ("expected an integer of at most 8 bits", lambda number: not number.is_float and number.bits <= 8),
     "float": ("a code is f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
 }
 

@@ -33,8 +33,11 @@ ABOUT = {
               "8 * (n mod 2), and high 8 columns from there; rows with n mod 4 = 3 are 0 in even columns and -0 in odd ones",
     "refused": "shapes that the storage cannot hold",
     "NaN": "told as 7fc00000",
-    "results": "what quantize makes by default, and which tensors become others by an option",
+    "results": "what quantize makes by default, and which tensors become others by an option, by an importance of columns "
+               "(1 + byte) / 64 from seed 7, of the weight times 2^-140, or of a weight of few integers: byte from seed 7 mod "
+               "`integers`, less half of that",
 }
+IMPORTANCE, TINY, INTEGERS = "importance", "times 2^-140", "integers"          # keys of results beside options
 Answers = dict[str, Any]
 
 
@@ -136,10 +139,11 @@ def _stored(case: Answers, format: Format) -> Iterator[str]:
 def _quantized(case: Answers, format: Format) -> Iterator[str]:
     n, k = case["shape"]
     weight = weights((n, k), case["seed"], case["low"], case["high"], case["step"])
+    few = case.get("integers", 0)
     yield from _compared(f"{label(case)}: the weight to quantize", {"weight": case["weight"]}, {"weight": weight})
-    for key, changed in case["results"].items():
-        made = format.quantize(weight, storage=case["storage"], **case["params"], **options(key))
-        yield from _compared(f"{label(case)}: quantize({key})", {**case["results"][""], **changed}, made.tensors)
+    for key, other in case["results"].items():
+        made = format.quantize(changed_weight(weight, key, few), storage=case["storage"], **case["params"], **options(key, k))
+        yield from _compared(f"{label(case)}: quantize({key})", {**case["results"][""], **other}, made.tensors)
 
 
 def refuses(format: Format, storage: str, params: Mapping[str, int | str], shape: tuple[int, int]) -> bool:
@@ -169,9 +173,18 @@ def label(case: Answers) -> str:
     return f"{case['storage']}{shown} {case['shape']}{' without ' + ', '.join(case['absent']) if case.get('absent') else ''}"
 
 
-def options(key: str) -> dict[str, str | bool]:
-    """'by=exact' as an argument of quantize."""
-    name, _, word = key.partition("=")
+def changed_weight(weight: Tensor, key: str, few: int) -> Tensor:
+    """The weight that a result is of; `few` integers make one of which the last trial of a search matters, here and there."""
+    if key == INTEGERS:
+        return torch.from_numpy(stream(7, 64 * 2048).reshape(64, 2048).astype(np.float32) % few - few // 2)
+    return weight * 2.0 ** -140 if key == TINY else weight
+
+
+def options(key: str, columns: int) -> dict[str, Any]:
+    """'by=exact', or an importance of columns, as an argument of quantize."""
+    if key == IMPORTANCE:
+        return {"importance": torch.from_numpy((1 + stream(7, columns).astype(np.float32)) / 64)}
+    name, _, word = ("" if key in (TINY, INTEGERS) else key).partition("=")
     return {name: {"True": True, "False": False}.get(word, word)} if name else {}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,22 @@ from qdsl.runtime.format import Format
 from qdsl.runtime.shapes import Axis
 from tests.support import answers as known
 from tests.support import oracle
-from tests.support.answers import ABOUT, Answers, canonical, inputs, options, told, told_all, told_params, weights, wrapped
+from tests.support.answers import (
+    ABOUT,
+    IMPORTANCE,
+    INTEGERS,
+    TINY,
+    Answers,
+    canonical,
+    changed_weight,
+    inputs,
+    options,
+    told,
+    told_all,
+    told_params,
+    weights,
+    wrapped,
+)
 from tests.support.formats import Case, cases, module, random_packed, raw
 from tests.support.second import Codes, Reading
 
@@ -156,13 +172,18 @@ def _quantized(case: Case, params: dict[str, int | str], step: float, seed: int)
     low, high = read.span()
     weight = weights(shape, seed, low, high, step)
     results: dict[str, dict[str, str]] = {}
-    for key in ["", *(f"{name}={word}" for name, words in format.variant(params).options.items() for word in words)]:
-        packed = format.quantize(weight, storage=case.storage, **params, **options(key))
-        prove_quantized(read, packed, weight, options(key))
+    keys = ["", *(f"{name}={word}" for name, words in format.variant(params).options.items() for word in words)]
+    keys += [IMPORTANCE] if format.variant(params).importance else []
+    keys += [TINY] if read.arguments.get("by") == "exact" else []
+    few = {"integers": (1 << int(read.kind(str(read.arguments["code"]))[1:])) + 3} if "steps" in read.arguments else {}
+    for key in [*keys, *([INTEGERS] if few else [])]:
+        given, other = options(key, shape[1]), changed_weight(weight, key, few.get("integers", 0))
+        packed = format.quantize(other, storage=case.storage, **params, **given)
+        prove_quantized(replace(read, shape=tuple(other.shape)), packed, other, given)
         default = results.get("", {})
         results[key] = {name: text for name, text in told_all(packed.tensors).items() if default.get(name) != text}
     return {"storage": case.storage, "params": params, "shape": list(shape), "seed": seed, "low": low, "high": high,
-            "step": step, "weight": told(weight), "results": results}
+            "step": step, **few, "weight": told(weight), "results": results}
 
 
 # -- proving ----------------------------------------------------------------------------------------------------------
@@ -212,7 +233,7 @@ def prove_refused(read: Reading, format: Format) -> bool:
     return not read.holds()
 
 
-def prove_quantized(read: Reading, packed: PackedWeight, weight: Tensor, chosen: Mapping[str, str | bool]) -> None:
+def prove_quantized(read: Reading, packed: PackedWeight, weight: Tensor, chosen: Mapping[str, Any]) -> None:
     """The quantized fields are those of the second reading of the encode scheme, and are stored as it stores them."""
     fields, again = prove_stored(read, packed)
     for name, expected in read.encode(weight.numpy(), chosen).items():

@@ -12,14 +12,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
-from math import floor, ldexp, prod
+from itertools import pairwise
+from math import floor, ldexp, log2, prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from qdsl.spec import grammar as g
 from qdsl.spec.model import Spec, Tensor
-from tests.support import oracle
+from tests.support import oracle, searches
 
 Codes = npt.NDArray[np.int64]
 Scalar = int | np.float32
@@ -258,43 +260,85 @@ class Reading:
         most = int(2 * abs(float(self.arguments.get("divisor", 2048))))
         return -most, most
 
-    def encode(self, weight: npt.NDArray[np.float32], options: Mapping[str, str | bool]) -> dict[str, Codes]:
-        """The fields that the spec's encode scheme chooses for a float32 weight."""
+    def encode(self, weight: npt.NDArray[np.float32], options: Mapping[str, Any]) -> dict[str, Codes]:
+        """The fields that the spec's encode scheme chooses for a float32 weight; `importance` is one of the options."""
         assert self.spec.encode is not None
-        scheme = self.spec.encode.name
         given = {**self.arguments, **options}
         code = str(given["code"])
-        kind = self.kind(code)
         fields: dict[str, Codes] = {code: np.zeros(self.shape, np.int64)}
-        if scheme == "nearest":
+        if self.spec.encode.name == "nearest":
             for place in np.ndindex(*self.shape):
-                fields[code][place] = nearest(kind, np.float32(weight[place]))
+                fields[code][place] = nearest(self.kind(code), np.float32(weight[place]))
             return fields
-        if scheme not in ("absmax", "signmax", "minmax"):
-            raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/second.py")
-        scale = str(given["scale"])
-        extents = [1 + max(place) for place in zip(*self._blocks, strict=True)]
-        roles = {name: np.zeros(extents, np.int64) for name in (scale, str(given.get("zero", scale)))}
-        for block, places in self._blocks.items():
-            x = [np.float32(weight[place]) for place in places]
+        roles = {role: str(given[role]) for role in ("scale", "min", "zero", "super_scale", "super_min") if role in given}
+        shared = {place: at for place, _, at in self.places({name: np.zeros(0, np.int64) for name in roles.values()})}
+        for name in roles.values():
+            fields[name] = np.zeros([1 + max(i) for i in zip(*(at[name] for at in shared.values()), strict=True)], np.int64)
+        blocks: dict[tuple[int, ...], dict[tuple[int, ...], list[tuple[int, int]]]] = {}
+        for place, at in shared.items():
+            outer, inner = at[roles.get("super_scale", roles["scale"])], at[roles["scale"]]
+            blocks.setdefault(outer, {}).setdefault(inner, []).append(place)
+        for parts in blocks.values():
             with np.errstate(all="ignore"):
-                if scheme == "minmax":
-                    zero = str(given["zero"])
-                    codes, roles[zero][block], roles[scale][block] = _minmax(x, kind, self.kind(zero), self.kind(scale), given)
-                else:
-                    codes, roles[scale][block] = _absmax(x, kind, self.kind(scale), scheme, self._offset(code), given)
-            for place, chosen in zip(places, codes, strict=True):
-                fields[code][place] = chosen
-        return {**fields, **roles}
+                codes, values = self._block(weight, list(parts.values()), given)
+            for places, part in zip(parts.values(), codes, strict=True):
+                for place, each in zip(places, part, strict=True):
+                    fields[code][place] = each
+            for role, found in values.items():
+                name = roles[role]
+                elements = dict.fromkeys(shared[places[0]][name] for places in parts.values())
+                for element, each in zip(elements, found, strict=True):
+                    fields[name][element] = each
+        return fields
 
-    @cached_property
-    def _blocks(self) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-        """The weights that share an element of the scale, in the order of rows and columns."""
-        scale = str(self.arguments["scale"])
-        found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for weight, _, places in self.places({scale: np.zeros(0, np.int64)}):
-            found.setdefault(places[scale], []).append(weight)
-        return found
+    def _block(self, weight: npt.NDArray[np.float32], parts: list[list[tuple[int, int]]], given: Mapping[str, Any],
+               ) -> tuple[list[list[int]], dict[str, list[int]]]:
+        """Codes of a block's parts, and the codes of what its parts, or all of it, share."""
+        assert self.spec.encode is not None
+        scheme, code, importance = self.spec.encode.name, str(given["code"]), given.get("importance")
+        kinds = {role: self.kind(str(given[role])) for role in ("code", "scale", "min", "zero", "super_scale", "super_min")
+                 if role in given}
+        x = [[np.float32(weight[place]) for place in part] for part in parts]
+        by = None if importance is None else [[np.float32(importance[k]) for _, k in part] for part in parts]
+        low, high = (end - self._offset(code) for end in _ends(kinds["code"]))
+        if scheme == "kquant_minmax":
+            return _super_minmax(x, by, kinds, given)
+        if scheme == "kquant_signmax":
+            ends = tuple(end - self._offset(str(given["scale"])) for end in _ends(kinds["scale"]))
+            return _super_signmax(x, by, kinds, given, (low, high), ends)
+        if by is not None:
+            row = [np.float32(v) for v in weight[parts[0][0][0]]]
+            counts = searches.counts(x[0], by[0], searches.total([v * v for v in row]) / np.float32(len(row)))
+            if scheme == "signmax":
+                scale, codes = searches.trials(x[0], counts, low, high)
+                return [[c - low + _ends(kinds["code"])[0] for c in codes]], {"scale": [_stored(scale, kinds["scale"])[0]]}
+            scale, least, codes = searches.ranged(x[0], counts, high, *searches.IMPORTANT)
+            return [codes], {"scale": [_stored(scale, kinds["scale"])[0]], "min": [_stored(least, kinds["min"])[0]]}
+        if scheme == "affine":
+            codes, least_code, scale_code = _affine(x[0], kinds, high)
+            return [codes], {"min": [least_code], "scale": [scale_code]}
+        if scheme == "meansign":
+            mean = searches.total([abs(v) for v in x[0]]) / np.float32(len(x[0]))
+            return [[int(v >= 0) for v in x[0]]], {"scale": [_stored(mean, kinds["scale"])[0]]}
+        if scheme == "absmax_level":
+            codes, scale_code = _level(x[0], kinds["scale"], [float(v) for v in self._levels()], self._factor())
+            return [codes], {"scale": [scale_code]}
+        if scheme == "minmax":
+            codes, zero, scale_code = _minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], given)
+            return [codes], {"zero": [zero], "scale": [scale_code]}
+        if scheme in ("absmax", "signmax"):
+            codes, scale_code = _absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), given)
+            return [codes], {"scale": [scale_code]}
+        raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/second.py")
+
+    def _levels(self) -> list[Scalar]:
+        """The only table, in order."""
+        (table,) = self.spec.tables
+        return [self.tables[table.name.value, (i,)] for i in range(table.shape[0])]
+
+    def _factor(self) -> float:
+        """The product of the numbers of decode."""
+        return prod(float(part.value) for part in _walk(self.spec.decode) if isinstance(part, g.Number))
 
     def _offset(self, code: str) -> int:
         """What decode takes off a code before it is scaled."""
@@ -352,6 +396,66 @@ def _stored(scale: np.float32, kind: str) -> tuple[int, np.float32]:
     return code, np.float32(value(kind, code))
 
 
+def _ends(kind: str) -> tuple[int, int]:
+    """The least and the largest value of an integer type; of a float, of no matter."""
+    bits = int(kind[1:]) if kind[0] in "ui" and kind[1:].isdigit() else 0
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "i" else (0, (1 << bits) - 1)
+
+
+def _affine(x: list[np.float32], kinds: Mapping[str, str], steps: int) -> tuple[list[int], int, int]:
+    """Codes, the minimum's code and the scale's code for the range of a block in so many steps."""
+    low = min(x)
+    exact = (max(x) - low) / np.float32(steps)
+    inverse = np.float32(1) / exact if exact else np.float32(0)
+    codes = [0 if np.isinf(inverse) else whole(kinds["code"], (v - low) * inverse, "up") for v in x]
+    return codes, _stored(low, kinds["min"])[0], _stored(abs(exact), kinds["scale"])[0]
+
+
+def _level(x: list[np.float32], scale: str, levels: list[float], factor: float) -> tuple[list[int], int]:
+    """Codes of the nearest levels, of equals the first, and the scale's code."""
+    largest, top = max(abs(v) for v in x), max(levels) * factor
+    if scale == "e8m0h":
+        powers = np.floor(np.float32(np.log2(np.float64(largest)))) - floor(log2(top)) + 128 if largest else 0
+        code = int(min(max(powers, 0), 255))
+    else:
+        code = _ue4m3(largest / np.float32(top))
+    unit = np.float32(value(scale, code)) * np.float32(factor)
+    errors = [[abs(np.float32(level) * unit - v) for level in levels] for v in x]
+    return [each.index(min(each)) for each in errors], code
+
+
+def _ue4m3(x: np.float32) -> int:
+    """The code of the nearest value, ties up; below the normal numbers at most 7, and past 248 the largest."""
+    if x < 2 ** -6:
+        return min(7, int(x * np.float32(512) + np.float32(0.5)))
+    values = [float(value("ue4m3", code)) for code in range(8, 120)] + [256.0]
+    middles = [(a + b) / 2 for a, b in pairwise(values)]
+    return 126 if x >= middles[-1] else 8 + bisect(middles, float(x))
+
+
+Parts = list[list[np.float32]]
+Chosen = tuple[list[list[int]], dict[str, list[int]]]
+
+
+def _super_minmax(x: Parts, by: Parts | None, kinds: Mapping[str, str], given: Mapping[str, Any]) -> Chosen:
+    trials = float(given["first"]), float(given["step"]), int(given["steps"])
+    codes, scales, mins, d, dm = searches.super_minmax(x, by, _ends(kinds["code"])[1], _ends(kinds["scale"])[1], *trials,
+                                                       given.get("errors") == "magnitudes", float(given.get("spread", 1)))
+    return codes, {"scale": scales, "min": mins, "super_scale": [_stored(d, kinds["super_scale"])[0]],
+                   "super_min": [_stored(dm, kinds["super_min"])[0]]}
+
+
+def _super_signmax(x: Parts, by: Parts | None, kinds: Mapping[str, str], given: Mapping[str, Any], ends: tuple[int, int],
+                   steps: tuple[int, ...]) -> Chosen:
+    codes, scales, d = searches.super_signmax(x, by, *ends, steps[0], steps[1], given.get("by") == "exchange",
+                                              float(given.get("spread", 0)))
+    base, least = _ends(kinds["code"])[0] - ends[0], _ends(kinds["scale"])[0] - steps[0]
+    width = (1 << int(kinds["scale"][1:])) - 1
+    return ([[c + base for c in part] for part in codes],
+            {"scale": [0] * len(x) if scales is None else [step + least & width for step in scales],
+             "super_scale": [_stored(d, kinds["super_scale"])[0]]})
+
+
 def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int, given: Mapping[str, str | float | bool],
             ) -> tuple[list[int], int]:
     """Codes and the scale's code for scale = largest / divisor, where signmax keeps the sign of the largest."""
@@ -367,7 +471,8 @@ def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int
     elif by == "exact":
         code, _ = _stored(exact, scale)
         factor = np.float32(1) / exact if exact else np.float32(0)
-        scaled = [v * factor for v in x]
+        lost = np.float32(0 if given.get("lost") == "zero" else -offset)
+        scaled = [lost if np.isinf(factor) else v * factor for v in x]
     else:
         code, used = _stored(exact if exact else np.float32(2 ** -23), scale)
         scaled = [v / used for v in x]

@@ -48,9 +48,9 @@ def schemes() -> list[str]:
         return "; ".join(f"`{name}`: {'a number' if words is None else ', '.join(words)}"
                          for name, words in SCHEMES[scheme].options.items()) or "none"
 
-    return rows(["scheme", "chooses", "options", "how", "inverts"], (
-        [f"`{name}`", ", ".join(f"`{role}`" for role in scheme.roles), options(name), scheme.summary,
-         " or ".join(f"`{pattern}`" for pattern in scheme.patterns)]
+    return rows(["scheme", "chooses", "options", "importance", "how", "inverts"], (
+        [f"`{name}`", ", ".join(f"`{role}`" for role in scheme.roles), options(name), "yes" if scheme.importance else "",
+         scheme.summary, " or ".join(f"`{pattern}`" for pattern in scheme.patterns)]
         for name, scheme in SCHEMES.items()))
 
 
