@@ -26,7 +26,7 @@ class Search:
     columns: int
     shared: int = 1
 
-    def found(self, weight: Floats, importance: Floats | None, signs: Floats | None | bool,
+    def found(self, weight: Floats, importance: Floats | None, signs: Floats | bool | None,
               ) -> tuple[list[int], list[int], list[int], list[int], np.float16]:
         """(rows, tables, signs, scales, super-scale); signs are rows of a table, bits (None), or the grid's own (False)."""
         power = exponent(weight)

@@ -340,21 +340,22 @@ class Reading:
         tables = {table.name.value: np.array([[self.tables[table.name.value, (i, j)] for j in range(table.shape[1])]
                                               for i in range(table.shape[0])], np.float32)
                   for table in self.spec.tables if len(table.shape) == 2}
-        factors, sums = list(_factors(self.spec.decode)), [part for part in _walk(self.spec.decode)
-                                                           if isinstance(part, g.Binary) and part.op == "+"]
-        steps = [prod(np.float32(_step(part, {roles["scale"]: code}, {})) for part in factors if set(g.names(part)) <= {roles["scale"]})
+        alone = [part for part in _factors(self.spec.decode) if set(g.names(part)) <= {roles["scale"]}]
+        steps = [prod(np.float32(_step(part, {roles["scale"]: code}, {})) for part in alone)
                  for code in range(1 + _ends(self.kind(roles["scale"]))[1])]
-        shifted = [part.right for part in sums if "shift" in roles and set(g.names(part.right)) == {roles["shift"]}]
-        shifts = [np.float32(_step(part, {roles["shift"]: code}, {})) for part in shifted for code in range(2)]
+        shifts = [np.float32(_step(part.right, {roles["shift"]: code}, {})) for part in _walk(self.spec.decode)
+                  if isinstance(part, g.Binary) and set(g.names(part.right)) == {roles.get("shift")} and part.op == "+"
+                  for code in range(2)]
         size = {role: self.shape[1] // self._extent(name) for role, name in roles.items()}
-        search = grids.Search([tables["grid"] + by for by in shifts or [np.float32(0)]], np.array(steps, np.float32), size["scale"],
-                              size.get("shift", size["code"]) // size["code"])
+        search = grids.Search([tables["grid"] + by for by in shifts or [np.float32(0)]], np.array(steps, np.float32),
+                              size["scale"], size.get("shift", size["code"]) // size["code"])
         signs = False if shifts else tables.get("sign")
         found: dict[str, list[list[int]]] = {name: [[] for _ in weight] for name in roles.values()}
         with np.errstate(all="ignore"):
             for n, k in np.ndindex(self.shape[0], self.shape[1] // size["super_scale"]):
                 part = slice(k * size["super_scale"], (k + 1) * size["super_scale"])
-                made = search.found(weight[n, part], None if importance is None else np.asarray(importance, np.float32)[part], signs)
+                by = None if importance is None else np.asarray(importance, np.float32)[part]
+                made = search.found(weight[n, part], by, signs)
                 chosen = dict(zip(("code", "shift", "sign", "scale"), made, strict=False))
                 for role, name in roles.items():
                     found[name][n] += [int(made[4].view(np.uint16))] if role == "super_scale" else chosen[role]
