@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,12 +58,13 @@ def _nearest(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
     """Codes by the thresholds between neighbouring levels; a weight on a threshold has the code that is first in the table."""
     first = {number: i for i, number in reversed(list(enumerate(level.numbers)))}
     order = sorted(first)
-    place = torch.zeros_like(blocks, dtype=torch.uint8)
+    values, units = blocks.cpu().numpy(), unit.cpu().numpy()    # numpy's comparisons are more than twice as fast as torch's
+    place, above = np.zeros(values.shape, np.uint8), np.empty(values.shape, np.bool_)
     for low, high in pairwise(order):
-        middle = (low + high) / 2 * unit
-        place += blocks > middle if first[low] < first[high] else blocks >= middle
-    codes = torch.tensor([first[number] for number in order], dtype=torch.uint8, device=blocks.device)
-    return codes[place.int()]
+        compare = np.greater if first[low] < first[high] else np.greater_equal
+        place += compare(values, np.float32((low + high) / 2) * units, out=above).view(np.uint8)
+    codes = torch.tensor([first[number] for number in order], dtype=torch.uint8)
+    return codes.index_select(0, torch.from_numpy(place).flatten().int()).view(blocks.shape).to(blocks.device)
 
 
 def _first_least(values: Tensor, unit: Tensor, level: Table) -> Tensor:
