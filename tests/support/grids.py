@@ -14,7 +14,7 @@ import numpy.typing as npt
 F = np.float32
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
-RATIOS = [F(0.6 * 3.5 ** (i / 9)) for i in range(10)]
+RATIOS = [F(0.65 * 2.9 ** (i / 6)) for i in range(7)]
 
 
 @dataclass
