@@ -1,4 +1,4 @@
-"""Quantizers of the IQ types: bytes where they are ggml's, elsewhere errors beside ggml's own; rows that are easily got wrong."""
+"""Quantizers of the IQ types: errors beside ggml's own, and rows that are easily got wrong.  Bytes are in test_goldens.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ DATA = ROOT / "tests" / "data" / "gguf"
 FORMATS = {path.stem: module(path) for path in SHIPPED if path.stem.startswith("iq")}
 ERRORS: dict[str, dict[str, float]] = json.loads((DATA / "errors.json").read_text())
 MOST = {"iq2_xxs": 0.96}                                         # of ggml's error
-BYTES = ("iq4_nl", "iq4_xs")
 
 
 @cache
@@ -43,17 +42,6 @@ def error(module: ModuleType, weight: Tensor, importance: Tensor | None) -> floa
     if importance is not None:
         counts *= importance.double().view(-1, 256)
     return float((counts * (x - found.double().view_as(x)) ** 2).sum() / (counts * x * x).sum())
-
-
-@pytest.mark.parametrize("rows", ["gauss", "edge", "gauss_imones", "gauss_im"])
-@pytest.mark.parametrize("name", BYTES)
-def test_bytes_are_those_of_ggml(name: str, rows: str) -> None:
-    importance = {"gauss_imones": torch.ones(512), "gauss_im": inputs()["imatrix"]}.get(rows)
-    weight = inputs()["x_edge" if rows == "edge" else "x_gauss"]
-    with np.load(DATA / f"{name}.npz") as file:
-        wanted = torch.from_numpy(file[f"q_{rows}"])
-    found = FORMATS[name].quantize(weight, importance=importance).tensors["blocks"]
-    assert (found != wanted).any(1).nonzero().flatten().tolist() == []
 
 
 @pytest.mark.parametrize("importance", ["none", "ones", "imatrix"])

@@ -28,7 +28,7 @@ from qdsl.runtime.tables import Table
 
 Integers = NDArray[np.int64]
 
-RATIOS = tuple(0.6 * 3.5 ** (i / 9) for i in range(10))          # scales to try, from 0.6 to 2.1 of what the mean square says
+RATIOS = tuple(0.65 * 2.9 ** (i / 6) for i in range(7))         # scales to try, of what the mean square says: to 1.9 times that
 GAINS = 1 << 18                                                  # groups times rows of a grid at a time: they stay in a cache
 PRODUCTS = 1 << 18                                               # in a matrix product: more would be shared out among threads
 

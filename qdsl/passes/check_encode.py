@@ -139,6 +139,8 @@ def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], const
     for role, name in (("code", "grid"), ("sign", "signs")):
         if name in constants and _length(program.field(roles[role]).index) != tables[str(constants[name])].shape[1]:
             problems.add(call.span, f"'{roles[role]}' and a row of '{constants[name]}' are of different numbers of columns")
+    if "signs" in constants and not set(tables[str(constants["signs"])].values) <= {1, -1}:
+        problems.add(call.span, f"'{call.name}' needs signs of 1 and -1, and '{constants['signs']}' has others")
     if "sign" in roles and "signs" not in constants and program.field(roles["sign"]).index != program.values[-1].index:
         problems.add(call.span, f"'{call.name}' needs a sign for every weight, or rows of signs")
     steps = constants["steps"]

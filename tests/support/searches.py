@@ -224,3 +224,49 @@ def super_signmax(blocks: list[list[np.float32]], importance: list[list[np.float
 def _mean(blocks: list[list[np.float32]], spread: float) -> np.float32:
     every = [v for x in blocks for v in x]
     return F(spread) * total([v * v for v in every]) / F(len(every))
+
+
+# -- tables of levels --------------------------------------------------------------------------------------------------
+
+
+def nearest_level(levels: list[np.float32], x: np.float32) -> int:
+    """As ggml's best_index_int8, which finds the last level for what is no number."""
+    if x <= levels[0]:
+        return 0
+    above = next((i for i, level in enumerate(levels) if x < level), len(levels) - 1)
+    return above - 1 if x < levels[-1] and x - levels[above - 1] < levels[above] - x else above
+
+
+def level_trials(x: Floats, weights: Floats, levels: list[np.float32]) -> np.float32:
+    """The scale: where the extreme value lies among the levels is tried."""
+    top = extreme(x)
+    if abs(top) < TINY:
+        return F(0)
+
+    def fitted(inverse: np.float32) -> tuple[np.float32, np.float32]:
+        near = [levels[nearest_level(levels, inverse * v)] for v in x]
+        return (total([w * level * v for w, v, level in zip(weights, x, near, strict=True)]),
+                total([w * level * level for w, level in zip(weights, near, strict=True)]))
+
+    lx, l2 = fitted(F(1) / (-top / levels[0]))
+    scale = lx / l2 if l2 > 0 else F(0)
+    best = scale * lx
+    for by in range(-7, 8):
+        lx, l2 = fitted((F(by) + levels[0]) / top)
+        if l2 > 0 and lx * lx > best * l2:
+            scale = lx / l2
+            best = scale * lx
+    return scale
+
+
+def leveled(blocks: list[list[np.float32]], importance: list[list[np.float32]] | None, levels: list[np.float32],
+            ) -> list[np.float32]:
+    """The scales of sub-blocks."""
+    mean = _mean(blocks, 2)
+    return [level_trials(x, [v * v for v in x] if importance is None else counts(x, importance[i], mean), levels)
+            for i, x in enumerate(blocks)]
+
+
+def level_codes(x: Floats, unit: np.float32, levels: list[np.float32]) -> list[int]:
+    inverse = F(1) / unit if unit else F(0)
+    return [nearest_level(levels, inverse * v) for v in x]

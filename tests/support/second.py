@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from qdsl.spec import grammar as g
 from qdsl.spec.model import Spec, Tensor
-from tests.support import oracle, searches
+from tests.support import grids, oracle, searches
 
 Codes = npt.NDArray[np.int64]
 Scalar = int | np.float32
@@ -294,6 +294,8 @@ class Reading:
             for place in np.ndindex(*self.shape):
                 fields[code][place] = nearest(self.kind(code), np.float32(weight[place]))
             return fields
+        if self.spec.encode.name.startswith("grid_"):
+            return self._grids(weight, {role: str(name) for role, name in self.arguments.items()}, given.get("importance"))
         roles = {role: str(given[role]) for role in ("scale", "min", "zero", "super_scale", "super_min") if role in given}
         shared = {place: at for place, _, at in self.places({name: np.zeros(0, np.int64) for name in roles.values()})}
         for name in roles.values():
@@ -330,6 +332,8 @@ class Reading:
         if scheme == "kquant_signmax":
             ends = tuple(end - self._offset(str(given["scale"])) for end in _ends(kinds["scale"]))
             return _super_signmax(x, by, kinds, given, (low, high), ends)
+        if scheme in ("block_levels", "kquant_levels"):
+            return _leveled(x, by, kinds, [np.float32(v) for v in self._levels()], self._offset(str(given["scale"])))
         if by is not None:
             row = [np.float32(v) for v in weight[parts[0][0][0]]]
             counts = searches.counts(x[0], by[0], searches.total([v * v for v in row]) / np.float32(len(row)))
@@ -354,6 +358,36 @@ class Reading:
             codes, scale_code = _absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), given)
             return [codes], {"scale": [scale_code]}
         raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/second.py")
+
+    def _grids(self, weight: npt.NDArray[np.float32], roles: Mapping[str, str], importance: Any) -> dict[str, Codes]:
+        """Fields of super-blocks of rows of a grid: `code` says the row, and decode what else there is."""
+        tables = {table.name.value: np.array([[self.tables[table.name.value, (i, j)] for j in range(table.shape[1])]
+                                              for i in range(table.shape[0])], np.float32)
+                  for table in self.spec.tables if len(table.shape) == 2}
+        alone = [part for part in _factors(self.spec.decode) if set(g.names(part)) <= {roles["scale"]}]
+        steps = [prod(np.float32(_step(part, {roles["scale"]: code}, {})) for part in alone)
+                 for code in range(1 + _ends(self.kind(roles["scale"]))[1])]
+        shifts = [np.float32(_step(part.right, {roles["shift"]: code}, {})) for part in _walk(self.spec.decode)
+                  if isinstance(part, g.Binary) and set(g.names(part.right)) == {roles.get("shift")} and part.op == "+"
+                  for code in range(2)]
+        size = {role: self.shape[1] // self._extent(name) for role, name in roles.items()}
+        search = grids.Search([tables["grid"] + by for by in shifts or [np.float32(0)]], np.array(steps, np.float32),
+                              size["scale"], size.get("shift", size["code"]) // size["code"])
+        signs = False if shifts else tables.get("sign")
+        found: dict[str, list[list[int]]] = {name: [[] for _ in weight] for name in roles.values()}
+        with np.errstate(all="ignore"):
+            for n, k in np.ndindex(self.shape[0], self.shape[1] // size["super_scale"]):
+                part = slice(k * size["super_scale"], (k + 1) * size["super_scale"])
+                by = None if importance is None else np.asarray(importance, np.float32)[part]
+                made = search.found(weight[n, part], by, signs)
+                chosen = dict(zip(("code", "shift", "sign", "scale"), made, strict=False))
+                for role, name in roles.items():
+                    found[name][n] += [int(made[4].view(np.uint16))] if role == "super_scale" else chosen[role]
+        return {name: np.array(values, np.int64) for name, values in found.items()}
+
+    def _extent(self, name: str) -> int:
+        """How many elements of a field lie along the columns."""
+        return 1 + max(at[name][1] for _, _, at in self.places({name: np.zeros(0, np.int64)}))
 
     def _levels(self) -> list[Scalar]:
         """The only table, in order."""
@@ -405,6 +439,13 @@ def _step(expr: g.Expr, env: Mapping[str, Scalar], tables: Tables) -> Scalar:
         a, b = np.float32(a), np.float32(b)
     return {"+": lambda: a + b, "-": lambda: a - b, "*": lambda: a * b, "/": lambda: a / b, "//": lambda: a // b,
             "%": lambda: a % b}[expr.op]()
+
+
+def _factors(expr: g.Expr) -> Iterator[g.Expr]:
+    if isinstance(expr, g.Binary) and expr.op == "*":
+        yield from (*_factors(expr.left), *_factors(expr.right))
+    else:
+        yield expr
 
 
 # -- encode schemes, for the weights of one block -----------------------------------------------------------------------
@@ -478,6 +519,18 @@ def _super_signmax(x: Parts, by: Parts | None, kinds: Mapping[str, str], given: 
     return ([[c + base for c in part] for part in codes],
             {"scale": [0] * len(x) if scales is None else [step + least & width for step in scales],
              "super_scale": [_stored(d, kinds["super_scale"])[0]]})
+
+
+def _leveled(x: Parts, by: Parts | None, kinds: Mapping[str, str], levels: list[np.float32], offset: int) -> Chosen:
+    scales = searches.leveled(x, by, levels)
+    if "super_scale" not in kinds:
+        return [searches.level_codes(x[0], scales[0], levels)], {"scale": [_stored(scales[0], kinds["scale"])[0]]}
+    least, most = (end - offset for end in _ends(kinds["scale"]))
+    d = searches.extreme(scales) / np.float32(least)
+    inverse = np.float32(1) / d if d else np.float32(0)
+    steps = [searches.between(least, searches.rounded(inverse * scale), most) for scale in scales]
+    codes = [searches.level_codes(part, d * np.float32(step), levels) for part, step in zip(x, steps, strict=True)]
+    return codes, {"scale": [step + offset for step in steps], "super_scale": [_stored(d, kinds["super_scale"])[0]]}
 
 
 def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int, given: Mapping[str, str | float | bool],
