@@ -17,8 +17,9 @@ from qdsl.runtime import PackedWeight, cpu
 from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
 
 CASES = cases()
-# Groups of 9 are cut short at 256 columns, and 20 groups lie beside planes of 16: plain tiles serve these.
-PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "int_group.planar-bits3-group128"}
+# Groups of 9 are cut short at 256 columns, 20 groups lie beside planes of 16, and columns lie in ranges: plain tiles serve these.
+PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "int_group.planar-bits3-group128", "tq1_0.gguf",
+         "ranges.runs", "ranges.words"}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
     "q8_0": lambda: q8_0.quantize(sample(48, 256)),
     "q4_0": lambda: q4_0.quantize(sample(48, 256)),
