@@ -48,7 +48,8 @@ def drawn(seed: int) -> Drawn:
     if "a" in fields:
         decode = draw.choice((f"{decode} * a", f"a * {decode}", f"{decode} - a", f"{decode} + a * s", f"-{decode} / a"))
     in_base3 = fields["q"][0] == "u2" and draw.random() < 0.7
-    tensors = (digits(draw) if in_base3 else codes(draw, bits)) + "".join(values(draw, name, *fields[name]) for name in fields if name != "q")
+    tensors = digits(draw) if in_base3 else codes(draw, bits)
+    tensors += "".join(values(draw, name, *fields[name]) for name in fields if name != "q")
     params = "params: {group: [32, 7, -1]}\n" if any("group" in i for _, index in fields.values() for i in index) else ""
     shown = "".join(f"  {name}: {kind}[{', '.join(index)}]\n" for name, (kind, index) in fields.items())
     text = f"format: drawn\nweight: [N, K]\n{params}fields:\n{shown}decode: {decode}\nstorage:\n  p:\n{tensors}"
