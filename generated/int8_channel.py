@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, many, narrow, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, device, lanes, many, narrow, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def decode(q: Tensor, s: Tensor, z: Tensor | None = None, out: Tensor | None = N
     q = q.to(torch.int16)
     z = 0 if z is None else z.to(torch.int16).unsqueeze(-1)
     s = s.float().unsqueeze(-1)
-    return torch.mul(q - z, s, out=out)
+    return torch.mul(as_float(q - z, out), s, out=out)
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:

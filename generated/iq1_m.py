@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, device, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, device, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ CODES = (0, 2, 5, 8, 10, 17, 21, 32, 34, 40, 42, 69, 81, 84, 86, 101, 128, 130, 
         43688, 43690)
 
 
-GRID = Table("f32", *(CODES[i] // 4 ** j % 4 - 1 for i in range(2048) for j in range(8)), columns=8)
+GRID = Table("i8", *(CODES[i] // 4 ** j % 4 - 1 for i in range(2048) for j in range(8)), columns=8)
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -204,7 +204,8 @@ def decode(d: Tensor, sc: Tensor, down: Tensor, g: Tensor, out: Tensor | None = 
     sc = sc.view(torch.int8).unflatten(1, (-1, 16))[..., None, None]
     down = down.view(torch.int8).unflatten(1, (-1, 16, 2)).unsqueeze(-1)
     grid = GRID[g.unflatten(-1, (-1, 16, 2))]
-    return torch.mul(d * (2 * sc + 1), grid + 0.125 * (1 - 2 * down), out=out).flatten(1)
+    w = torch.add(as_float(grid, out), 0.125 * (1 - 2 * down), out=out)
+    return torch.mul(d * (2 * sc + 1), w, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """iq2_s: GGML IQ2_S, rows of 8 magnitudes from a grid of 1024, with a sign each and 4-bit scales.
 
-    w = d * (sc + 0.5) * 0.25 * grid[g, k % 8] * (1 - 2 * s)
+    w = d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * (1 - 2 * s))
     float32, rounded after each operation
 
     d      f16 [N, K/256]
@@ -10,7 +10,7 @@
 
     gguf: 2.5625 bits per weight
 
-Built from the spec iq2_s (sha256 463c610df6f87686) by qdsl 0.1.0.
+Built from the spec iq2_s (sha256 294f829ba1f4229b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, device, empty
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, empty, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ CODES = (0, 2, 5, 8, 10, 17, 20, 22, 25, 32, 34, 37, 40, 65, 68, 70, 73, 80, 82,
 LEVEL = (8, 25, 43)
 
 
-GRID = Table("f32", *(LEVEL[CODES[i] // 4 ** j % 4] for i in range(1024) for j in range(8)), columns=8)
+GRID = Table("i8", *(LEVEL[CODES[i] // 4 ** j % 4] for i in range(1024) for j in range(8)), columns=8)
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -99,14 +99,14 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     r = blocks.unflatten(-1, (-1, 82))
     g_low = (r[..., 2:34]).flatten(1)
     g_bytes = r[..., 66:74].contiguous()
-    g_high = torch.stack([g_bytes >> 2 * i & 3 for i in range(4)], -1).flatten(1)
+    g_high = spread(r[..., 66:74], 2).to(torch.int32).flatten(1)
     s_bytes = r[..., 34:66].contiguous()
     sc_bytes = r[..., 74:82].contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],
         "sc": torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1),
         "g": g_low.to(torch.int32) | g_high.to(torch.int32) << 8,
-        "s": torch.stack([s_bytes >> 1 * i & 1 for i in range(8)], -1).flatten(1),
+        "s": spread(r[..., 34:66], 1).flatten(1),
     }
 
 
@@ -127,15 +127,15 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.25 * grid[g, k % 8] * (1 - 2 *
-    s).  d [N, K/256], sc [N, K/16], g [N, K/8], s [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * (1 - 2 *
+    s)).  d [N, K/256], sc [N, K/16], g [N, K/8], s [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 16, 2, 8))
     d = d.float()[..., None, None, None]
     sc = sc.unflatten(1, (-1, 16))[..., None, None]
     s = s.view(torch.int8).unflatten(1, (-1, 16, 2, 8))
     grid = GRID[g.unflatten(-1, (-1, 16, 2))]
-    return torch.mul(d * (sc + 0.5) * 0.25 * grid, 1 - 2 * s, out=out).flatten(1)
+    return torch.mul(d * (sc + 0.5) * 0.25, as_float(grid * (1 - 2 * s), out), out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def _dequantize_gguf(blocks, grid, out, N, K, BN: tl.constexpr, BK: tl.constexpr
     for h in tl.static_range(8):
         s = (s_word >> h & 1).to(tl.int32)
         column = h
-        w = d * (sc + 0.5) * 0.25 * tl.load(grid + 8 * g + column) * (1 - 2 * s)
+        w = d * (sc + 0.5) * 0.25 * (tl.load(grid + 8 * g + column) * (1 - 2 * s))
         tl.store(out + 256 * t + 8 * i + h, w, live)
 
 
@@ -207,7 +207,7 @@ def _linear_gguf(blocks, grid, x, bias, out, N, K, BN: tl.constexpr, BK: tl.cons
             s = (s_word >> h & 1).to(tl.int32)
             column = h
             x_k = tl.load(x + 256 * t + 8 * i + h, live, 0).to(tl.float32)
-            acc += d * (sc + 0.5) * 0.25 * tl.load(grid + 8 * g + column) * (1 - 2 * s) * x_k
+            acc += d * (sc + 0.5) * 0.25 * (tl.load(grid + 8 * g + column) * (1 - 2 * s)) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
@@ -235,10 +235,10 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="iq2_s", title="GGML IQ2_S, rows of 8 magnitudes from a grid of 1024, with a sign each and 4-bit scales",
-    source="ggml-common.h block_iq2_s", formula="d * (sc + 0.5) * 0.25 * grid[g, k % 8] * (1 - 2 * s)",
+    source="ggml-common.h block_iq2_s", formula="d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * (1 - 2 * s))",
     variants={(): VARIANT},
     detect={"gguf": "IQ2_S"},
-    digest="463c610df6f87686",
+    digest="294f829ba1f4229b",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

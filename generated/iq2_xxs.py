@@ -1,6 +1,6 @@
 """iq2_xxs: GGML IQ2_XXS, rows of 8 magnitudes from a grid of 256, with signs and 4-bit scales.
 
-    w = d * (sc + 0.5) * 0.25 * grid[g, k % 8] * sign[s, k % 8]
+    w = d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * sign[s, k % 8])
     float32, rounded after each operation
 
     d      f16 [N, K/256]
@@ -10,7 +10,7 @@
 
     gguf: 2.0625 bits per weight
 
-Built from the spec iq2_xxs (sha256 8477c3bec0451436) by qdsl 0.1.0.
+Built from the spec iq2_xxs (sha256 86d84818d390790f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, device, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -46,10 +46,10 @@ CODES = (0, 2, 5, 8, 10, 17, 20, 32, 34, 40, 42, 65, 68, 80, 88, 97, 100, 128, 1
 LEVEL = (8, 25, 43)
 
 
-GRID = Table("f32", *(LEVEL[CODES[i] // 4 ** j % 4] for i in range(256) for j in range(8)), columns=8)
+GRID = Table("i8", *(LEVEL[CODES[i] // 4 ** j % 4] for i in range(256) for j in range(8)), columns=8)
 
 
-SIGN = Table("f32", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)),
+SIGN = Table("i8", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)),
         columns=8)
 
 
@@ -80,15 +80,15 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.25 * grid[g, k % 8] * sign[s, k %
-    8].  d [N, K/256], sc [N, K/32], g [N, K/8], s [N, K/8].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * sign[s, k
+    % 8]).  d [N, K/256], sc [N, K/32], g [N, K/8], s [N, K/8].
     """
     out = out if out is None else out.unflatten(1, (-1, 8, 4, 8))
     d = d.float()[..., None, None, None]
     sc = sc.unflatten(1, (-1, 8))[..., None, None]
     grid = GRID[g.unflatten(-1, (-1, 8, 4))]
     sign = SIGN[s.unflatten(-1, (-1, 8, 4))]
-    return torch.mul(d * (sc + 0.5) * 0.25 * grid, sign, out=out).flatten(1)
+    return torch.mul(d * (sc + 0.5) * 0.25, as_float(grid * sign, out), out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ def _dequantize_gguf(blocks, grid, sign, out, N, K, BN: tl.constexpr, BK: tl.con
     s = device.stream(blocks + 66 * (k // 8 // 32), 1, 64 * (k // 8 % 32 // 4) + 7 * (k // 8 % 32 % 4)
         + 48, 7, 8, live).to(tl.int32)
     column = k % 8
-    w = d * (sc + 0.5) * 0.25 * tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column)
+    w = d * (sc + 0.5) * 0.25 * (tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column))
     tl.store(out + k, w, live)
 
 
@@ -149,7 +149,7 @@ def _linear_gguf(blocks, grid, sign, x, bias, out, N, K, BN: tl.constexpr, BK: t
             + 48, 7, 8, live).to(tl.int32)
         column = k % 8
         x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += d * (sc + 0.5) * 0.25 * tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column) * x_k
+        acc += d * (sc + 0.5) * 0.25 * (tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column)) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
@@ -177,10 +177,10 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="iq2_xxs", title="GGML IQ2_XXS, rows of 8 magnitudes from a grid of 256, with signs and 4-bit scales",
-    source="ggml-common.h block_iq2_xxs", formula="d * (sc + 0.5) * 0.25 * grid[g, k % 8] * sign[s, k % 8]",
+    source="ggml-common.h block_iq2_xxs", formula="d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * sign[s, k % 8])",
     variants={(): VARIANT},
     detect={"gguf": "IQ2_XXS"},
-    digest="8477c3bec0451436",
+    digest="86d84818d390790f",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -1,6 +1,6 @@
 """iq3_s: GGML IQ3_S, rows of 4 magnitudes from a grid of 512, with a sign each and 4-bit scales.
 
-    w = d * (2 * sc + 1) * grid[g, k % 4] * (1 - 2 * s)
+    w = d * (2 * sc + 1) * (grid[g, k % 4] * (1 - 2 * s))
     float32, rounded after each operation
 
     d      f16 [N, K/256]
@@ -10,7 +10,7 @@
 
     gguf: 3.4375 bits per weight
 
-Built from the spec iq3_s (sha256 788f4968290c7acf) by qdsl 0.1.0.
+Built from the spec iq3_s (sha256 4e25473cbbe50450) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, device, empty
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, empty, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ CODES = (0, 1, 2, 5, 7, 8, 9, 10, 12, 14, 16, 17, 21, 27, 32, 34, 37, 39, 41, 43
         4032)
 
 
-GRID = Table("f32", *(2 * (CODES[i] // 8 ** j % 8) + 1 for i in range(512) for j in range(4)), columns=4)
+GRID = Table("i8", *(2 * (CODES[i] // 8 ** j % 8) + 1 for i in range(512) for j in range(4)), columns=4)
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -63,14 +63,14 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     r = blocks.unflatten(-1, (-1, 110))
     g_low = (r[..., 2:66]).flatten(1)
     g_bytes = r[..., 66:74].contiguous()
-    g_high = torch.stack([g_bytes >> 1 * i & 1 for i in range(8)], -1).flatten(1)
+    g_high = spread(r[..., 66:74], 1).to(torch.int32).flatten(1)
     s_bytes = r[..., 74:106].contiguous()
     sc_bytes = r[..., 106:110].contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],
         "sc": torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1),
         "g": g_low.to(torch.int32) | g_high.to(torch.int32) << 8,
-        "s": torch.stack([s_bytes >> 1 * i & 1 for i in range(8)], -1).flatten(1),
+        "s": spread(r[..., 74:106], 1).flatten(1),
     }
 
 
@@ -91,15 +91,15 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (2 * sc + 1) * grid[g, k % 4] * (1 - 2 * s).  d
-    [N, K/256], sc [N, K/32], g [N, K/4], s [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * (2 * sc + 1) * (grid[g, k % 4] * (1 - 2 * s)).
+    d [N, K/256], sc [N, K/32], g [N, K/4], s [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 8, 8, 4))
     d = d.float()[..., None, None, None]
     sc = sc.view(torch.int8).unflatten(1, (-1, 8))[..., None, None]
     s = s.view(torch.int8).unflatten(1, (-1, 8, 8, 4))
     grid = GRID[g.unflatten(-1, (-1, 8, 8))]
-    return torch.mul(d * (2 * sc + 1) * grid, 1 - 2 * s, out=out).flatten(1)
+    return torch.mul(d * (2 * sc + 1), as_float(grid * (1 - 2 * s), out), out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ def _dequantize_gguf(blocks, grid, out, N, K, BN: tl.constexpr, BK: tl.constexpr
         g = (g_low | g_high << 8).to(tl.int32)
         s = (s_word >> h & 1).to(tl.int32)
         column = h % 4
-        w = d * (2 * sc + 1) * tl.load(grid + 4 * g + column) * (1 - 2 * s)
+        w = d * (2 * sc + 1) * (tl.load(grid + 4 * g + column) * (1 - 2 * s))
         tl.store(out + 256 * t + 8 * i + h, w, live)
 
 
@@ -170,7 +170,7 @@ def _linear_gguf(blocks, grid, x, bias, out, N, K, BN: tl.constexpr, BK: tl.cons
             s = (s_word >> h & 1).to(tl.int32)
             column = h % 4
             x_k = tl.load(x + 256 * t + 8 * i + h, live, 0).to(tl.float32)
-            acc += d * (2 * sc + 1) * tl.load(grid + 4 * g + column) * (1 - 2 * s) * x_k
+            acc += d * (2 * sc + 1) * (tl.load(grid + 4 * g + column) * (1 - 2 * s)) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
@@ -198,10 +198,10 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="iq3_s", title="GGML IQ3_S, rows of 4 magnitudes from a grid of 512, with a sign each and 4-bit scales",
-    source="ggml-common.h block_iq3_s", formula="d * (2 * sc + 1) * grid[g, k % 4] * (1 - 2 * s)",
+    source="ggml-common.h block_iq3_s", formula="d * (2 * sc + 1) * (grid[g, k % 4] * (1 - 2 * s))",
     variants={(): VARIANT},
     detect={"gguf": "IQ3_S"},
-    digest="788f4968290c7acf",
+    digest="4e25473cbbe50450",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

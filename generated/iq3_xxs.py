@@ -1,6 +1,6 @@
 """iq3_xxs: GGML IQ3_XXS, rows of 4 magnitudes from a grid of 256, with signs and 4-bit scales.
 
-    w = d * (sc + 0.5) * 0.5 * grid[g, k % 4] * sign[s, k % 8]
+    w = d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8])
     float32, rounded after each operation
 
     d      f16 [N, K/256]
@@ -10,7 +10,7 @@
 
     gguf: 3.0625 bits per weight
 
-Built from the spec iq3_xxs (sha256 0ccef98e4ae098d5) by qdsl 0.1.0.
+Built from the spec iq3_xxs (sha256 bfc5bb12562dc32a) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, device, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -44,10 +44,10 @@ CODES = (0, 2, 4, 9, 11, 15, 16, 18, 25, 34, 59, 61, 65, 67, 72, 74, 81, 85, 88,
 LEVEL = (4, 12, 20, 28, 36, 44, 52, 62)
 
 
-GRID = Table("f32", *(LEVEL[CODES[i] // 8 ** j % 8] for i in range(256) for j in range(4)), columns=4)
+GRID = Table("i8", *(LEVEL[CODES[i] // 8 ** j % 8] for i in range(256) for j in range(4)), columns=4)
 
 
-SIGN = Table("f32", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)),
+SIGN = Table("i8", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)),
         columns=8)
 
 
@@ -78,15 +78,15 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.5 * grid[g, k % 4] * sign[s, k %
-    8].  d [N, K/256], sc [N, K/32], g [N, K/4], s [N, K/8].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k %
+    8]).  d [N, K/256], sc [N, K/32], g [N, K/4], s [N, K/8].
     """
     out = out if out is None else out.unflatten(1, (-1, 8, 4, 2, 4))
     d = d.float()[..., None, None, None, None]
     sc = sc.unflatten(1, (-1, 8))[..., None, None, None]
     grid = GRID[g.unflatten(-1, (-1, 8, 4, 2))]
     sign = SIGN[s.unflatten(-1, (-1, 8, 4))].unflatten(-1, (2, 4))
-    return torch.mul(d * (sc + 0.5) * 0.5 * grid, sign, out=out).flatten(1)
+    return torch.mul(d * (sc + 0.5) * 0.5, as_float(grid * sign, out), out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ def _dequantize_gguf(blocks, grid, sign, out, N, K, BN: tl.constexpr, BK: tl.con
         + 528, 7, 8, live).to(tl.int32)
     column = k % 4
     column1 = k % 8
-    w = d * (sc + 0.5) * 0.5 * tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1)
+    w = d * (sc + 0.5) * 0.5 * (tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1))
     tl.store(out + k, w, live)
 
 
@@ -148,7 +148,7 @@ def _linear_gguf(blocks, grid, sign, x, bias, out, N, K, BN: tl.constexpr, BK: t
         column = k % 4
         column1 = k % 8
         x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += d * (sc + 0.5) * 0.5 * tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1) * x_k
+        acc += d * (sc + 0.5) * 0.5 * (tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1)) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
@@ -176,10 +176,10 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="iq3_xxs", title="GGML IQ3_XXS, rows of 4 magnitudes from a grid of 256, with signs and 4-bit scales",
-    source="ggml-common.h block_iq3_xxs", formula="d * (sc + 0.5) * 0.5 * grid[g, k % 4] * sign[s, k % 8]",
+    source="ggml-common.h block_iq3_xxs", formula="d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8])",
     variants={(): VARIANT},
     detect={"gguf": "IQ3_XXS"},
-    digest="0ccef98e4ae098d5",
+    digest="bfc5bb12562dc32a",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -3,7 +3,7 @@
     w = d * levels[q]
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/32)]
+    d      f16 [N, K/32]
     q      u4  [N, K]
 
     gguf: 4.5 bits per weight
@@ -50,7 +50,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q: Tensor, d: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, ceil(K/32)]."""
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 8, 2))
     return {
@@ -70,10 +70,10 @@ def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * levels[q].  d [N, ceil(K/32)], q [N, K]."""
-    out = out if out is None else out.unflatten(1, (d.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (d.shape[1], -1))
+    """Weights [N, K], float32 rounded after each operation: w = d * levels[q].  d [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
     d = d.float().unsqueeze(-1)
+    q = q.view(torch.int8).unflatten(1, (-1, 32))
     return torch.mul(d, LEVELS[q], out=out).flatten(1)
 
 
@@ -145,7 +145,7 @@ def _dequantize_planar(q, d, levels, out, N, K, BN: tl.constexpr, BK: tl.constex
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 32)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     out += n.to(tl.int64) * K
     t = u // 16
@@ -172,7 +172,7 @@ def _linear_planar(q, d, levels, x, bias, out, N, K, BN: tl.constexpr, BK: tl.co
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 32)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 128), BK):
@@ -355,7 +355,7 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/32)"),
+        "d": Field("f16", "N", "K/32"),
         "q": Field("u4", "N", "K"),
     },
     storages={
@@ -369,7 +369,7 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "d": Stored("f16", "N", "ceil(K/32)"),
+                "d": Stored("f16", "N", "K/32"),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
@@ -377,7 +377,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),
     },
-    decode=decode, encode=encode, importance=True, cuts=("N", "ceil(K/32)"),
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(

@@ -3,8 +3,8 @@
     w = d * (sc - 32) * levels[q]
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/256)]
-    sc     u6  [N, ceil(K/32)]
+    d      f16 [N, K/256]
+    sc     u6  [N, K/32]
     q      u4  [N, K]
 
     gguf: 4.25 bits per weight
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_levels
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, many, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     sc_bytes = r[..., 4:8].contiguous()
     sc_low = torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1)
     sc_bytes2 = r[..., 2:4].contiguous()
-    sc_high = torch.stack([sc_bytes2 >> 2 * i & 3 for i in range(4)], -1).flatten(1)
+    sc_high = spread(r[..., 2:4], 2).flatten(1)
     q_bytes = r[..., 8:136].unflatten(-1, (8, 16)).contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],
@@ -59,20 +59,20 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, ceil(K/256)]; sc uint8 [N, ceil(K/32)]."""
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/256]; sc uint8 [N, K/32]."""
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 8, 2))
     return {
         "d": d,
         "sc": sc & 63,
-        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K],
+        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1),
     }
 
 
 def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, d, sc of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    q_split = q.unflatten(-1, (-1, 8, 2, 4, 2))
     q_bytes = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
     sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
     sc_bytes[...] = sc.unsqueeze(-1)
@@ -84,13 +84,14 @@ def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * levels[q].  d [N, ceil(K/256)], sc
-    [N, ceil(K/32)], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * levels[q].  d [N, K/256], sc [N,
+    K/32], q [N, K].
     """
-    d = d.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
-    sc = sc.view(torch.int8).repeat_interleave(32, 1)[:, :q.shape[-1]]
-    q = q.view(torch.int8)
-    return torch.mul(d * (sc - 32), LEVELS[q], out=out)
+    out = out if out is None else out.unflatten(1, (-1, 8, 32))
+    d = d.float()[..., None, None]
+    sc = sc.view(torch.int8).unflatten(1, (-1, 8)).unsqueeze(-1)
+    q = q.view(torch.int8).unflatten(1, (-1, 8, 32))
+    return torch.mul(d * (sc - 32), LEVELS[q], out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -170,24 +171,23 @@ def _dequantize_planar(q, d, sc, levels, out, N, K, BN: tl.constexpr, BK: tl.con
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
-    sc += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 256)
+    sc += n.to(tl.int64) * (K // 32)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     out += n.to(tl.int64) * K
     t = u // 16
     c = u // 4 % 4
     b = u % 4
-    live = (n < N) & (128 * t + 32 * c + 2 * b < K)
+    live = (n < N) & (t < tl.cdiv(K, 128))
     d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
     sc1 = (tl.load(sc + 4 * t + c, live, 0) & 63).to(tl.int32)
     q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
                 q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
                 w = d1 * (sc1 - 32) * tl.load(levels + q1)
-                tl.store(out + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, w, inside)
+                tl.store(out + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, w, live)
 
 
 @triton.jit
@@ -199,8 +199,8 @@ def _linear_planar(q, d, sc, levels, x, bias, out, N, K, BN: tl.constexpr, BK: t
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
-    sc += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 256)
+    sc += n.to(tl.int64) * (K // 32)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 128), BK):
@@ -208,16 +208,15 @@ def _linear_planar(q, d, sc, levels, x, bias, out, N, K, BN: tl.constexpr, BK: t
         t = u // 16
         c = u // 4 % 4
         b = u % 4
-        live = (n < N) & (128 * t + 32 * c + 2 * b < K)
+        live = (n < N) & (t < tl.cdiv(K, 128))
         d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
         sc1 = (tl.load(sc + 4 * t + c, live, 0) & 63).to(tl.int32)
         q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
         for h in tl.static_range(2):
             for i in tl.static_range(2):
                 for j in tl.static_range(2):
-                    inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
                     q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
-                    x_k = tl.load(x + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, inside, 0).to(tl.float32)
+                    x_k = tl.load(x + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, live, 0).to(tl.float32)
                     acc += d1 * (sc1 - 32) * tl.load(levels + q1) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
@@ -387,8 +386,8 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/256)"),
-        "sc": Field("u6", "N", "ceil(K/32)"),
+        "d": Field("f16", "N", "K/256"),
+        "sc": Field("u6", "N", "K/32"),
         "q": Field("u4", "N", "K"),
     },
     storages={
@@ -402,10 +401,10 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "d": Stored("f16", "N", "ceil(K/256)"),
-                "sc": Stored("u8", "N", "ceil(K/32)"),
+                "d": Stored("f16", "N", "K/256"),
+                "sc": Stored("u8", "N", "K/32"),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                 tables=(LEVELS,),
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256", "32"))),

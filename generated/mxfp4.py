@@ -3,7 +3,7 @@
     w = e * level[q]
     float32, rounded after each operation
 
-    e      e8m0h [N, ceil(K/32)]
+    e      e8m0h [N, K/32]
     q      u4    [N, K]
 
     gguf: 4.25 bits per weight
@@ -51,7 +51,7 @@ def pack_gguf(e: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q: Tensor, e: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, ceil(K/32)]."""
+    """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 8, 2))
     return {
@@ -71,10 +71,10 @@ def pack_planar(e: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = e * level[q].  e [N, ceil(K/32)], q [N, K]."""
-    out = out if out is None else out.unflatten(1, (e.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (e.shape[1], -1))
+    """Weights [N, K], float32 rounded after each operation: w = e * level[q].  e [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
     e = e8m0h(e).unsqueeze(-1)
+    q = q.view(torch.int8).unflatten(1, (-1, 32))
     return torch.mul(e, LEVEL[q], out=out).flatten(1)
 
 
@@ -144,7 +144,7 @@ def _dequantize_planar(q, e, level, out, N, K, BN: tl.constexpr, BK: tl.constexp
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    e += n.to(tl.int64) * tl.cdiv(K, 32)
+    e += n.to(tl.int64) * (K // 32)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     out += n.to(tl.int64) * K
     t = u // 16
@@ -171,7 +171,7 @@ def _linear_planar(q, e, level, x, bias, out, N, K, BN: tl.constexpr, BK: tl.con
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    e += n.to(tl.int64) * tl.cdiv(K, 32)
+    e += n.to(tl.int64) * (K // 32)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 128), BK):
@@ -354,7 +354,7 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "e": Field("e8m0h", "N", "ceil(K/32)"),
+        "e": Field("e8m0h", "N", "K/32"),
         "q": Field("u4", "N", "K"),
     },
     storages={
@@ -368,7 +368,7 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "e": Stored("e8m0h", "N", "ceil(K/32)"),
+                "e": Stored("e8m0h", "N", "K/32"),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
@@ -376,7 +376,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/32)"),
+    decode=decode, encode=encode,
 )
 
 FORMAT = Format(

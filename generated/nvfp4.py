@@ -3,7 +3,7 @@
     w = e * 0.5 * level[q] * s
     float32, rounded after each operation
 
-    e      ue4m3 [N, ceil(K/16)]
+    e      ue4m3 [N, K/16]
     q      u4    [N, K]
     s      f32   []
 
@@ -58,7 +58,7 @@ def pack_gguf(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
 
 
 def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, ceil(K/16)]; s float32 []."""
+    """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, K/16]; s float32 []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 8, 2))
     fields = {
@@ -84,14 +84,15 @@ def pack_planar(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
 
 
 def decode(e: Tensor, q: Tensor, s: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = e * 0.5 * level[q] * s.  e [N, ceil(K/16)], q [N,
-    K], s [].
+    """Weights [N, K], float32 rounded after each operation: w = e * 0.5 * level[q] * s.  e [N, K/16], q [N, K], s
+    [].
     """
-    out = out if out is None else out.unflatten(1, (e.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (e.shape[1], -1))
+    out = out if out is None else out.unflatten(1, (-1, 16))
     e = ue4m3(e).unsqueeze(-1)
+    q = q.view(torch.int8).unflatten(1, (-1, 16))
     s = 1 if s is None else s
-    return torch.mul(e * 0.5 * LEVEL[q], s, out=out).flatten(1)
+    w = torch.mul(e * 0.5, LEVEL[q], out=out)
+    return torch.mul(w, s, out=out).flatten(1)
 
 
 def encode(weight: Tensor) -> dict[str, Tensor]:
@@ -170,7 +171,7 @@ def _dequantize_planar(q, e, s, level, out, N, K, BN: tl.constexpr, BK: tl.const
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    e += n.to(tl.int64) * tl.cdiv(K, 16)
+    e += n.to(tl.int64) * (K // 16)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     if s is None:
         s1 = 1
@@ -201,7 +202,7 @@ def _linear_planar(q, e, s, level, x, bias, out, N, K, BN: tl.constexpr, BK: tl.
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    e += n.to(tl.int64) * tl.cdiv(K, 16)
+    e += n.to(tl.int64) * (K // 16)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     if s is None:
         s1 = 1
@@ -359,7 +360,7 @@ def _row_planar(
 
 VARIANT = Variant(
     fields={
-        "e": Field("ue4m3", "N", "ceil(K/16)"),
+        "e": Field("ue4m3", "N", "K/16"),
         "q": Field("u4", "N", "K"),
         "s": Field("f32"),
     },
@@ -375,7 +376,7 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "e": Stored("ue4m3", "N", "ceil(K/16)"),
+                "e": Stored("ue4m3", "N", "K/16"),
                 "s": Stored("f32", optional=True),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
@@ -384,7 +385,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("16",))),
         ),
     },
-    decode=decode, encode=encode, defaults={"s": 1}, cuts=("N", "ceil(K/16)"),
+    decode=decode, encode=encode, defaults={"s": 1},
 )
 
 FORMAT = Format(

@@ -3,7 +3,7 @@
     w = d * (2 * q - 1)
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/128)]
+    d      f16 [N, K/128]
     q      u1  [N, K]
 
     gguf: 1.125 bits per weight
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import meansign
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_bytes = r[..., 2:18].contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],
-        "q": torch.stack([q_bytes >> 1 * i & 1 for i in range(8)], -1).flatten(1),
+        "q": spread(r[..., 2:18], 1).flatten(1),
     }
 
 
@@ -47,7 +47,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q: Tensor, d: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/512)]; d float16 [N, ceil(K/128)]."""
+    """Fields of q int32 [N, 16*ceil(K/512)]; d float16 [N, K/128]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
     return {
@@ -71,11 +71,11 @@ def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (2 * q - 1).  d [N, ceil(K/128)], q [N, K]."""
-    out = out if out is None else out.unflatten(1, (d.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (d.shape[1], -1))
+    """Weights [N, K], float32 rounded after each operation: w = d * (2 * q - 1).  d [N, K/128], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 128))
     d = d.float().unsqueeze(-1)
-    return torch.mul(d, 2 * q - 1, out=out).flatten(1)
+    q = q.view(torch.int8).unflatten(1, (-1, 128))
+    return torch.mul(d, as_float(2 * q - 1, out), out=out).flatten(1)
 
 
 def encode(weight: Tensor) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ def _dequantize_planar(q, d, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 128)
+    d += n.to(tl.int64) * (K // 128)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
     out += n.to(tl.int64) * K
     t = u // 16
@@ -174,7 +174,7 @@ def _linear_planar(q, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 128)
+    d += n.to(tl.int64) * (K // 128)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 512), BK):
@@ -347,7 +347,7 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/128)"),
+        "d": Field("f16", "N", "K/128"),
         "q": Field("u1", "N", "K"),
     },
     storages={
@@ -361,14 +361,14 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/512)"),
-                "d": Stored("f16", "N", "ceil(K/128)"),
+                "d": Stored("f16", "N", "K/128"),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/512)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("128",))),
         ),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/128)"),
+    decode=decode, encode=encode,
 )
 
 FORMAT = Format(

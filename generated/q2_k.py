@@ -3,10 +3,10 @@
     w = d * sc * q - dmin * mn
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/256)]
-    dmin   f16 [N, ceil(K/256)]
-    sc     u4  [N, ceil(K/16)]
-    mn     u4  [N, ceil(K/16)]
+    d      f16 [N, K/256]
+    dmin   f16 [N, K/256]
+    sc     u4  [N, K/16]
+    mn     u4  [N, K/16]
     q      u2  [N, K]
 
     gguf: 2.625 bits per weight
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -55,9 +55,9 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
     }
 
 
-def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, ceil(K/256)]; sc uint8 [N, ceil(K/16)]; dmin float16 [N,
-    ceil(K/256)]; mn uint8 [N, ceil(K/16)].
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc uint8 [N, K/16]; dmin float16 [N, K/256]; mn
+    uint8 [N, K/16].
     """
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
@@ -67,13 +67,13 @@ def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *,
         "sc": sc & 15,
         "mn": mn & 15,
         "q": torch.stack([q_bytes2 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 6], -5).unflatten(2,
-            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
+            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1),
     }
 
 
 def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, d, sc, dmin, mn of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_split = q.unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     q_bytes = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
@@ -90,14 +90,17 @@ def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> d
 
 
 def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, ceil(K/256)], dmin
-    [N, ceil(K/256)], sc [N, ceil(K/16)], mn [N, ceil(K/16)], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, K/256], dmin [N,
+    K/256], sc [N, K/16], mn [N, K/16], q [N, K].
     """
-    d = d.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
-    dmin = dmin.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
-    sc = sc.repeat_interleave(16, 1)[:, :q.shape[-1]]
-    mn = mn.repeat_interleave(16, 1)[:, :q.shape[-1]]
-    return torch.sub(d * sc * q, dmin * mn, out=out)
+    out = out if out is None else out.unflatten(1, (-1, 16, 16))
+    d = d.float()[..., None, None]
+    dmin = dmin.float()[..., None, None]
+    sc = sc.unflatten(1, (-1, 16)).unsqueeze(-1)
+    mn = mn.unflatten(1, (-1, 16)).unsqueeze(-1)
+    q = q.unflatten(1, (-1, 16, 16))
+    w = torch.mul(d * sc, as_float(q, out), out=out)
+    return torch.sub(w, dmin * mn, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -177,29 +180,28 @@ def _dequantize_planar(q, d, sc, dmin, mn, out, N, K, BN: tl.constexpr, BK: tl.c
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
-    dmin += n.to(tl.int64) * tl.cdiv(K, 256)
-    sc += n.to(tl.int64) * tl.cdiv(K, 16)
-    mn += n.to(tl.int64) * tl.cdiv(K, 16)
+    d += n.to(tl.int64) * (K // 256)
+    dmin += n.to(tl.int64) * (K // 256)
+    sc += n.to(tl.int64) * (K // 16)
+    mn += n.to(tl.int64) * (K // 16)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
     out += n.to(tl.int64) * K
     t = u // 16
     b = u // 4 % 4
     a = u % 4
-    live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+    live = (n < N) & (t < tl.cdiv(K, 256))
     d1 = tl.load(d + t, live, 0).to(tl.float32)
     dmin1 = tl.load(dmin + t, live, 0).to(tl.float32)
     q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
+            sc1 = tl.load(sc + 16 * t + 8 * h + 2 * b + i, live, 0) & 15
+            mn1 = tl.load(mn + 16 * t + 8 * h + 2 * b + i, live, 0) & 15
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
-                    inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
-                    sc1 = tl.load(sc + 16 * t + 8 * h + 2 * b + i, inside, 0) & 15
-                    mn1 = tl.load(mn + 16 * t + 8 * h + 2 * b + i, inside, 0) & 15
                     q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
                     w = d1 * sc1 * q1 - dmin1 * mn1
-                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, inside)
+                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, live)
 
 
 @triton.jit
@@ -211,10 +213,10 @@ def _linear_planar(q, d, sc, dmin, mn, x, bias, out, N, K, BN: tl.constexpr, BK:
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
-    dmin += n.to(tl.int64) * tl.cdiv(K, 256)
-    sc += n.to(tl.int64) * tl.cdiv(K, 16)
-    mn += n.to(tl.int64) * tl.cdiv(K, 16)
+    d += n.to(tl.int64) * (K // 256)
+    dmin += n.to(tl.int64) * (K // 256)
+    sc += n.to(tl.int64) * (K // 16)
+    mn += n.to(tl.int64) * (K // 16)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 256), BK):
@@ -222,20 +224,19 @@ def _linear_planar(q, d, sc, dmin, mn, x, bias, out, N, K, BN: tl.constexpr, BK:
         t = u // 16
         b = u // 4 % 4
         a = u % 4
-        live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+        live = (n < N) & (t < tl.cdiv(K, 256))
         d1 = tl.load(d + t, live, 0).to(tl.float32)
         dmin1 = tl.load(dmin + t, live, 0).to(tl.float32)
         q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
         for h in tl.static_range(2):
             for i in tl.static_range(2):
+                sc1 = tl.load(sc + 16 * t + 8 * h + 2 * b + i, live, 0) & 15
+                mn1 = tl.load(mn + 16 * t + 8 * h + 2 * b + i, live, 0) & 15
                 for j in tl.static_range(2):
                     for c in tl.static_range(2):
-                        inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
-                        sc1 = tl.load(sc + 16 * t + 8 * h + 2 * b + i, inside, 0) & 15
-                        mn1 = tl.load(mn + 16 * t + 8 * h + 2 * b + i, inside, 0) & 15
                         q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
                         x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
-                            + c, inside, 0).to(tl.float32)
+                            + c, live, 0).to(tl.float32)
                         acc += (d1 * sc1 * q1 - dmin1 * mn1) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
@@ -357,10 +358,10 @@ def _row_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/256)"),
-        "dmin": Field("f16", "N", "ceil(K/256)"),
-        "sc": Field("u4", "N", "ceil(K/16)"),
-        "mn": Field("u4", "N", "ceil(K/16)"),
+        "d": Field("f16", "N", "K/256"),
+        "dmin": Field("f16", "N", "K/256"),
+        "sc": Field("u4", "N", "K/16"),
+        "mn": Field("u4", "N", "K/16"),
         "q": Field("u2", "N", "K"),
     },
     storages={
@@ -374,12 +375,12 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/256)"),
-                "d": Stored("f16", "N", "ceil(K/256)"),
-                "sc": Stored("u8", "N", "ceil(K/16)"),
-                "dmin": Stored("f16", "N", "ceil(K/256)"),
-                "mn": Stored("u8", "N", "ceil(K/16)"),
+                "d": Stored("f16", "N", "K/256"),
+                "sc": Stored("u8", "N", "K/16"),
+                "dmin": Stored("f16", "N", "K/256"),
+                "mn": Stored("u8", "N", "K/16"),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("256", "16"))),
         ),

@@ -3,8 +3,8 @@
     w = d * (sc - 32) * (q - 4)
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/256)]
-    sc     u6  [N, ceil(K/16)]
+    d      f16 [N, K/256]
+    sc     u6  [N, K/16]
     q      u3  [N, K]
 
     gguf: 3.4375 bits per weight
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -62,13 +62,13 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, ceil(K/256)]; sc uint8
-    [N, ceil(K/16)].
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N,
+    K/16].
     """
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
     q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
-        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
@@ -83,7 +83,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, N: int, K:
 
 def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, d, sc of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_split = q.unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2
         | (q_split[:, :, 1, :, :, 0] & 3) << 4 | (q_split[:, :, 1, :, :, 1] & 3)
         << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
@@ -104,13 +104,14 @@ def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * (q - 4).  d [N, ceil(K/256)], sc [N,
-    ceil(K/16)], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * (q - 4).  d [N, K/256], sc [N,
+    K/16], q [N, K].
     """
-    d = d.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
-    sc = sc.view(torch.int8).repeat_interleave(16, 1)[:, :q.shape[-1]]
-    q = q.view(torch.int8)
-    return torch.mul(d * (sc - 32), q - 4, out=out)
+    out = out if out is None else out.unflatten(1, (-1, 16, 16))
+    d = d.float()[..., None, None]
+    sc = sc.view(torch.int8).unflatten(1, (-1, 16)).unsqueeze(-1)
+    q = q.view(torch.int8).unflatten(1, (-1, 16, 16))
+    return torch.mul(d * (sc - 32), as_float(q - 4, out), out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -196,8 +197,8 @@ def _dequantize_planar(q_0, q_1, d, sc, out, N, K, BN: tl.constexpr, BK: tl.cons
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
-    sc += n.to(tl.int64) * tl.cdiv(K, 16)
+    d += n.to(tl.int64) * (K // 256)
+    sc += n.to(tl.int64) * (K // 16)
     q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
     q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
     out += n.to(tl.int64) * K
@@ -224,8 +225,8 @@ def _linear_planar(q_0, q_1, d, sc, x, bias, out, N, K, BN: tl.constexpr, BK: tl
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
-    sc += n.to(tl.int64) * tl.cdiv(K, 16)
+    d += n.to(tl.int64) * (K // 256)
+    sc += n.to(tl.int64) * (K // 16)
     q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
     q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
     acc = tl.zeros((BN, BK), tl.float32)
@@ -357,8 +358,8 @@ def _row_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/256)"),
-        "sc": Field("u6", "N", "ceil(K/16)"),
+        "d": Field("f16", "N", "K/256"),
+        "sc": Field("u6", "N", "K/16"),
         "q": Field("u3", "N", "K"),
     },
     storages={
@@ -373,8 +374,8 @@ VARIANT = Variant(
             tensors={
                 "q_0": Stored("i32", "N", "16*ceil(K/256)"),
                 "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-                "d": Stored("f16", "N", "ceil(K/256)"),
-                "sc": Stored("u8", "N", "ceil(K/16)"),
+                "d": Stored("f16", "N", "K/256"),
+                "sc": Stored("u8", "N", "K/16"),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",

@@ -3,8 +3,8 @@
     w = d * q + m
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/32)]
-    m      f16 [N, ceil(K/32)]
+    d      f16 [N, K/32]
+    m      f16 [N, K/32]
     q      u4  [N, K]
 
     gguf: 5 bits per weight
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def pack_gguf(d: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q: Tensor, d: Tensor, m: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, ceil(K/32)]; m float16 [N, ceil(K/32)]."""
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/32]; m float16 [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
     return {
@@ -72,14 +72,13 @@ def pack_planar(d: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, m: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * q + m.  d [N, ceil(K/32)], m [N, ceil(K/32)], q
-    [N, K].
-    """
-    out = out if out is None else out.unflatten(1, (d.shape[1], -1))
-    q = q.unflatten(1, (d.shape[1], -1))
+    """Weights [N, K], float32 rounded after each operation: w = d * q + m.  d [N, K/32], m [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
     d = d.float().unsqueeze(-1)
     m = m.float().unsqueeze(-1)
-    return torch.add(d * q, m, out=out).flatten(1)
+    q = q.unflatten(1, (-1, 32))
+    w = torch.mul(d, as_float(q, out), out=out)
+    return torch.add(w, m, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -152,8 +151,8 @@ def _dequantize_planar(q, d, m, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 32)
-    m += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 32)
+    m += n.to(tl.int64) * (K // 32)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     out += n.to(tl.int64) * K
     t = u // 16
@@ -180,8 +179,8 @@ def _linear_planar(q, d, m, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constex
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 32)
-    m += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 32)
+    m += n.to(tl.int64) * (K // 32)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 128), BK):
@@ -359,8 +358,8 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/32)"),
-        "m": Field("f16", "N", "ceil(K/32)"),
+        "d": Field("f16", "N", "K/32"),
+        "m": Field("f16", "N", "K/32"),
         "q": Field("u4", "N", "K"),
     },
     storages={
@@ -374,15 +373,15 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "d": Stored("f16", "N", "ceil(K/32)"),
-                "m": Stored("f16", "N", "ceil(K/32)"),
+                "d": Stored("f16", "N", "K/32"),
+                "m": Stored("f16", "N", "K/32"),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),
     },
-    decode=decode, encode=encode, importance=True, cuts=("N", "ceil(K/32)"),
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(

@@ -3,10 +3,10 @@
     w = d * sc * q - dmin * mn
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/256)]
-    dmin   f16 [N, ceil(K/256)]
-    sc     u6  [N, ceil(K/32)]
-    mn     u6  [N, ceil(K/32)]
+    d      f16 [N, K/256]
+    dmin   f16 [N, K/256]
+    sc     u6  [N, K/32]
+    mn     u6  [N, K/32]
     q      u4  [N, K]
 
     gguf: 4.5 bits per weight
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, many, pad, records
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes, many, records
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -66,9 +66,9 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
     }
 
 
-def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, ceil(K/256)]; sc uint8 [N, ceil(K/32)]; dmin float16 [N,
-    ceil(K/256)]; mn uint8 [N, ceil(K/32)].
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/256]; sc uint8 [N, K/32]; dmin float16 [N, K/256]; mn
+    uint8 [N, K/32].
     """
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
@@ -77,13 +77,13 @@ def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *,
         "dmin": dmin,
         "sc": sc & 63,
         "mn": mn & 63,
-        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
+        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1),
     }
 
 
 def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, d, sc, dmin, mn of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    q_split = q.unflatten(-1, (-1, 4, 2, 2, 4, 2))
     q_bytes = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
     sc_bytes[...] = sc.unsqueeze(-1)
@@ -99,14 +99,17 @@ def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> d
 
 
 def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, ceil(K/256)], dmin
-    [N, ceil(K/256)], sc [N, ceil(K/32)], mn [N, ceil(K/32)], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, K/256], dmin [N,
+    K/256], sc [N, K/32], mn [N, K/32], q [N, K].
     """
-    d = d.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
-    dmin = dmin.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
-    sc = sc.repeat_interleave(32, 1)[:, :q.shape[-1]]
-    mn = mn.repeat_interleave(32, 1)[:, :q.shape[-1]]
-    return torch.sub(d * sc * q, dmin * mn, out=out)
+    out = out if out is None else out.unflatten(1, (-1, 8, 32))
+    d = d.float()[..., None, None]
+    dmin = dmin.float()[..., None, None]
+    sc = sc.unflatten(1, (-1, 8)).unsqueeze(-1)
+    mn = mn.unflatten(1, (-1, 8)).unsqueeze(-1)
+    q = q.unflatten(1, (-1, 8, 32))
+    w = torch.mul(d * sc, as_float(q, out), out=out)
+    return torch.sub(w, dmin * mn, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -248,16 +251,16 @@ def _dequantize_planar(q, d, sc, dmin, mn, out, N, K, BN: tl.constexpr, BK: tl.c
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
-    dmin += n.to(tl.int64) * tl.cdiv(K, 256)
-    sc += n.to(tl.int64) * tl.cdiv(K, 32)
-    mn += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 256)
+    dmin += n.to(tl.int64) * (K // 256)
+    sc += n.to(tl.int64) * (K // 32)
+    mn += n.to(tl.int64) * (K // 32)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     out += n.to(tl.int64) * K
     t = u // 16
     j = u // 4 % 4
     c = u % 4
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = (n < N) & (t < tl.cdiv(K, 128))
     d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
     dmin1 = tl.load(dmin + t // 2, live, 0).to(tl.float32)
     sc1 = tl.load(sc + 4 * t + j, live, 0) & 63
@@ -265,10 +268,9 @@ def _dequantize_planar(q, d, sc, dmin, mn, out, N, K, BN: tl.constexpr, BK: tl.c
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             q1 = q_word >> 16 * i + 4 * h & 15
             w = d1 * sc1 * q1 - dmin1 * mn1
-            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
+            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, live)
 
 
 @triton.jit
@@ -280,10 +282,10 @@ def _linear_planar(q, d, sc, dmin, mn, x, bias, out, N, K, BN: tl.constexpr, BK:
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
-    dmin += n.to(tl.int64) * tl.cdiv(K, 256)
-    sc += n.to(tl.int64) * tl.cdiv(K, 32)
-    mn += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 256)
+    dmin += n.to(tl.int64) * (K // 256)
+    sc += n.to(tl.int64) * (K // 32)
+    mn += n.to(tl.int64) * (K // 32)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 128), BK):
@@ -291,7 +293,7 @@ def _linear_planar(q, d, sc, dmin, mn, x, bias, out, N, K, BN: tl.constexpr, BK:
         t = u // 16
         j = u // 4 % 4
         c = u % 4
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+        live = (n < N) & (t < tl.cdiv(K, 128))
         d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
         dmin1 = tl.load(dmin + t // 2, live, 0).to(tl.float32)
         sc1 = tl.load(sc + 4 * t + j, live, 0) & 63
@@ -299,9 +301,8 @@ def _linear_planar(q, d, sc, dmin, mn, x, bias, out, N, K, BN: tl.constexpr, BK:
         q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
         for h in tl.static_range(4):
             for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
                 q1 = q_word >> 16 * i + 4 * h & 15
-                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
+                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, live, 0).to(tl.float32)
                 acc += (d1 * sc1 * q1 - dmin1 * mn1) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
@@ -469,10 +470,10 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/256)"),
-        "dmin": Field("f16", "N", "ceil(K/256)"),
-        "sc": Field("u6", "N", "ceil(K/32)"),
-        "mn": Field("u6", "N", "ceil(K/32)"),
+        "d": Field("f16", "N", "K/256"),
+        "dmin": Field("f16", "N", "K/256"),
+        "sc": Field("u6", "N", "K/32"),
+        "mn": Field("u6", "N", "K/32"),
         "q": Field("u4", "N", "K"),
     },
     storages={
@@ -487,12 +488,12 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "d": Stored("f16", "N", "ceil(K/256)"),
-                "sc": Stored("u8", "N", "ceil(K/32)"),
-                "dmin": Stored("f16", "N", "ceil(K/256)"),
-                "mn": Stored("u8", "N", "ceil(K/32)"),
+                "d": Stored("f16", "N", "K/256"),
+                "sc": Stored("u8", "N", "K/32"),
+                "dmin": Stored("f16", "N", "K/256"),
+                "mn": Stored("u8", "N", "K/32"),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256", "32"))),
         ),

@@ -3,7 +3,7 @@
     w = d * (q - 16)
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/32)]
+    d      f16 [N, K/32]
     q      u5  [N, K]
 
     gguf: 5.5 bits per weight
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_bytes = r[..., 6:22].contiguous()
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
     q_bytes2 = r[..., 2:6].contiguous()
-    q_high = torch.stack([q_bytes2 >> 1 * i & 1 for i in range(8)], -1).flatten(1)
+    q_high = spread(r[..., 2:6], 1).flatten(1)
     return {
         "d": as_type(r, torch.float16)[..., 0],
         "q": q_low | q_high << 4,
@@ -54,7 +54,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, ceil(K/32)]."""
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/32]."""
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
@@ -88,11 +88,11 @@ def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (q - 16).  d [N, ceil(K/32)], q [N, K]."""
-    out = out if out is None else out.unflatten(1, (d.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (d.shape[1], -1))
+    """Weights [N, K], float32 rounded after each operation: w = d * (q - 16).  d [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
     d = d.float().unsqueeze(-1)
-    return torch.mul(d, q - 16, out=out).flatten(1)
+    q = q.view(torch.int8).unflatten(1, (-1, 32))
+    return torch.mul(d, as_float(q - 16, out), out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ def _dequantize_planar(q_0, q_1, d, out, N, K, BN: tl.constexpr, BK: tl.constexp
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 32)
     q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
     out += n.to(tl.int64) * K
@@ -194,7 +194,7 @@ def _linear_planar(q_0, q_1, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.con
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 32)
     q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
     acc = tl.zeros((BN, BK), tl.float32)
@@ -362,7 +362,7 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/32)"),
+        "d": Field("f16", "N", "K/32"),
         "q": Field("u5", "N", "K"),
     },
     storages={
@@ -377,7 +377,7 @@ VARIANT = Variant(
             tensors={
                 "q_0": Stored("i32", "N", "16*ceil(K/128)"),
                 "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-                "d": Stored("f16", "N", "ceil(K/32)"),
+                "d": Stored("f16", "N", "K/32"),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
@@ -385,7 +385,7 @@ VARIANT = Variant(
         ),
     },
     decode=decode, encode=encode, importance=True,
-    options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")}, cuts=("N", "ceil(K/32)"),
+    options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
 )
 
 FORMAT = Format(

@@ -3,8 +3,8 @@
     w = d * q + m
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/32)]
-    m      f16 [N, ceil(K/32)]
+    d      f16 [N, K/32]
+    m      f16 [N, K/32]
     q      u5  [N, K]
 
     gguf: 6 bits per weight
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_bytes = r[..., 8:24].contiguous()
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
     q_bytes2 = r[..., 4:8].contiguous()
-    q_high = torch.stack([q_bytes2 >> 1 * i & 1 for i in range(8)], -1).flatten(1)
+    q_high = spread(r[..., 4:8], 1).flatten(1)
     return {
         "d": as_type(r, torch.float16)[..., 0],
         "m": as_type(r, torch.float16)[..., 1],
@@ -55,8 +55,8 @@ def pack_gguf(d: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, m: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, ceil(K/32)]; m float16
-    [N, ceil(K/32)].
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/32]; m float16 [N,
+    K/32].
     """
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
@@ -93,14 +93,13 @@ def pack_planar(d: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, m: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * q + m.  d [N, ceil(K/32)], m [N, ceil(K/32)], q
-    [N, K].
-    """
-    out = out if out is None else out.unflatten(1, (d.shape[1], -1))
-    q = q.unflatten(1, (d.shape[1], -1))
+    """Weights [N, K], float32 rounded after each operation: w = d * q + m.  d [N, K/32], m [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
     d = d.float().unsqueeze(-1)
     m = m.float().unsqueeze(-1)
-    return torch.add(d * q, m, out=out).flatten(1)
+    q = q.unflatten(1, (-1, 32))
+    w = torch.mul(d, as_float(q, out), out=out)
+    return torch.add(w, m, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -179,8 +178,8 @@ def _dequantize_planar(q_0, q_1, d, m, out, N, K, BN: tl.constexpr, BK: tl.const
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 32)
-    m += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 32)
+    m += n.to(tl.int64) * (K // 32)
     q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
     out += n.to(tl.int64) * K
@@ -205,8 +204,8 @@ def _linear_planar(q_0, q_1, d, m, x, bias, out, N, K, BN: tl.constexpr, BK: tl.
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 32)
-    m += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 32)
+    m += n.to(tl.int64) * (K // 32)
     q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
     acc = tl.zeros((BN, BK), tl.float32)
@@ -384,8 +383,8 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/32)"),
-        "m": Field("f16", "N", "ceil(K/32)"),
+        "d": Field("f16", "N", "K/32"),
+        "m": Field("f16", "N", "K/32"),
         "q": Field("u5", "N", "K"),
     },
     storages={
@@ -400,15 +399,15 @@ VARIANT = Variant(
             tensors={
                 "q_0": Stored("i32", "N", "16*ceil(K/128)"),
                 "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-                "d": Stored("f16", "N", "ceil(K/32)"),
-                "m": Stored("f16", "N", "ceil(K/32)"),
+                "d": Stored("f16", "N", "K/32"),
+                "m": Stored("f16", "N", "K/32"),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),
     },
-    decode=decode, encode=encode, importance=True, cuts=("N", "ceil(K/32)"),
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(

@@ -3,10 +3,10 @@
     w = d * sc * q - dmin * mn
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/256)]
-    dmin   f16 [N, ceil(K/256)]
-    sc     u6  [N, ceil(K/32)]
-    mn     u6  [N, ceil(K/32)]
+    d      f16 [N, K/256]
+    dmin   f16 [N, K/256]
+    sc     u6  [N, K/32]
+    mn     u6  [N, K/32]
     q      u5  [N, K]
 
     gguf: 5.5 bits per weight
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes, many, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -73,12 +73,12 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *, N: int,
         K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, ceil(K/256)]; sc uint8
-    [N, ceil(K/32)]; dmin float16 [N, ceil(K/256)]; mn uint8 [N, ceil(K/32)].
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N,
+    K/32]; dmin float16 [N, K/256]; mn uint8 [N, K/32].
     """
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
+    q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2
@@ -95,7 +95,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, dmin: Tensor,
 
 def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, d, sc, dmin, mn of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    q_split = q.unflatten(-1, (-1, 4, 2, 2, 4, 2))
     q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
         << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 4, 4, 2, 2, 4, 2))
@@ -119,14 +119,17 @@ def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> d
 
 
 def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, ceil(K/256)], dmin
-    [N, ceil(K/256)], sc [N, ceil(K/32)], mn [N, ceil(K/32)], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, K/256], dmin [N,
+    K/256], sc [N, K/32], mn [N, K/32], q [N, K].
     """
-    d = d.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
-    dmin = dmin.float().repeat_interleave(256, 1)[:, :q.shape[-1]]
-    sc = sc.repeat_interleave(32, 1)[:, :q.shape[-1]]
-    mn = mn.repeat_interleave(32, 1)[:, :q.shape[-1]]
-    return torch.sub(d * sc * q, dmin * mn, out=out)
+    out = out if out is None else out.unflatten(1, (-1, 8, 32))
+    d = d.float()[..., None, None]
+    dmin = dmin.float()[..., None, None]
+    sc = sc.unflatten(1, (-1, 8)).unsqueeze(-1)
+    mn = mn.unflatten(1, (-1, 8)).unsqueeze(-1)
+    q = q.unflatten(1, (-1, 8, 32))
+    w = torch.mul(d * sc, as_float(q, out), out=out)
+    return torch.sub(w, dmin * mn, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -220,10 +223,10 @@ def _dequantize_planar(q_0, q_1, d, sc, dmin, mn, out, N, K, BN: tl.constexpr, B
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
-    dmin += n.to(tl.int64) * tl.cdiv(K, 256)
-    sc += n.to(tl.int64) * tl.cdiv(K, 32)
-    mn += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 256)
+    dmin += n.to(tl.int64) * (K // 256)
+    sc += n.to(tl.int64) * (K // 32)
+    mn += n.to(tl.int64) * (K // 32)
     q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
     out += n.to(tl.int64) * K
@@ -250,10 +253,10 @@ def _linear_planar(q_0, q_1, d, sc, dmin, mn, x, bias, out, N, K, BN: tl.constex
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
-    dmin += n.to(tl.int64) * tl.cdiv(K, 256)
-    sc += n.to(tl.int64) * tl.cdiv(K, 32)
-    mn += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 256)
+    dmin += n.to(tl.int64) * (K // 256)
+    sc += n.to(tl.int64) * (K // 32)
+    mn += n.to(tl.int64) * (K // 32)
     q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
     acc = tl.zeros((BN, BK), tl.float32)
@@ -439,10 +442,10 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/256)"),
-        "dmin": Field("f16", "N", "ceil(K/256)"),
-        "sc": Field("u6", "N", "ceil(K/32)"),
-        "mn": Field("u6", "N", "ceil(K/32)"),
+        "d": Field("f16", "N", "K/256"),
+        "dmin": Field("f16", "N", "K/256"),
+        "sc": Field("u6", "N", "K/32"),
+        "mn": Field("u6", "N", "K/32"),
         "q": Field("u5", "N", "K"),
     },
     storages={
@@ -457,10 +460,10 @@ VARIANT = Variant(
             tensors={
                 "q_0": Stored("i32", "N", "16*ceil(K/128)"),
                 "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-                "d": Stored("f16", "N", "ceil(K/256)"),
-                "sc": Stored("u8", "N", "ceil(K/32)"),
-                "dmin": Stored("f16", "N", "ceil(K/256)"),
-                "mn": Stored("u8", "N", "ceil(K/32)"),
+                "d": Stored("f16", "N", "K/256"),
+                "sc": Stored("u8", "N", "K/32"),
+                "dmin": Stored("f16", "N", "K/256"),
+                "mn": Stored("u8", "N", "K/32"),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",

@@ -3,7 +3,7 @@
     w = d * q
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/32)]
+    d      f16 [N, K/32]
     q      i8  [N, K]
 
     gguf: 8.5 bits per weight
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q: Tensor, d: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 32*ceil(K/128)]; d float16 [N, ceil(K/32)]."""
+    """Fields of q int32 [N, 32*ceil(K/128)]; d float16 [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     return {
         "d": d,
@@ -66,11 +66,11 @@ def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * q.  d [N, ceil(K/32)], q [N, K]."""
-    out = out if out is None else out.unflatten(1, (d.shape[1], -1))
-    q = q.unflatten(1, (d.shape[1], -1))
+    """Weights [N, K], float32 rounded after each operation: w = d * q.  d [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
     d = d.float().unsqueeze(-1)
-    return torch.mul(d, q, out=out).flatten(1)
+    q = q.unflatten(1, (-1, 32))
+    return torch.mul(d, as_float(q, out), out=out).flatten(1)
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def _dequantize_planar(q, d, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 32)
     q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
     out += n.to(tl.int64) * K
     t = u // 32
@@ -162,7 +162,7 @@ def _linear_planar(q, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 32)
+    d += n.to(tl.int64) * (K // 32)
     q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 32 * tl.cdiv(K, 128), BK):
@@ -332,7 +332,7 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/32)"),
+        "d": Field("f16", "N", "K/32"),
         "q": Field("i8", "N", "K"),
     },
     storages={
@@ -346,7 +346,7 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "32*ceil(K/128)"),
-                "d": Stored("f16", "N", "ceil(K/32)"),
+                "d": Stored("f16", "N", "K/32"),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
@@ -354,7 +354,6 @@ VARIANT = Variant(
         ),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
-    cuts=("N", "ceil(K/32)"),
 )
 
 FORMAT = Format(

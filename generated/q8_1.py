@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, device, empty
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def decode(d: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
     out = out if out is None else out.unflatten(1, (-1, 32))
     d = d.float().unsqueeze(-1)
     q = q.unflatten(1, (-1, 32))
-    return torch.mul(d, q, out=out).flatten(1)
+    return torch.mul(d, as_float(q, out), out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, device, empty, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def decode(d: Tensor, bs: Tensor, q: Tensor, out: Tensor | None = None) -> Tenso
     out = out if out is None else out.unflatten(1, (-1, 256))
     d = d.unsqueeze(-1)
     q = q.unflatten(1, (-1, 256))
-    return torch.mul(d, q, out=out).flatten(1)
+    return torch.mul(d, as_float(q, out), out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

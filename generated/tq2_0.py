@@ -3,7 +3,7 @@
     w = d * (q - 1)
     float32, rounded after each operation
 
-    d      f16 [N, ceil(K/256)]
+    d      f16 [N, K/256]
     q      u2  [N, K]
 
     gguf: 2.0625 bits per weight
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, empty, lanes, many, pad
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -48,20 +48,20 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, d: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, ceil(K/256)]."""
+def unpack_planar(q: Tensor, d: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
     return {
         "d": d,
         "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
-            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
+            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1),
     }
 
 
 def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, d of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_split = q.unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     return {
@@ -71,11 +71,11 @@ def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (q - 1).  d [N, ceil(K/256)], q [N, K]."""
-    out = out if out is None else out.unflatten(1, (d.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (d.shape[1], -1))
+    """Weights [N, K], float32 rounded after each operation: w = d * (q - 1).  d [N, K/256], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 256))
     d = d.float().unsqueeze(-1)
-    return torch.mul(d, q - 1, out=out).flatten(1)
+    q = q.view(torch.int8).unflatten(1, (-1, 256))
+    return torch.mul(d, as_float(q - 1, out), out=out).flatten(1)
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
@@ -147,23 +147,22 @@ def _dequantize_planar(q, d, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
+    d += n.to(tl.int64) * (K // 256)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
     out += n.to(tl.int64) * K
     t = u // 16
     b = u // 4 % 4
     a = u % 4
-    live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+    live = (n < N) & (t < tl.cdiv(K, 256))
     d1 = tl.load(d + t, live, 0).to(tl.float32)
     q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
-                    inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                     q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
                     w = d1 * (q1 - 1)
-                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, inside)
+                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, live)
 
 
 @triton.jit
@@ -175,7 +174,7 @@ def _linear_planar(q, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * tl.cdiv(K, 256)
+    d += n.to(tl.int64) * (K // 256)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 256), BK):
@@ -183,17 +182,16 @@ def _linear_planar(q, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
         t = u // 16
         b = u // 4 % 4
         a = u % 4
-        live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+        live = (n < N) & (t < tl.cdiv(K, 256))
         d1 = tl.load(d + t, live, 0).to(tl.float32)
         q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
         for h in tl.static_range(2):
             for i in tl.static_range(2):
                 for j in tl.static_range(2):
                     for c in tl.static_range(2):
-                        inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                         q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
                         x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
-                            + c, inside, 0).to(tl.float32)
+                            + c, live, 0).to(tl.float32)
                         acc += d1 * (q1 - 1) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
@@ -346,7 +344,7 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "d": Field("f16", "N", "ceil(K/256)"),
+        "d": Field("f16", "N", "K/256"),
         "q": Field("u2", "N", "K"),
     },
     storages={
@@ -360,15 +358,14 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/256)"),
-                "d": Stored("f16", "N", "ceil(K/256)"),
+                "d": Stored("f16", "N", "K/256"),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256",))),
         ),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
-    cuts=("N", "ceil(K/256)"),
 )
 
 FORMAT = Format(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -47,6 +47,7 @@ def _reported() -> Iterator[None]:
     """Problems of specs and files as messages; a wrong spec never shows a traceback."""
     from qdsl.checkpoint.safetensors import CheckpointError
     from qdsl.places import UnknownSpec
+    from qdsl.quantize import QuantizeError
     from qdsl.spec.source import SpecError
 
     try:
@@ -56,7 +57,7 @@ def _reported() -> Iterator[None]:
     except SpecError as error:
         count = len(error.problems)
         _fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}")
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, QuantizeError, OSError) as error:
         _fail(f"error: {error}")
 
 
@@ -257,6 +258,95 @@ def dequantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the fi
         typer.echo(json.dumps({"schema": 1, **written}))
     else:
         typer.echo(f"written  {out}: {written['tensors']} tensors, {written['nbytes']} bytes")
+
+
+@app.command()
+def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the first of a split one; of a diffusion model a "
+                                                       ".safetensors file, or a folder of them.", show_default=False)],
+             mix: Annotated[str, typer.Option("--type", "-t", help="A mix of llama-quantize's, such as Q4_K_M, or COPY.",
+                                              show_default=False)],
+             out: Annotated[Path | None, typer.Option("--out", "-o", help="The GGUF file to write.")] = None,
+             imatrix: Annotated[Path | None, typer.Option("--imatrix", help="How much columns matter, as llama-imatrix "
+                                                                            "writes it.")] = None,
+             pure: Annotated[bool, typer.Option("--pure", help="One type for all matrices.")] = False,
+             tensor_type: Annotated[list[str] | None, typer.Option("--tensor-type", help="PATTERN=TYPE for tensors whose names "
+                                    "the regular expression is found in; the first that fits counts.")] = None,
+             output_type: Annotated[str | None, typer.Option("--output-tensor-type", help="A type for output.weight.")] = None,
+             embedding_type: Annotated[str | None, typer.Option("--token-embedding-type",
+                                                                help="A type for the token embedding.")] = None,
+             leave_output: Annotated[bool, typer.Option("--leave-output-tensor", help="Keep output.weight as it is.")] = False,
+             requantize: Annotated[bool, typer.Option("--allow-requantize", help="Take weights that are quantized already, for "
+                                                                                 "a worse model.")] = False,
+             arch: Annotated[str | None, typer.Option("--arch", help="A diffusion model's architecture, such as flux.")] = None,
+             jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
+                                                                                  "processor.")] = None,
+             dry_run: Annotated[bool, typer.Option("--dry-run", help="Show types and sizes; write nothing.")] = False,
+             svg: Annotated[Path | None, typer.Option("--svg", help="Draw what quantizing cost into this file.")] = None,
+             as_json: Json = False) -> None:
+    """Write a model in smaller types, with llama-quantize's mixes, and say what that cost in quality."""
+    from qdsl.quantize import mixes, plan, quality
+    from qdsl.quantize.imatrix import read
+    from qdsl.quantize.source import open_source
+
+    if out is None and not dry_run:
+        _fail("error: say with --out what to write, or give --dry-run", 2)
+    if svg is not None and dry_run:
+        _fail("error: --svg draws what quantizing cost, which a --dry-run does not know", 2)
+    with _reported():
+        options = mixes.Options(mixes.mix_of(mix), imatrix is not None, pure, leave_output,
+                                output=output_type and mixes.type_named(output_type),
+                                embedding=embedding_type and mixes.type_named(embedding_type),
+                                overrides=tuple(map(mixes.override_of, tensor_type or ())))
+        source = open_source(file, arch)
+        importance = read(imatrix) if imatrix else None
+        planned = plan.plan(source, options, importance, requantize)
+        costs = {}
+        if out is not None and not dry_run:
+            from qdsl.quantize import run
+
+            with _progress(planned.weights) as tell, _ended_by_exit():
+                costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
+                                          tell=tell)
+        report = plan.data(planned, file, costs)
+        if svg is not None:
+            from qdsl.files import write_text
+
+            write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "out": None if dry_run else str(out), **report}))
+        return
+    for heads, *rows in plan.tables(report):
+        _table(heads, rows)
+    for note in report["notes"]:
+        typer.echo(f"note: {note}")
+    bits = report["bits_per_weight"]
+    typer.echo(f"{'would write' if dry_run else 'written'}  {out or ''}  {report['nbytes']} bytes of weights"
+               + ("" if bits is None else f", {bits:.3f} bits per weight"))
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
+    """A line on a terminal that says how far a work is; nothing elsewhere."""
+    import sys
+
+    if not sys.stderr.isatty():
+        yield lambda done, name: None
+        return
+    yield lambda done, name: typer.echo(f"\r\x1b[K{100 * done // max(1, total):3d}%  {name[:80]!r}", err=True, nl=False)
+    typer.echo("\r\x1b[K", err=True, nl=False)
+
+
+@contextmanager
+def _ended_by_exit() -> Iterator[None]:
+    """A process that is told to end tidies up as one that is interrupted does."""
+    import signal
+    import sys
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @app.command()

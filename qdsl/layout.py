@@ -4,7 +4,8 @@ A `Layout` sends a mixed-radix index to a bit position: `(32,2,4):(8,4,256)@128`
 128 + 8*(i % 32) + 4*(i // 32 % 2) + 256*(i // 64).  Extents and strides are written fastest first, positions count bits
 from the least significant bit of byte 0.  A record (the author's nested loops in storage order) is walked into placed
 pieces, the pieces of a field are gathered into `Slice`s, and from there on every width, shift, proof and picture is
-arithmetic on layouts.  Each operation states its post-condition (`@post`), which tests/test_layout.py checks by brute force.
+arithmetic on layouts.  Up to five base-3 digits may share a byte; such a piece has a place in its byte instead of bits.
+Each operation states its post-condition (`@post`), which tests/test_layout.py checks by brute force.
 
 This module uses the standard library only and knows nothing of formats.
 """
@@ -13,8 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from math import gcd, prod
+
+BYTE = 8
+BASE, PLACES, DIGIT_BITS = 3, 5, 2                               # 3^5 values fit a byte; a digit alone takes two bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,25 +148,56 @@ class Slice:
     """`width` bits of a field, from its bit `lo`: one layout per coordinate of the field, sharing an offset.
 
     The slice of element (i, j) lies at bits [at, at + width) of the record, at = offset + dims[0](i) + dims[1](j).
+    start: the slice holds a range of elements, of which the first has this last coordinate; indices count from there.
+    places: where not empty, the element is a base-3 digit of the byte at `at`, the more significant the smaller its place,
+    places[0](i) + places[1](j).
     """
 
     lo: int
     width: int
     offset: int
     dims: tuple[Layout, ...]
+    start: int = 0
+    places: tuple[Layout, ...] = ()
 
     def bit(self, index: Sequence[int]) -> int:
         return self.offset + sum(layout(i) for layout, i in zip(self.dims, index, strict=True))
+
+    def place(self, index: Sequence[int]) -> int:
+        return sum(layout(i) for layout, i in zip(self.places, index, strict=True))
 
     @property
     def extents(self) -> tuple[int, ...]:
         return tuple(layout.size for layout in self.dims)
 
+    @property
+    def room(self) -> int:
+        """Bits of the record that an element needs: its own, or the byte of a digit."""
+        return BYTE if self.places else self.width
+
+    @property
+    def filled(self) -> int:
+        """Bits of the record that all elements take."""
+        if not self.places:
+            return self.width * prod(self.extents)
+        return BYTE * len(self.bytes)
+
+    @property
+    def bytes(self) -> frozenset[int]:
+        """The bits at which its bytes of digits begin."""
+        return frozenset(self.bit(index) for index in product(*map(range, self.extents)) if self.places)
+
     def __str__(self) -> str:
-        dims = [layout for layout in self.dims if layout.size > 1]
-        if len(dims) <= 1:
-            return str(Layout(dims[0].modes if dims else (), self.offset))
-        return " x ".join(str(Layout(layout.modes))[:-2] for layout in dims) + f"@{self.offset}"
+        since = f"from {self.start}: " if self.start else ""
+        return since + _text(self.dims, self.offset) + (f" digit {_text(self.places, None)}" if self.places else "")
+
+
+def _text(dims: Sequence[Layout], offset: int | None) -> str:
+    """The layouts that have more than one element; an offset None is that of the layouts, 0 not told."""
+    shown = [layout for layout in dims if layout.size > 1] or [Layout()]
+    texts = [str(Layout(layout.modes)).removesuffix("@0") for layout in shown]
+    start = sum(layout.offset for layout in dims) if offset is None else offset
+    return " x ".join(texts) + (f"@{start}" if offset is not None or start else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +216,23 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item of a record line: `width` bits of an element from its bit `lo`; `field` None is padding."""
+    """One item of a record line: `width` bits of an element from its bit `lo`; `field` None is padding.
+
+    place: the element is the base-3 digit at this place of a byte.  Digits of a byte are items one after the other, from
+    place 0 on; `last` is the one behind which the next item begins.
+    """
 
     field: str | None
     index: tuple[Affine, ...]
     lo: Affine
     width: int
+    place: int | None = None
+    last: bool = True
+
+    @property
+    def step(self) -> int:
+        """Bits of the record from this item to the next."""
+        return self.width if self.place is None else BYTE if self.last else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +245,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bits [lo, lo + width) of element `index` of a field, at bit `at` of its record.  `field` None is padding."""
+    """Bits [lo, lo + width) of element `index` of a field, at bit `at` of its record.  `field` None is padding.
+
+    place: the element is the base-3 digit at this place of the byte at `at`.
+    """
 
     field: str | None
     index: tuple[int, ...]
@@ -208,12 +257,13 @@ class Piece:
     at: int
     line: int
     item: int
+    place: int | None = None
 
 
 def walk(lines: Sequence[Line]) -> Iterator[Piece]:
     """The pieces of a record in storage order; a variable that no loop binds (a tile) counts from 0.
 
-    @post pieces are adjacent: the first is at bit 0, each next one where the last ended
+    @post pieces are adjacent: the first is at bit 0, each next one where the last ended; digits of a byte are at one bit
     """
     at = 0
     for number, line in enumerate(lines):
@@ -224,8 +274,8 @@ def walk(lines: Sequence[Line]) -> Iterator[Piece]:
             values.update(zip(names, counters, strict=True))
             for position, item in enumerate(line.items):
                 index = tuple(form(values) for form in item.index)
-                yield Piece(item.field, index, item.lo(values), item.width, at, number, position)
-                at += item.width
+                yield Piece(item.field, index, item.lo(values), item.width, at, number, position, item.place)
+                at += item.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,55 +313,96 @@ def gather(pieces: Sequence[Piece]) -> tuple[Slice, ...] | None:
 
     Bits of an element that lie together in every element share a slice, so a field stored whole has one slice and a
     field cut in two (Q4_K's scales) has two.  Every element must have the same bits in the record (see `coverage`).
+    Where elements do not lie at the strides of one layout, those that the same lines store have slices of their own, in
+    ranges along the last coordinate, all cut at the same bits.
 
-    @post for every piece and every t < width: some slice s has s.lo <= piece.lo + t < s.lo + s.width and
-          s.bit(piece.index) + piece.lo + t - s.lo == piece.at + t
+    @post for every piece and every t < width: one slice s has s.lo <= piece.lo + t < s.lo + s.width and index =
+          piece.index, less s.start at the last coordinate, inside of s.extents; and for that
+          s.bit(index) + piece.lo + t - s.lo == piece.at + t, or, of a digit, s.bit(index) == piece.at and
+          s.place(index) == piece.place
     """
-    where = {(piece.index, piece.lo + t): piece.at + t for piece in pieces for t in range(piece.width)}
+    where = {(piece.index, piece.lo + t): (piece.at + t, piece.place) for piece in pieces for t in range(piece.width)}
     indices = sorted({index for index, _ in where})
     bits = sorted({bit for _, bit in where})
-    extents = tuple(1 + max(index[axis] for index in indices) for axis in range(len(indices[0])))
-    slices: list[Slice] = []
+    cuts: list[tuple[int, int]] = []
     while bits:
         lo = bits.pop(0)
         width = 1
-        while bits and bits[0] == lo + width and all(where[i, lo + width] == where[i, lo] + width for i in indices):
+        while bits and bits[0] == lo + width and all(
+                where[i, bits[0]] == (where[i, lo][0] + width, where[i, lo][1]) for i in indices):
             bits.pop(0)
             width += 1
-        found = _strided({index: where[index, lo] for index in indices}, extents)
-        if found is None:
-            return None
-        slices.append(Slice(lo, width, *found))
-    return tuple(slices)
+        cuts.append((lo, width))
+    for starts in dict.fromkeys(((0,), _ranges(pieces))):
+        found: list[Slice | None] = []
+        for first, end in pairwise([*starts, 1 + max((index[-1] for index in indices if index), default=0)]):
+            inside = [index for index in indices if not index or first <= index[-1] < end]
+            local = {index: (*index[:-1], index[-1] - first) if index else () for index in inside}
+            found += [_strided(lo, width, first, {local[i]: where[i, lo] for i in inside}) for lo, width in cuts]
+        slices = tuple(part for part in found if part is not None)
+        if len(slices) == len(found):
+            return slices
+    return None
 
 
-def _strided(where: Mapping[tuple[int, ...], int], extents: Sequence[int]) -> tuple[int, tuple[Layout, ...]] | None:
-    """Offset and one layout per axis of positions over a box, where the axes add up; else None."""
-    origin = (0,) * len(extents)
-    offset = where[origin]
-    dims: list[Layout] = []
-    for axis, extent in enumerate(extents):
-        line = [where[(*origin[:axis], i, *origin[axis + 1:])] - offset for i in range(extent)]
-        layout = factor(line)
-        if layout is None:
-            return None
-        dims.append(layout)
-    found = Slice(0, 1, offset, tuple(dims))
-    return (offset, tuple(dims)) if all(found.bit(index) == at for index, at in where.items()) else None
+def _ranges(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """The last coordinates at which other lines begin to store the elements."""
+    lines: dict[int, set[int]] = {}
+    for piece in pieces:
+        lines.setdefault(piece.index[-1] if piece.index else 0, set()).add(piece.line)
+    return (0, *(after for before, after in pairwise(sorted(lines)) if lines[before] != lines[after]))
 
 
-def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[tuple[str, tuple[int, ...], int] | None]:
-    """What lies at each bit of a record: (field, element, bit of the element), or None for padding.  The way back.
+def _strided(lo: int, width: int, start: int, where: Mapping[tuple[int, ...], tuple[int, int | None]]) -> Slice | None:
+    """The slice through (position, place) of the elements of a box, where its axes add up; else None."""
+    origin = min(where)
+    extents = [1 + max(index[axis] for index in where) for axis in range(len(origin))]
+    lines = [[(*origin[:axis], i, *origin[axis + 1:]) for i in range(extent)] for axis, extent in enumerate(extents)]
+    if any(origin) or len(where) != prod(extents) or len({place is None for _, place in where.values()}) > 1:
+        return None
+    offset, first = where[origin]
+    dims = [factor([where[index][0] - offset for index in line]) for line in lines]
+    places = [factor([(where[index][1] or 0) - (first or 0) for index in line]) for line in lines] if first is not None else []
+    if None in dims or None in places:
+        return None
+    layouts = [layout for layout in places if layout is not None]
+    if first:
+        layouts[-1] = replace(layouts[-1], offset=first)
+    found = Slice(lo, width, offset, tuple(d for d in dims if d is not None), start, tuple(layouts))
+    exact = all(found.bit(index) == at and (place is None or found.place(index) == place) for index, (at, place) in where.items())
+    return found if exact else None
 
-    @post spread(gather(walk(lines)))[piece.at + t] == (piece.field, piece.index, piece.lo + t) for every piece
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What lies at a bit of a record: a bit of an element, or of the byte that is made of the base-3 `digits` `elements`."""
+
+    field: str
+    elements: tuple[tuple[int, ...], ...]
+    bit: int
+    digits: bool = False
+
+
+def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[Held | None]:
+    """What lies at each bit of a record, None for padding.  The way back.
+
+    @post spread(gather(walk(lines)))[piece.at + t] is bit piece.lo + t of piece.index for every piece of bits, and bit t
+          of a byte whose elements have piece.index at piece.place for every digit, t < 8
     """
-    record: list[tuple[str, tuple[int, ...], int] | None] = [None] * bits
+    record: list[Held | None] = [None] * bits
     for field, parts in slices.items():
         for part in parts:
+            digits: dict[int, dict[int, tuple[int, ...]]] = {}
             for index in product(*(range(extent) for extent in part.extents)):
                 at = part.bit(index)
-                for t in range(part.width):
-                    record[at + t] = (field, index, part.lo + t)
+                element = (*index[:-1], index[-1] + part.start) if index else ()
+                if part.places:
+                    digits.setdefault(at, {})[part.place(index)] = element
+                for t in range(0 if part.places else part.width):
+                    record[at + t] = Held(field, (element,), part.lo + t)
+            for at, held in digits.items():
+                for t in range(BYTE):
+                    record[at + t] = Held(field, tuple(held[place] for place in sorted(held)), t, True)
     return record
 
 
@@ -321,7 +412,7 @@ def split(part: Slice, word: int) -> tuple[Slice, Slice] | None:
     A digit may move both: Q4_K's second half of mins lies four bytes and four bits after the first.
 
     @post None, or for every element, with (inside, words) as returned:
-          part.bit(i) == word * words.bit(i) + inside.bit(i), and 0 <= inside.bit(i) <= word - part.width
+          part.bit(i) == word * words.bit(i) + inside.bit(i), and 0 <= inside.bit(i) <= word - part.room
     """
     inner: list[Layout] = []
     outer: list[Layout] = []
@@ -338,7 +429,7 @@ def split(part: Slice, word: int) -> tuple[Slice, Slice] | None:
         inner.append(Layout(tuple(mode for mode in inside if mode[0] > 1)))
         outer.append(Layout(tuple(mode for mode in outside if mode[0] > 1)))
     start = part.offset % word
-    if start + sum(layout.first for layout in inner) < 0 or start + sum(layout.last for layout in inner) + part.width > word:
+    if start + sum(layout.first for layout in inner) < 0 or start + sum(layout.last for layout in inner) + part.room > word:
         return None
     return replace(part, offset=start, dims=tuple(inner)), replace(part, offset=part.offset // word, dims=tuple(outer))
 

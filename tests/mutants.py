@@ -35,6 +35,10 @@ EQUAL: dict[str, dict[str, str]] = {
         "awq.qweight: i32[k<K, t<N / 8 word] -> i32[k<K, t<ceil(N / 8) word]": ALSO_ELSEWHERE,
         "awq.qzeros: i32[g<G, t<N / 8 word] -> i32[g<G, t<ceil(N / 8) word]": ALSO_ELSEWHERE,
     },
+    "q2_k": {
+        "decode: ((d * sc) * q) - (dmin * mn) -> (d * (sc * q)) - (dmin * mn)":
+            "11 bits of d, 4 of sc and 2 of q: every product is exact in float32, and a zero has the sign of d either way",
+    },
     "q4_k": {
         "decode: ((d * sc) * q) - (dmin * mn) -> "
         "(d * (sc * q)) - (dmin * mn)":

@@ -36,19 +36,20 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"runtime", "files", "generated"},
     "generated": set(),
     # what joins them for a user
+    "quantize": {"checkpoint", "runtime"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime"},
     "analyze": {"runtime", "places", ""},
     "tune": {"runtime", "files"},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
-    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", ""},
+    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", ""},
     "__main__": {"cli"},
 }
 # Other people's packages, in function bodies too.
 PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "checkpoint": {"torch"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
-    "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
+    "quantize": {"torch"}, "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.

@@ -91,19 +91,20 @@ def test_python_m_qdsl_is_the_command(folder: Path) -> None:
 def test_version_and_help() -> None:
     shown = run("--version")
     assert (shown.exit_code, shown.stdout) == (0, f"qdsl {qdsl.__version__}\n")
-    for command in ((), ("check",), ("build",), ("list",), ("show",), ("analyze",), ("inspect",), ("dequantize",)):
+    for command in ((), ("check",), ("build",), ("list",), ("show",), ("analyze",), ("inspect",), ("dequantize",),
+                    ("quantize",)):
         for option in ("--help", "-h"):
             found = run(*command, option)
             assert found.exit_code == 0 and "Usage:" in found.stdout and not found.stderr
     top = run("--help").stdout
-    commands = ("check", "build", "list", "show", "analyze", "inspect", "dequantize")
+    commands = ("check", "build", "list", "show", "analyze", "inspect", "dequantize", "quantize")
     assert all(re.search(rf"\b{command}\b", top) for command in commands)
 
 
 @pytest.mark.parametrize("arguments", [
     (), ("frobnicate",), ("check",), ("show",), ("show", "q4_0", "q8_0"), ("check", "--frobnicate", "q4_0"), ("build",),
     ("build", "--all", "q4_0"), ("show", "q4_0", "--svg"), ("inspect",),
-    ("dequantize", "model.gguf"),
+    ("dequantize", "model.gguf"), ("quantize", "model.gguf"), ("quantize", "model.gguf", "--type", "q8_0"),
 ], ids=" ".join)
 def test_a_wrong_call_ends_with_2(arguments: tuple[str, ...]) -> None:
     found = run(*arguments)

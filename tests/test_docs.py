@@ -12,15 +12,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import qdsl.demo
+from qdsl.checkpoint import safetensors
 from qdsl.cli import app
 from qdsl.passes import compile_spec
+from qdsl.quantize.mixes import Model
 from qdsl.spec.schema import parse
 from tests.support.formats import ROOT
 from tests.support.ggufs import framed, info
+from tests.support.models import Made, written
 from tests.support.tables import TABLES
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md")]
@@ -70,10 +75,15 @@ def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w4.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
     (tmp_path / "model.gguf").write_bytes(framed([info(dims=[32], type=2)], data=bytes(32)))
+    written(tmp_path / "model-bf16.gguf", Made(Model("llama", 1, 1, 1), 256, 256))
+    ones = {"in_sum2": np.ones((1, 256), np.float32), "counts": np.ones((1, 1), np.float32)}
+    importance = {f"blk.0.attn_v.weight.{name}": values for name, values in ones.items()}
+    written(tmp_path / "imatrix.gguf", Made(Model("imatrix", 0, 0, 0), 0, 0), importance)
+    safetensors.write(tmp_path / "flux1-dev.safetensors", {"double_blocks.0.img_attn.proj.weight": torch.ones(8, 256)})
     lines = [line.split("#")[0] for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ")]
     commands = [command for command in commands if command[0] not in ("demo", "analyze")]
-    assert len(commands) >= 7
+    assert len(commands) >= 11
     for command in commands:
         result = CliRunner().invoke(app, command, catch_exceptions=False)
         assert result.exit_code == 0, (command, result.output)

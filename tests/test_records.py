@@ -11,13 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qdsl.runtime import PackedWeight
+from qdsl.runtime import FormatError, PackedWeight
 from tests.support import oracle
+from tests.support.blessing import prove_stored
 from tests.support.formats import Case, cases, random_fields, random_packed, raw, same_bits, shapes, smallest
+from tests.support.second import Reading
 
 CASES = cases()
+# Bytes of base-3 digits are no bits of fields: all 256 are tried instead.
+DIGITS = [case for case in CASES if oracle.digit_fields(case.spec)]
+BITS = [case for case in CASES if case not in DIGITS]
 # A stored operation carries from bit to bit, so setting one bit alone does not move one bit alone.
-LINEAR = [case for case in CASES if not any(
+LINEAR = [case for case in BITS if not any(
     tensor.stored for s in case.spec.storages if s.name.value == case.storage for tensor in s.tensors)]
 ONE_BY_ONE = 2500                                                # bits that are set alone, one after the other
 
@@ -131,7 +136,7 @@ def test_every_bit_lands_where_the_spec_says(case: Case) -> None:
         assert (bits.pack(pattern) == wanted).all()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", BITS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_bytes_survive(case: Case, seed: int) -> None:
     """pack(unpack(bytes)) == bytes, in all bits that hold a field; padding becomes zero."""
@@ -140,6 +145,28 @@ def test_any_bytes_survive(case: Case, seed: int) -> None:
     kept = np.zeros(bits.size, np.uint8)
     kept[bits.source] = pattern[bits.source]
     assert (bits.pack(bits.unpack(pattern)) == kept).all()
+
+
+@pytest.mark.parametrize("case", DIGITS, ids=str)
+def test_every_byte_has_its_digits(case: Case) -> None:
+    """All 256 in every byte of digits, beside any other bits: read, and written again, as by exact fractions."""
+    made = random_packed(case, smallest(case, tiles=2), params=case.choice)
+    read = Reading(case.spec, case.storage, made.shape, case.choice, made.sizes)
+    generator = torch.Generator().manual_seed(1)
+    first = {name: torch.randint(0, 256, raw(t).shape, generator=generator).to(torch.uint8) for name, t in made.tensors.items()}
+    for step in range(256):
+        tensors = {name: (first[name] + step).view(t.dtype).view(t.shape) for name, t in made.tensors.items()}
+        prove_stored(read, case.module.wrap(tensors, shape=made.shape, storage=case.storage, **case.choice))
+
+
+@pytest.mark.parametrize("case", DIGITS, ids=str)
+def test_what_is_no_digit_is_refused(case: Case) -> None:
+    fields = random_fields(case, smallest(case), params=case.choice)
+    for name in oracle.digit_fields(case.spec):
+        wrong = fields[name].clone()
+        wrong[-1, -1] = 3
+        with pytest.raises(FormatError, match=f"field '{name}' is stored as digits of base 3, which are 0, 1 or 2, not 3"):
+            case.module.pack({**fields, name: wrong}, storage=case.storage, **case.choice)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

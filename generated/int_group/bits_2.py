@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, device, integer, lanes, many, pad
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, lanes, many, pad, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
     fields = {
-        "q": torch.stack([qweight_bytes >> 2 * i & 3 for i in range(4)], -1).flatten(1),
-        "z": torch.stack([qzeros_bytes >> 2 * i & 3 for i in range(4)], -1).permute(0, 2, 3, 1).flatten(0, 2),
+        "q": spread(qweight_bytes, 2).flatten(1),
+        "z": spread(qzeros_bytes, 2).permute(0, 2, 3, 1).flatten(0, 2),
         "s": scales.t(),
     }
     if g_idx is not None:
@@ -69,8 +69,8 @@ def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type((qzeros + 0x55555555).t(), torch.uint8).unflatten(-1, (-1, 4))
     fields = {
-        "q": torch.stack([qweight_bytes >> 2 * i & 3 for i in range(4)], -1).flatten(1),
-        "z": torch.stack([qzeros_bytes >> 2 * i & 3 for i in range(4)], -1).permute(0, 2, 3, 1).flatten(0, 2),
+        "q": spread(qweight_bytes, 2).flatten(1),
+        "z": spread(qzeros_bytes, 2).permute(0, 2, 3, 1).flatten(0, 2),
         "s": scales.t(),
     }
     if g_idx is not None:
@@ -130,7 +130,7 @@ def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None, out: Tensor
     q = q.view(torch.int8).unflatten(1, (z.shape[1], -1))
     z = z.view(torch.int8).unsqueeze(-1)
     s = s.float().unsqueeze(-1)
-    return torch.mul(q - z, s, out=out).flatten(1)
+    return torch.mul(as_float(q - z, out), s, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:

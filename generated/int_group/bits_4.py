@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, device, integer, lanes, many, pad
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, lanes, many, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None, out: Tensor
     q = q.view(torch.int8).unflatten(1, (z.shape[1], -1))
     z = z.view(torch.int8).unsqueeze(-1)
     s = s.float().unsqueeze(-1)
-    return torch.mul(q - z, s, out=out).flatten(1)
+    return torch.mul(as_float(q - z, out), s, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ ALIGNMENT = 32                                                   # where general
 ALIGNMENT_LIMIT = 1 << 20
 SHARDS_LIMIT = 1024
 ORIG_SHAPE = "comfy.gguf.orig_shape."
-_SPLIT = ("split.no", "split.count", "split.tensors.count")
+SPLIT = ("split.no", "split.count", "split.tensors.count")
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
@@ -262,7 +262,7 @@ class GgufFile:
                 raise CheckpointError(f"{self.path}: {path.name}, file {shard + 1} of {count}, is missing")
             other = self._open(path)
             if _split(other, path) != (shard, count, total):
-                raise CheckpointError(f"{path}: {', '.join(_SPLIT)} are {', '.join(map(str, _split(other, path)))}; "
+                raise CheckpointError(f"{path}: {', '.join(SPLIT)} are {', '.join(map(str, _split(other, path)))}; "
                                       f"as file {shard + 1} of {self.path.name} it must have {shard}, {count}, {total}")
             for name, tensor in other.tensors.items():
                 if name in self.tensors:
@@ -272,7 +272,7 @@ class GgufFile:
             self.notes += tuple(f"{path.name}: {note}" for note in other.notes)
         if len(self.tensors) != total:
             raise CheckpointError(f"{self.path}: split.tensors.count is {total}, but the {count} files have {len(self.tensors)}")
-        self.metadata = Metadata({key: value for key, value in self.metadata.stored().items() if key not in _SPLIT})
+        self.metadata = Metadata({key: value for key, value in self.metadata.stored().items() if key not in SPLIT})
 
     def __enter__(self) -> GgufFile:
         return self
@@ -338,9 +338,9 @@ class GgufFile:
 def _split(header: Header, path: Path) -> tuple[int, int, int]:
     """Which file of how many this is, and how many tensors they have together."""
     found = []
-    for key, default in zip(_SPLIT, (0, 1, len(header.tensors)), strict=True):
+    for key, default in zip(SPLIT, (0, 1, len(header.tensors)), strict=True):
         value = header.metadata.get(key, default)
-        if type(value) is not int or not 0 <= value <= (TENSORS_LIMIT if key == _SPLIT[2] else SHARDS_LIMIT):
+        if type(value) is not int or not 0 <= value <= (TENSORS_LIMIT if key == SPLIT[2] else SHARDS_LIMIT):
             raise CheckpointError(f"{path}: {key} is {shown(repr(value))}")
         found.append(value)
     number, count, total = found

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from qdsl.emit.formula import TORCH, constant, formula, integer_fields, outermost
+from qdsl.emit.formula import constant, integer_fields, steps
 from qdsl.emit.tensors import Unsupported
 from qdsl.ir import index as ix
 from qdsl.ir.index import Index
@@ -66,7 +66,9 @@ def decode(programs: Sequence[Program]) -> Decode:
                          for axis, letter, levels in ((0, "n", rows), (deep[0], "k", columns)) if len(levels.blocks) > 1)
         lines.insert(len(_gathers(fields)), f"out = out if out is None else out{digits}")
     names = {f"{value.name}[{program.values[value.args[0]].name}]": _rows_name(lookups, value) for value in lookups}
-    lines.append(f"return {_result(program, names)}{f'.flatten({deep[0]})' if deep[1] > 1 else ''}"
+    *before, last_step = _result(program, names)
+    lines += before
+    lines.append(f"return {last_step}{f'.flatten({deep[0]})' if deep[1] > 1 else ''}"
                  f"{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}")
     last = program.values[-1]
     copies = last.name if last.op == "field" else None
@@ -104,23 +106,24 @@ def _rows(program: Program, value: Value, rows: Levels, columns: Levels) -> str:
     block = _block(field, "k")
     if not columns.fixed or len(rows.blocks) > 1 or block is None:
         raise Unsupported(f"rows of table '{table.name}' for columns that are not in whole blocks")
-    at, inner = columns.blocks.index(block), columns.blocks.index(Index(table.shape[1]))
+    at = columns.blocks.index(block)
     sizes = [str(a.const // b.const) for a, b in pairwise(columns.blocks)]
     text = f"{field.name}.unflatten(-1, ({', '.join(['-1', *sizes[:at]])}))" if at else field.name
-    shared = f"[..., {'None, ' * (inner - at)}:]" if inner > at else ""
-    below = f".unflatten(-1, ({', '.join(sizes[inner:])}))" if len(sizes) > inner + 1 else ""
-    return f"{constant(value.name)}[{text}]{shared}{below}"
+    below = f".unflatten(-1, ({', '.join(sizes[at:])}))" if len(sizes) > at + 1 else ""
+    return f"{constant(value.name)}[{text}]{below}"
 
 
-def _result(program: Program, names: Mapping[str, str]) -> str:
-    """The formula, its last operation written as a function that can write where the caller wants the weights."""
-    last = outermost(program, names)
-    if last is None:
-        text = formula(program, TORCH, names)
-        return f"{text} if out is None else out.copy_({text})"
-    op, operands = last
-    function = {"+": "add", "-": "sub", "*": "mul", "/": "div"}[op]
-    return f"torch.{function}({', '.join(operands)}, out=out)"
+def _result(program: Program, names: Mapping[str, str]) -> list[str]:
+    """The formula, operation by operation, each in the memory where the caller wants the weights."""
+    value, following = steps(program, names)
+    if not following:
+        return [f"{value} if out is None else out.copy_({value})"]
+    functions = {"+": "add", "-": "sub", "*": "mul", "/": "div"}
+    texts = []
+    for op, left, right in following:
+        texts.append(f"torch.{functions[op]}({left or value}, {right or value}, out=out)")
+        value = "w"
+    return [*(f"w = {text}" for text in texts[:-1]), texts[-1]]
 
 
 def _block(field: Field, axis: str) -> Index | None:

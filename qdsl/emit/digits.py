@@ -3,16 +3,16 @@
 The torch reference moves whole bytes by views and cuts the rest with shifts.  A lane is one value of the digits whose stride
 is no whole number of bytes: it lies `shift` bits above byte `skip` of a container.  A container is one byte where no lane
 straddles bytes (nibbles; Q4_K's mins, whose second half is four bytes and four bits away), else the few bytes after which
-the digits are at a byte border again (three for 3-bit codes).
+the digits are at a byte border again (three for 3-bit codes).  Base-3 digits of a byte are lanes at places instead of shifts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from math import gcd
+from math import gcd, prod
 
-from qdsl.layout import Slice
+from qdsl.layout import Slice, refine
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,15 @@ class Digit:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The value of every bit digit, and where its elements lie: `shift` bits above byte `skip` of the container."""
+    """The value of every bit digit, and where its elements lie: `shift` bits above byte `skip` of the container.
+
+    place: of base-3 digits, the place in that byte.
+    """
 
     values: tuple[int, ...]
     skip: int
     shift: int
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class Cut:
 
 def cut(part: Slice) -> Cut | None:
     """The slice over bytes; None where it does not come apart into byte digits and containers of up to eight bytes."""
+    if part.places:
+        return _cut_places(part)
     bytes_: list[Digit] = []
     bits: list[Digit] = []
     for axis, layout in enumerate(part.dims):
@@ -85,6 +91,32 @@ def cut(part: Slice) -> Cut | None:
     if min(at.values()) < 0 or container > 8 or any(d.stride < 8 * container for d in bytes_):
         return None
     return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), container, lanes)
+
+
+def _cut_places(part: Slice) -> Cut | None:
+    """A slice of base-3 digits: what moves the place in a byte is a lane, whether or not it moves the byte."""
+    bytes_: list[Digit] = []
+    bits: list[Digit] = []
+    moves: dict[Digit, int] = {}
+    for axis, pair in enumerate(zip(part.dims, part.places, strict=True)):
+        cuts = [prod(extent for extent, _ in layout.modes[:i]) for layout in pair for i in range(len(layout.modes))]
+        layouts = [refine(layout, cuts) for layout in pair]
+        if layouts[0] is None or layouts[1] is None:
+            return None
+        weight = 1
+        for (extent, stride), (_, step) in zip(layouts[0].modes, layouts[1].modes, strict=True):
+            digit = Digit(axis, weight, extent, stride)
+            (bits if step else bytes_).append(digit)
+            moves[digit] = step
+            weight *= extent
+    bits.sort(key=lambda d: (d.axis, -d.weight))
+    first = part.place((0,) * len(part.dims))
+    lanes = tuple(Lane(values, sum(v * d.stride for v, d in zip(values, bits, strict=True)) // 8, 0,
+                       first + sum(v * moves[d] for v, d in zip(values, bits, strict=True)))
+                  for values in product(*(range(d.extent) for d in bits)))
+    if min(lane.skip for lane in lanes) < 0 or any(d.stride < 8 for d in bytes_):
+        return None
+    return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), 1, lanes)
 
 
 def coordinate(digits: list[Digit], axis: int) -> list[Digit]:

@@ -83,25 +83,50 @@ def _float_text(program: Program, number: int, dialect: Dialect, names: Mapping[
 
 
 def tables(program: Program) -> dict[str, str]:
-    """The tables that decode reads, each with the type that holds its numbers: i32 where integers meet integers, else f32."""
+    """The tables that decode reads, each with the type that holds its numbers: i32 where integers meet integers, else f32.
+
+    Rows are held in i8 where every step up to the next float fits.
+    """
     found: dict[str, str] = {}
     reads = {number: value for number, value in enumerate(program.values) if value.op == "table"}
     for number, value in reads.items():
         users = [user for user in program.values if number in user.args and user.op != "float"]
         held = "i32" if value.is_int and users else "f32"
+        if len(program.spec.table(value.name).shape) > 1 and value.is_int:
+            held = "i8" if all(-128 <= end < 128 for step in _above(program, number) for end in step.range or ()) else "i32"
         found[value.name] = held if found.get(value.name, held) == held else "i32"
     return found
 
 
-def outermost(program: Program, names: Mapping[str, str]) -> tuple[str, list[str]] | None:
-    """The last operation of the formula and the texts of its operands; None where the formula is a field.
+def _above(program: Program, number: int) -> list[Value]:
+    """A value and the integers that are computed from it."""
+    value = program.values[number]
+    users = [i for i, user in enumerate(program.values) if number in user.args and user.is_int]
+    return [value, *(step for i in users for step in _above(program, i))]
 
+
+def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[str, str, str]]]:
+    """The formula as what it begins with, and the operations that follow, each (op, left, right) with one side empty.
+
+    Every step has a value for each weight, so that one tensor can hold them all, one after the other.
     `names` says what fields, and rows of tables, are called.
     """
-    root = program.values[-1]
-    if root.op not in ("+", "-", "*", "/"):
-        return None
-    return root.op, [_text(program, arg, TORCH, names, 0) for arg in root.args]
+    values = program.values
+    at = len(values) - 1
+    found: list[tuple[str, str, str]] = []
+    while values[at].op in ("+", "-", "*", "/") and not values[at].is_int:
+        sides = [arg for arg in values[at].args if values[arg].index == values[-1].index]
+        if not sides:
+            break
+        held = next((arg for arg in sides if values[arg].op in ("+", "-", "*", "/")), sides[0])
+        left, right = ("" if arg == held else _text(program, arg, TORCH, names, 0) for arg in values[at].args)
+        right = right if left or right else _text(program, held, TORCH, names, 0)        # a square
+        found.append((values[at].op, left, right))
+        at = held
+    start = _text(program, at, TORCH, names, 0)
+    inner = values[values[at].args[0]] if values[at].op == "float" else None
+    cast = inner is not None and not (inner.op == "table" and tables(program)[inner.name] == "f32")
+    return f"as_float({start}, out)" if cast else start, found[::-1]
 
 
 def integer_fields(program: Program) -> dict[str, int]:

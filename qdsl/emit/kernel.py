@@ -211,9 +211,9 @@ class Decoder:
                     index = [ix.substitute(i, coordinates, self.tile.facts) for i in field.index]
                     if placement.flat:
                         index = [index[0] * name("K") + index[1]]
-                    for part in placement.slices:
-                        level, text = self.slice(field, tensor, placement, part, index, guard)
-                        parts.append((part.lo, level, text))
+                    for ranges in placement.cuts:
+                        level, text = self.slice(field, tensor, placement, ranges, index, guard)
+                        parts.append((ranges[0].lo, level, text))
         level = max(level for _, level, _ in parts)
         if len(parts) == 1:
             text = parts[0][2]
@@ -250,29 +250,54 @@ class Decoder:
 
     # -- slices -------------------------------------------------------------------------------------------------------
 
-    def slice(self, field: Field, tensor: Tensor, placement: Placement, part: Slice, index: list[Index],
+    def slice(self, field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], index: list[Index],
               guard: str) -> tuple[int, str]:
-        """(loop, text) of the bits of one slice."""
+        """(loop, text) of a slice's bits, or digit; `ranges` are the slices of the same bits for all ranges of elements."""
         facts = self.tile.facts
         records = {var: ix.div(i, size, facts) for i, (var, size) in zip(index, placement.tiles, strict=True) if var}
         local = [ix.mod(i, size, facts) for i, (_, size) in zip(index, placement.tiles, strict=True)]
+        if not ranges[0].places:
+            return self.cut_bits(field, tensor, ranges, records, local, guard)
+        whole = [replace(part, width=part.room, places=()) for part in ranges]
+        level, text = self.cut_bits(field, tensor, whole, records, local, guard)
+        place = self.chosen(f"{field.name}_place", [replace(part, offset=0, dims=part.places) for part in ranges], local, guard)
+        if self.level(place, guard=guard) > level:
+            text = self.body.add(level, f"{field.name}_byte", text, guard)
+        return max(level, self.level(place, guard=guard)), f"device.trit({text}, {shown(place)})"
+
+    def chosen(self, target: str, ranges: Sequence[Slice], local: Sequence[Index], guard: str) -> Index:
+        """Where the element lies by the slice in whose range it is, as an expression or a variable."""
+        found = [self.bit(part, [*local[:-1], *(each - part.start for each in local[-1:])]) for part in ranges]
+        if all(each == found[0] for each in found):
+            return found[0]
+        text = shown(found[-1])
+        for part, each in reversed(list(zip(ranges[1:], found, strict=False))):
+            text = f"tl.where({shown(local[-1])} < {part.start}, {shown(each)}, {text})"
+        return name(self.body.add(self.level(*found, *local[-1:], guard=guard), target, text, guard))
+
+    def cut_bits(self, field: Field, tensor: Tensor, ranges: Sequence[Slice], records: Mapping[str, Index], local: list[Index],
+                 guard: str) -> tuple[int, str]:
+        """(loop, text) of the bits of one slice."""
+        part = ranges[0]
         number = field.number
         bits = tensor.element.bits
-        if number is not None and number.name in TRITON_FLOATS and part.width == number.bits > bits:
+        if number is not None and number.name in TRITON_FLOATS and part.width == number.bits > bits and len(ranges) == 1:
             whole = split(part, part.width)
             if whole is not None and whole[0].offset == 0 and tensor.words % (part.width // bits) == 0:
                 return self.typed_load(tensor, whole[1], records, local, number.name, guard)
-        cut = split(part, bits)
-        if cut is None:
-            return self.straddling(field, tensor, part, records, local, guard)
-        shift, step = (self.bit(side, local) for side in cut)
+        cut = [pair for part in ranges if (pair := split(part, bits)) is not None]
+        if len(cut) < len(ranges):
+            bit = self.chosen(f"{field.name}_bit", ranges, local, guard)
+            return self.straddling(field, tensor, part, records, bit, guard)
+        shift, step = (self.chosen(f"{field.name}_{what}", sides, local, guard)
+                       for what, sides in zip(("shift", "at"), zip(*cut, strict=True), strict=True))
         loaded = self.load(tensor, records, step, guard)
         level = self.level(*records.values(), step, guard=guard)
         if part.width == bits and tensor.stored is None and not _is_in_integer(field, tensor):
             if number is not None and number.kind == "unsigned" and tensor.element.kind == "signed" and bits < 32:
                 return level, f"{loaded}.to(tl.uint{bits}, bitcast=True)"
             return level, loaded
-        if self.level(shift) > level or self.fixed or tensor.stored is not None:
+        if self.level(shift, guard=guard) > level or self.fixed or tensor.stored is not None:
             loaded = self.body.add(level, f"{field.name}_word", self.restored(tensor, loaded), guard)
         text = f"{loaded} >> {shown(shift, 1)}" if shift != Index(0) else loaded
         text = f"{text} & {(1 << part.width) - 1}" if part.width < bits else text
@@ -280,7 +305,7 @@ class Decoder:
             text = f"({text}) {'-' if tensor.stored.amount > 0 else '+'} {abs(tensor.stored.amount)} & {(1 << field.bits) - 1}"
         if _is_in_integer(field, tensor) and part.width == field.bits:
             text = f"({text}).to(tl.uint{field.bits}).to(tl.{TRITON_FLOATS[field.kind]}, bitcast=True)"
-        return max(level, self.level(shift)), text
+        return max(level, self.level(shift, guard=guard)), text
 
     def bit(self, part: Slice, index: Sequence[Index]) -> Index:
         """part.bit(index), as an expression."""
@@ -316,12 +341,9 @@ class Decoder:
         offset = self.offset(tensor, records, step, size)
         return level, f"tl.load({pointer} + {self.text(offset)}, {self.mask(level)}, 0)"
 
-    def straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], local: list[Index],
+    def straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], bit: Index,
                    guard: str) -> tuple[int, str]:
         """Bits that cross elements: cut from all words of the record at a constant bit, or from those around a variable one."""
-        bit = Index(part.offset)
-        for layout, i in zip(part.dims, local, strict=True):
-            bit = bit + self.position(layout, i)
         units = self.program.units
         if units is not None and units.whole and bit.names() <= {lane.name for lane in self.tile.lanes}:
             level = self.level(*records.values(), guard=guard)

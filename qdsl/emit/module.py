@@ -33,8 +33,9 @@ from qdsl.spec.model import Data, Spec
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_type", "cdiv",
-           "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records")
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_float", "as_type",
+           "base3", "cdiv", "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records", "spread",
+           "trit")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
-
-from qdsl.emit.digits import Cut
+from qdsl.emit.digits import Cut, Lane
 from qdsl.emit.lines import indent, named
 from qdsl.emit.tensors import (
     Unsupported,
@@ -60,7 +58,7 @@ def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
     size = tensor.record_bits // 8
     parts = [(placement, part) for placement in tensor.placements for part in placement.slices]
     order = variables(tensor)
-    if len(parts) == 1 and parts[0][1].width * count(parts[0][0]) == tensor.record_bits:
+    if len(parts) == 1 and parts[0][1].filled == tensor.record_bits:
         placement, part = parts[0]
         field = program.field(placement.field)
         cuts = cut_slice(tensor, placement, part)
@@ -75,7 +73,7 @@ def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
         chain = Chain(records_name(program, tensor), (*order, BYTES))
         start = len(lines)
         shared = [_store(program, tensor, placement, part, chain, lines) for placement, part in parts]
-        filled = sum(part.width * prod(part.extents) for _, part in parts) == tensor.record_bits
+        filled = sum(part.filled for _, part in parts) == tensor.record_bits
         lines.insert(start, _allocate(tensor, chain.text, size, filled and not any(shared)))
     if tensor_dtype(tensor) != "uint8":
         chain = Chain(f"as_type({chain.text}, torch.{tensor_dtype(tensor)})", chain.labels)
@@ -130,7 +128,7 @@ def _may_share(a: Slice, b: Slice) -> bool:
     """Whether two slices may have a byte in common."""
     def ends(part: Slice) -> tuple[int, int]:
         first = part.offset + sum(layout.first for layout in part.dims)
-        last = part.offset + sum(layout.last for layout in part.dims) + part.width - 1
+        last = part.offset + sum(layout.last for layout in part.dims) + part.room - 1
         return first // 8, last // 8
     (first, last), (low, high) = ends(a), ends(b)
     return first <= high and low <= last
@@ -149,6 +147,11 @@ def _split(program: Program, tensor: Tensor, placement: Placement, cuts: Cut, li
         text += ".flatten()"
     text = _padded(tensor, placement, field, text)
     wanted = element_labels(placement, cuts)
+    if placement.ranges > 1:
+        var, tile = placement.tiles[-1]
+        records = f"{text}.unflatten(-1, (-1, {tile}))" if var else text
+        text = f"{records}[..., {cuts.part.start}:{cuts.part.start + cuts.part.extents[-1]}]"
+        wanted[-1:] = [wanted[-1][:1], wanted[-1][1:]] if var else [wanted[-1]]
     chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(wanted))))
     for axis in reversed(range(len(wanted))):
         chain = chain.unflatten(axis, wanted[axis], sizes(wanted[axis]))
@@ -174,6 +177,8 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
             return chain if field_dtype(field) == "uint8" else chain.call("view(torch.uint8)")
         return Chain(f"as_type({chain.text}.unsqueeze(-1), torch.uint8)", (*order, BYTES))
     lanes = [lane for lane in cuts.lanes if lane.skip == skip]
+    if cuts.part.places:
+        return _digits(field, cuts, split, lanes).permute(order)
     wide = {1: "", 2: ".to(torch.int32)", 3: ".to(torch.int32)"}.get(cuts.container, ".to(torch.int64)")
     if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes):
         lane = split.pick({cuts.bits[0]: "i"})
@@ -190,6 +195,16 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
         return value.call("to(torch.uint8)") if field.bits > 8 else value
     words = named(lines, f"{field.name}_packed", bare(value.text), arguments(program))
     return Chain(f"{words}.unsqueeze(-1).view(torch.uint8)[..., :{cuts.container}]", (*order, BYTES))
+
+
+def _digits(field: Field, cuts: Cut, split: Chain, lanes: list[Lane]) -> Chain:
+    """Bytes of the base-3 digits that lanes hold."""
+    lanes = sorted(lanes, key=lambda lane: lane.place)
+    picked = [split.select(dict(zip(cuts.bits, lane.values, strict=True))) for lane in lanes]
+    texts = ", ".join(lane.text for lane in picked)
+    if len(picked) > 2 and len(cuts.bits) == 1 and [lane.values for lane in lanes] == [(i,) for i in range(len(lanes))]:
+        texts = f"{split.pick({cuts.bits[0]: 'i'}).text} for i in range({len(lanes)})"
+    return Chain(f'base3([{texts}], "{field.name}")', picked[0].labels)
 
 
 def _masked(field: Field, part: Slice, text: str) -> str:

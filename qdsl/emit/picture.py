@@ -10,29 +10,37 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from qdsl.ir.program import Program, Tensor
-from qdsl.layout import spread
+from qdsl.layout import BASE, Held, spread
 
+Elements = tuple[tuple[int, ...], ...]
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Neighbouring bits of one element in one byte; `field` '' is padding.  `many`: which subscripts vary in the record."""
+    """Neighbouring bits of one element in one byte; `field` '' is padding.  `many`: which subscripts vary in the record.
+
+    first, last: the element in the first and last byte of a row; of a byte of base-3 digits, all of them.
+    """
 
     field: str
-    first: tuple[int, ...]
-    last: tuple[int, ...]
+    first: Elements
+    last: Elements
     lo: int
     width: int
+    digits: bool = False
     many: tuple[bool, ...] = ()
 
     def label(self) -> str:
         """`q[0]..q[15]`, without subscripts that are the same all over the record."""
         if not self.field:
             return "pad"
-        shown = [[i for i, varies in zip(index, self.many, strict=True) if varies] for index in (self.first, self.last)]
-        texts = [f"{self.field}{index or ''}" for index in shown]
-        return "..".join(dict.fromkeys(texts))
+        return "..".join(dict.fromkeys(self._text(elements) for elements in (self.first, self.last)))
+
+    def _text(self, elements: Elements) -> str:
+        shown = [[i for i, varies in zip(index, self.many, strict=True) if varies] for index in elements]
+        texts = " ".join(f"{self.field}{index or ''}" for index in shown)
+        return f"base3({texts})" if self.digits else texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +77,35 @@ def _joined(row: Row, cells: tuple[Cell, ...]) -> Row | None:
 
 def _steps(before: Sequence[Cell], after: Sequence[Cell]) -> tuple[tuple[int, ...], ...]:
     """How far the elements of a byte are from those of the one before; those of several bytes do not count."""
-    return tuple(() if a.width == 8 else tuple(j - i for i, j in zip(a.last, b.first, strict=True))
+    return tuple(() if a.width == 8 and not a.digits else
+                 tuple(j - i for old, new in zip(a.last, b.first, strict=True) for i, j in zip(old, new, strict=True))
                  for a, b in zip(before, after, strict=True))
 
 
-def _shape(cells: Sequence[Cell]) -> list[tuple[str, int, int]]:
+def _shape(cells: Sequence[Cell]) -> list[tuple[str, int, int, int]]:
     """What two bytes must share to share a row; the bytes of a wide element count as alike."""
-    return [(cell.field, -1 if cell.width == 8 else cell.lo, cell.width) for cell in cells]
+    return [(cell.field, -1 if cell.width == 8 and not cell.digits else cell.lo, cell.width, len(cell.first)) for cell in cells]
 
 
-def _cells(bits: Sequence[tuple[str, tuple[int, ...], int] | None]) -> Iterator[Cell]:
-    """Runs of a byte's bits that are neighbours in one element, from bit 7 down."""
+def _cells(bits: Sequence[Held | None]) -> Iterator[Cell]:
+    """Runs of a byte's bits that are neighbours in one element, from bit 7 down; or the byte of digits."""
     end = 8
     while end:
         start = end - 1
         while start and _continues(bits[start - 1], bits[start]):
             start -= 1
         held = bits[start]
-        yield Cell(*(("", (), (), 0) if held is None else (held[0], held[1], held[1], held[2])), end - start)
+        if held is None:
+            yield Cell("", ((),), ((),), 0, end - start)
+        else:
+            yield Cell(held.field, held.elements, held.elements, held.bit, end - start, held.digits)
         end = start
 
 
-def _continues(low: tuple[str, tuple[int, ...], int] | None, high: tuple[str, tuple[int, ...], int] | None) -> bool:
+def _continues(low: Held | None, high: Held | None) -> bool:
     if low is None or high is None:
         return low is high
-    return low[:2] == high[:2] and low[2] + 1 == high[2]
+    return replace(low, bit=low.bit + 1) == high
 
 
 def describe(tensor: Tensor) -> str:
@@ -121,6 +133,8 @@ def terminal(program: Program) -> list[str]:
 
 def _bits(program: Program, cell: Cell) -> str:
     """How much of its element a cell is: `4 bits`, or `bits 4..5`."""
+    if cell.digits:
+        return f"{len(cell.first)} digits of base {BASE}"
     whole = program.field(cell.field).bits if cell.field else cell.width
     if cell.width == 8 or cell.width == whole:
         return f"{max(whole, cell.width)} bit{'s' if whole > 1 else ''}"

@@ -114,6 +114,8 @@ def _parts(program: Program, field: Field, placement: Placement, starts: Sequenc
     if where != [("n", "1"), ("k", str(block))] or block % RUN or not _is_number(field.number, placement.slices):
         return None
     parts: list[Part] = []
+    if placement.ranges > 1 or any(part.places for part in placement.slices):
+        return None
     for part in placement.slices:
         at = [part.bit((0, start // block)) for start in starts]
         if any(bit % WORD + part.width > WORD for bit in at):

@@ -6,9 +6,10 @@ torch has it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from qdsl.emit.digits import Cut, Digit
+from qdsl.emit.digits import Cut, Digit, Lane
 from qdsl.emit.lines import indent, named
 from qdsl.emit.tensors import (
     Unsupported,
@@ -47,11 +48,11 @@ def unpack_body(program: Program) -> list[str]:
         if records.text != tensor.name:
             records = Chain(named(lines, records_name(program, tensor), bare(records.text), taken), records.labels)
         for placement in tensor.placements:
-            for part in placement.slices:
-                text = _slice(program.field(placement.field), tensor, placement, part, records, lines, taken)
-                if part.width < program.field(placement.field).bits:
-                    text = named(lines, f"{placement.field}_{'high' if part.lo else 'low'}", bare(text), taken)
-                parts.setdefault(placement.field, []).append((part.lo, text))
+            for ranges in placement.cuts:
+                text = _slices(program.field(placement.field), tensor, placement, ranges, records, lines, taken)
+                if ranges[0].width < program.field(placement.field).bits:
+                    text = named(lines, f"{placement.field}_{'high' if ranges[0].lo else 'low'}", bare(text), taken)
+                parts.setdefault(placement.field, []).append((ranges[0].lo, text))
     optional = {tensor.placements[0].field: tensor.name for tensor in program.tensors if tensor.optional}
     stored = [field for field in program.fields if field.name in parts]
     entries = [f'"{f.name}": {_join(f, parts[f.name])},' for f in stored if f.name not in optional]
@@ -90,9 +91,24 @@ def _records(tensor: Tensor) -> Chain:
     return Chain(text, (*order, BYTES))
 
 
+def _slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], records: Chain, lines: list[str],
+            taken: set[str]) -> str:
+    """The same bits of all elements, in the field's shape."""
+    alone = len(ranges) == 1
+    chains = [_slice(field, tensor, placement, part, records, lines, taken, alone) for part in ranges]
+    chain = chains[0]
+    if not alone:
+        texts = [named(lines, f"{field.name}_{part.start}", bare(each.text), taken)
+                 for part, each in zip(ranges, chains, strict=True)]
+        chain = Chain(f"torch.cat([{', '.join(texts)}], -1)", chain.labels)
+        last = len(placement.tiles) - 1
+        chain = chain.flatten(last, len(chain.labels) - last, f"axis {last}")
+    return field_shifted(tensor, field, _cropped(tensor, placement, field, chain.text), -1)
+
+
 def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str],
-           taken: set[str]) -> str:
-    """The bits of one slice for all elements, in the field's shape."""
+           taken: set[str], alone: bool) -> Chain:
+    """The bits of one slice with an axis per coordinate; where ranges follow, the last one with its records apart."""
     cuts = cut_slice(tensor, placement, part)
     if as_held(field, cuts):
         chain = _typed(field, tensor, cuts, records)
@@ -100,9 +116,11 @@ def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, reco
         chain = _lanes(field, tensor, cuts, records, lines, taken)
     wanted = element_labels(placement, cuts)
     chain = chain.permute([label for group in wanted for label in group])
+    if not alone and placement.tiles[-1][0]:
+        wanted[-1:] = [wanted[-1][:1], wanted[-1][1:]]
     for axis, group in enumerate(wanted):
         chain = chain.flatten(axis, len(group), f"axis {axis}")
-    return field_shifted(tensor, field, _cropped(tensor, placement, field, chain.text), -1)
+    return chain
 
 
 def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int, size: int = 1) -> tuple[Chain, tuple[Digit, ...]]:
@@ -152,18 +170,31 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
         name = named(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}",
                      f"{one.text}.contiguous()" if apart else one.text, taken)
         sources = {cuts.skips[0]: Chain(name, one.labels)}
-    texts = [_extract(sources[lane.skip].text, str(lane.shift), cuts) for lane in cuts.lanes]
+    if cuts.container == 1 and _fill_byte(cuts, one.labels):
+        found = Chain(f"spread({one.text}, {cuts.part.width})", (*one.labels, cuts.bits[0]))
+        return found if field.bits <= 8 else found.call("to(torch.int32)")
+    texts = [_extract(sources[lane.skip].text, lane, cuts) for lane in cuts.lanes]
     narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""
     if len(texts) == 1:
         return Chain(f"({texts[0]}){narrow}", one.labels)
     place = _place(one.labels, cuts.bits[0])
     listed = ", ".join(texts)
-    if len(texts) > 2 and len(cuts.bits) == 1 and len(sources) == 1 and cuts.lanes[0].shift == 0:
-        text = sources[cuts.skips[0]].text
+    text = sources[cuts.skips[0]].text
+    if len(texts) > 2 and [lane.place for lane in cuts.lanes] == list(range(len(texts))) and len(sources) == 1:
+        listed = f"trit({text}, i) for i in range({len(texts)})"
+    elif len(texts) > 2 and len(cuts.bits) == 1 and len(sources) == 1 and cuts.lanes[0].shift == 0 and not cuts.part.places:
         listed = f"{text} >> {cuts.bits[0].stride} * i & {(1 << cuts.part.width) - 1} for i in range({len(texts)})"
     stacked = Chain(f"torch.stack([{listed}], {place - len(one.labels) - 1}){narrow}",
                     (*one.labels[:place], BYTES, *one.labels[place:]))
     return stacked.unflatten(place, cuts.bits, [d.extent for d in cuts.bits])
+
+
+def _fill_byte(cuts: Cut, labels: tuple[Label, ...]) -> bool:
+    """Whether the lanes of a byte are four or eight neighbours, which are looked up faster than cut."""
+    width, count = cuts.part.width, len(cuts.lanes)
+    if cuts.part.places or len(cuts.bits) != 1 or count < 4 or _place(labels, cuts.bits[0]) < len(labels):
+        return False
+    return len(cuts.skips) == 1 and [lane.shift for lane in cuts.lanes] == list(range(0, 8, width))
 
 
 def _container(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> Chain:
@@ -183,10 +214,12 @@ def _place(labels: tuple[Label, ...], lane: Digit) -> int:
     return len(labels)
 
 
-def _extract(text: str, shift: str, cuts: Cut) -> str:
-    """`text >> shift & mask`, without the parts that do nothing."""
-    shown = f"{text} >> {shift}" if shift != "0" else text
-    top = cuts.container == 1 and int(shift) + cuts.part.width == 8
+def _extract(text: str, lane: Lane, cuts: Cut) -> str:
+    """`text >> shift & mask`, without the parts that do nothing; or a digit."""
+    if cuts.part.places:
+        return f"trit({text}, {lane.place})"
+    shown = f"{text} >> {lane.shift}" if lane.shift else text
+    top = cuts.container == 1 and lane.shift + cuts.part.width == 8
     return shown if top else f"{shown} & {(1 << cuts.part.width) - 1}"
 
 

@@ -12,7 +12,7 @@ from math import prod
 
 from qdsl.ir.program import Program
 from qdsl.ir.text import text
-from qdsl.layout import spread, walk
+from qdsl.layout import BYTE, Held, spread, walk
 
 Rule = Callable[[Program], Iterator[str]]
 RULES: dict[str, Rule] = {}
@@ -68,10 +68,11 @@ def slices_say_what_records_say(program: Program) -> Iterator[str]:
     for tensor in program.tensors:
         if not all(placement.slices for placement in tensor.placements):
             continue
-        wanted: list[tuple[str, tuple[int, ...], int] | None] = [None] * tensor.record_bits
+        wanted: list[Held | None] = [None] * tensor.record_bits
         for piece in walk(tensor.lines):
-            for t in range(piece.width if piece.field else 0):
-                wanted[piece.at + t] = (str(piece.field), piece.index, piece.lo + t)
+            for t in range(0 if piece.field is None else piece.width if piece.place is None else BYTE):
+                before = wanted[piece.at + t].elements if piece.place else ()       # type: ignore[union-attr]
+                wanted[piece.at + t] = Held(str(piece.field), (*before, piece.index), piece.lo + t, piece.place is not None)
         found = spread({placement.field: placement.slices for placement in tensor.placements}, tensor.record_bits)
         for bit, (a, b) in enumerate(zip(wanted, found, strict=True)):
             if a != b:
@@ -81,12 +82,13 @@ def slices_say_what_records_say(program: Program) -> Iterator[str]:
 
 @_rule
 def fields_are_stored_once(program: Program) -> Iterator[str]:
-    """Over all tensors, the slices of a stored field are its bits, each once."""
+    """Over all tensors, the slices of a stored field are its bits, each once in every range of its elements."""
     placed = [placement for tensor in program.tensors for placement in tensor.placements]
     if not placed or not all(placement.slices for placement in placed):
         return
     for field in program.fields:
-        parts = sorted((part.lo, part.lo + part.width) for p in placed if p.field == field.name for part in p.slices)
+        parts = sorted((part.lo, part.lo + part.width) for p in placed if p.field == field.name for part in p.slices
+                       if part.start == 0)
         if field.name in program.where:
             if parts:
                 yield f"{field.name} is stored though its value is fixed"

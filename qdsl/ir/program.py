@@ -70,6 +70,19 @@ class Placement:
         """The box of elements that one record holds."""
         return tuple(tile for _, tile in self.tiles)
 
+    @property
+    def ranges(self) -> int:
+        """How many ranges of elements have slices of their own."""
+        return len({part.start for part in self.slices})
+
+    @property
+    def cuts(self) -> tuple[tuple[Slice, ...], ...]:
+        """The slices of the same bits together, in all ranges of elements."""
+        found: dict[int, tuple[Slice, ...]] = {}
+        for part in self.slices:
+            found[part.lo] = (*found.get(part.lo, ()), part)
+        return tuple(found.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Add:

@@ -44,8 +44,10 @@ def compile_spec(spec: Spec, after: Callable[[str, Program], None] | None = None
     authored = choose_variants(spec, problems)
     problems.stop()
     programs = _passed(authored, problems, after)
-    choices = {tuple(program.params.items()): program for program in programs}
-    derived = [planar for program in choices.values() if (planar := derive_planar(program)) is not None]
+    choices: dict[tuple[tuple[str, int | str], ...], list[Program]] = {}
+    for program in programs:
+        choices.setdefault(tuple(program.params.items()), []).append(program)
+    derived = [planar for group in choices.values() if (planar := derive_planar(group)) is not None]
     return (*programs, *_passed(derived, problems, after))
 
 

@@ -68,6 +68,8 @@ def check_encode(program: Program, problems: Problems) -> Program:
     for key, _ in call.keywords:
         if key.name == "ties" and code.is_float:
             problems.add(key.span, f"'{key.name}' is for integer codes; {code.name} rounds to even")
+        if key.name == "lost" and (options.get("by") != "exact" or not constants.get("offset")):
+            problems.add(key.span, "'lost' is for codes with an offset and by=exact")
     return replace(program, encode=Encode(call.name, roles, options, constants, offered, scheme.importance and not code.is_float))
 
 

@@ -3,7 +3,7 @@
 Does: takes the tensor that holds most bits of a weight, lets one of its elements (a word) be the unit of work, and splits the
 digits of n and k into those that move inside a word (lanes, unrolled) and those that move from word to word (the unit).
 Where elements straddle words, the unit is a whole record.  Does not: choose tile sizes; leaves `units` None where the
-layout does not fit (flat positions, rows inside a record), and kernels then work weight by weight.
+layout does not fit (flat positions, ranges of elements, rows inside a record), and kernels then work weight by weight.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def full_placements(program: Program) -> list[tuple[Tensor, Placement]]:
 def _units(program: Program) -> Units | None:
     full = full_placements(program)
     tiles = {placement.extents for _, placement in full}
-    if not full or len(tiles) > 1 or any(placement.flat for _, placement in full):
+    if not full or len(tiles) > 1 or any(placement.flat or placement.ranges > 1 for _, placement in full):
         return None
     tensor, first = max(full, key=lambda pair: sum(part.width for part in pair[1].slices))
     cut = [split(part, owner.element.bits) for owner, placement in full for part in placement.slices]
@@ -55,7 +55,8 @@ def _units(program: Program) -> Units | None:
     if whole and any(owner.words > MAX_WORDS or owner.element.bits != 32 or placement.extents[0] > 1
                      for owner, placement in full):
         return None
-    digits = [] if whole else _digits(first, [pair for pair in cut if pair is not None])
+    places = [(replace(part, dims=part.places),) * 2 for _, placement in full for part in placement.slices if part.places]
+    digits = [] if whole else _digits(first, [*(pair for pair in cut if pair is not None), *places])
     if whole:
         digits = [_Digit(axis, 1, extent, True) for axis, extent in zip("nk", first.extents, strict=True) if extent > 1]
     if digits is None or any(digit.axis == "n" and not digit.inside for digit in digits):

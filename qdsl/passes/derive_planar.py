@@ -8,12 +8,14 @@ then takes the way of every other storage through the passes, which prove that i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 from qdsl.ir.index import Index
 from qdsl.ir.program import Field, Program
 from qdsl.numbers import Number
+from qdsl.passes.samples import divisor_of
 from qdsl.spec import grammar as g
 from qdsl.spec.model import Storage, Tensor
 from qdsl.spec.source import Span, Text
@@ -37,8 +39,13 @@ FLOAT_CODES = ("e4m3", "e5m2", "e2m1")                           # whose bits be
 GROUP_FLOATS = ("f32", "bf16", "f16", "e8m0h", "ue4m3")
 
 
-def derive_planar(program: Program) -> Program | None:
-    """A program of the same params with the planar storage, before its passes; None where the format has none."""
+def derive_planar(programs: Sequence[Program]) -> Program | None:
+    """A program of the same params with the planar storage, before its passes; None where the format has none.
+
+    programs: the format's other storages, with one choice of params.  Blocks that are whole in all of them are whole here.
+    """
+    program = programs[-1]
+    whole = gcd(*(divisor_of("K", [var.extent for tensor in each.tensors for var in tensor.vars]) for each in programs))
     affine = program.affine
     if affine is None:
         return None
@@ -49,7 +56,7 @@ def derive_planar(program: Program) -> Program | None:
     if {field.name for field in program.fields if field.number} != {affine.code, *affine.fields}:
         return None
     span = program.spec.span
-    tensors = [*_planes(code, affine.table, span), *(_plain(program, field, span) for field in groups)]
+    tensors = [*_planes(code, affine.table, span), *(_plain(program, field, whole, span) for field in groups)]
     where = [(_text(field.name, span), g.expression(_text(str(index), span)))
              for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
     if len(where) < sum(field.number is None for field in program.fields):
@@ -130,15 +137,16 @@ def _planes(code: Field, table: str, span: Span) -> Iterator[Tensor]:
         low += width
 
 
-def _plain(program: Program, field: Field, span: Span) -> Tensor:
-    """A field alone, rows first; integers below 8 bits in bytes."""
+def _plain(program: Program, field: Field, divisor: int, span: Span) -> Tensor:
+    """A field alone, rows first; integers below 8 bits in bytes.  K is a multiple of `divisor`."""
     assert field.number is not None
     found = [pair for index in field.index if (pair := coordinate(program, index)) is not None]
     names = {"n": "r", "k": "g"}
     axes, subscripts = [], []
     for axis, block in sorted(found, reverse=True):
         whole = axis.upper()
-        axes.append(f"{names[axis]}<{whole if block == '1' else f'ceil({whole}/{block})'}")
+        even = axis == "k" and block.isdigit() and divisor % int(block) == 0
+        axes.append(f"{names[axis]}<{whole if block == '1' else f'{whole}/{block}' if even else f'ceil({whole}/{block})'}")
     for axis, _ in found:
         subscripts.append(names[axis])
     element = field.kind if field.number.is_float else "i8" if field.number.kind == "signed" else "u8"

@@ -7,13 +7,15 @@ for every field which variable carries it from record to record.  Does not: chec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from math import gcd, lcm, prod
 
 from qdsl.ir import index as ix
 from qdsl.ir.index import Facts, Index, name
 from qdsl.ir.program import Add, Axis, Field, Placement, Program, Tensor, Var
-from qdsl.layout import Affine, Item, Line, walk
+from qdsl.layout import BASE, DIGIT_BITS, PLACES, Affine, Item, Line, walk
 from qdsl.numbers import Number, number
 from qdsl.passes.samples import divisor_of, size_axis
 from qdsl.passes.scope import Scope
@@ -111,14 +113,14 @@ class _TensorReader:
             self.problems.add(item.name.span, f"elements of a tensor are u8, i8, i16, i32 or floats of 8 bits and more, not "
                               f"{element.name}", "let the record pack codes into these")
             return None
-        bits = sum(part.width for line in lines for part in line.items
+        bits = sum(part.step for line in lines for part in line.items
                    for _ in range(prod(extent for _, extent in line.loops)))
         placements = tuple(self.placement(field, forms, lines) for field, forms in self.used.items())
         if None in placements:
             return None
         kept = tuple(p for p in placements if p is not None)
         kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
-        return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element),
+        return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element, lines),
                       item.optional is not None, tuple(alias.value for alias in item.aliases), item.name.span,
                       item.record_text.span)
 
@@ -203,30 +205,83 @@ class _TensorReader:
         lines: list[Line] = []
         pieces = 0
         for line in record:
-            loops: list[tuple[str, int]] = []
-            for loop in line.loops:
-                extent = Scope(self.constants, self.what, self.problems).const(loop.extent, "a loop's extent")
-                if loop.name in variables | {seen for seen, _ in loops} | self.constants.keys():
-                    self.problems.add(loop.span, f"loop '{loop.name}' has the name of something else")
-                if extent is not None and not 1 <= extent <= MAX_PIECES:
-                    self.problems.add(loop.span, f"a loop runs from 1 to {MAX_PIECES} times, not {extent}")
-                    extent = None
-                if extent is None:
-                    return None
-                loops.append((loop.name, extent))
+            loops = self.loops(line.loops, variables)
+            if loops is None:
+                return None
+            names = variables | {loop for loop, _ in loops}
             pieces += len(line.items) * prod(extent for _, extent in loops)
             if pieces > MAX_PIECES:
                 self.problems.add(line.span, f"the record has more than {MAX_PIECES} pieces")
                 return None
-            names = variables | {loop for loop, _ in loops}
-            items = [self.part(item, names, local) for item in line.items]
-            if None in items:
+            found = [self.digits(item, names, local) if isinstance(item, g.Digits) else self.bits(item, names, local)
+                     for item in line.items]
+            items = tuple(item for some in found for item in some or ())
+            if None in found:
                 return None
-            lines.append(Line(tuple(loops), tuple(item for item in items if item is not None)))
+            lines.append(Line(tuple(loops), items))
+            for item in items:
+                if item.field is not None:
+                    self.used.setdefault(item.field, []).append(item.index[1:] if local else item.index)
         if not self.used:
             self.problems.add(self.item.record_text.span, f"{self.what} holds no field")
             return None
         return tuple(lines)
+
+    def loops(self, loops: tuple[g.Loop, ...], taken: set[str]) -> list[tuple[str, int]] | None:
+        found: list[tuple[str, int]] = []
+        for loop in loops:
+            extent = Scope(self.constants, self.what, self.problems).const(loop.extent, "a loop's extent")
+            if loop.name in taken | {seen for seen, _ in found} | self.constants.keys():
+                self.problems.add(loop.span, f"loop '{loop.name}' has the name of something else")
+            if extent is not None and not 1 <= extent <= MAX_PIECES:
+                self.problems.add(loop.span, f"a loop runs from 1 to {MAX_PIECES} times, not {extent}")
+                extent = None
+            if extent is None:
+                return None
+            found.append((loop.name, extent))
+        return found
+
+    def digits(self, item: g.Digits, names: set[str], local: bool) -> list[Item] | None:
+        """The digits of a byte one after the other, its loops written out."""
+        loops = self.loops(item.line.loops, names)
+        if loops is None:
+            return None
+        inner = [loop for loop, _ in loops]
+        forms = [self.digit(part, names | set(inner), local) for part in item.line.fields]
+        kept = [form for form in forms if form is not None]
+        if len(kept) < len(forms):
+            return None
+        size = len(kept) * prod(extent for _, extent in loops)
+        if size > PLACES:
+            self.problems.add(item.span, f"a byte has room for {PLACES} digits of base {BASE}, not {size}")
+            return None
+        if len({form.field for form in kept}) > 1:
+            self.problems.add(item.span, "the digits of a byte are of one field")
+            return None
+        turns = [dict(zip(inner, values, strict=True)) for values in product(*(range(extent) for _, extent in loops))]
+        found = [replace(form, index=tuple(_bound(each, turn) for each in form.index)) for turn in turns for form in kept]
+        return [replace(form, place=place, last=place == size - 1) for place, form in enumerate(found)]
+
+    def digit(self, item: g.Item, names: set[str], local: bool) -> Item | None:
+        """An item of a byte of digits: a whole element of two bits."""
+        if item.field is None:
+            self.problems.add(item.span, f"digits of base {BASE} are fields, not padding", "places after the last digit are 0")
+            return None
+        if item.part != "whole":
+            self.problems.add(item.span, f"a digit of base {BASE} is a whole field, without .lo, .hi or .at")
+            return None
+        found = self.part(item, names, local)
+        number = self.fields[item.field.name].number if found is not None else None
+        if number is not None and number.name == f"u{DIGIT_BITS}":
+            return found
+        if found is not None:
+            self.problems.add(item.span, f"a digit of base {BASE} is of a field that is u{DIGIT_BITS}, with values 0 to "
+                                         f"{BASE - 1}; '{item.field.name}' is {number.name if number else 'an index'}")
+        return None
+
+    def bits(self, item: g.Item, names: set[str], local: bool) -> list[Item] | None:
+        found = self.part(item, names, local)
+        return None if found is None else [found]
 
     def part(self, item: g.Item, names: set[str], local: bool) -> Item | None:
         scope = Scope({**self.constants, **{word: name(word) for word in names}}, self.what, self.problems)
@@ -253,7 +308,6 @@ class _TensorReader:
         if lo is None:
             return None
         forms = tuple(form for form in index if form is not None) or ((Affine(),) if local else ())
-        self.used.setdefault(field.name, []).append(forms)
         return Item(field.name, (Affine(), *forms) if local else forms, lo, width)
 
     def fits(self, width: int | None, most: int, span: Span) -> bool:
@@ -310,7 +364,7 @@ class _TensorReader:
         lines = self.lines((replace(line, loops=line.loops[1:]),), {var.name for var in variables} | {loop.name})
         if lines is None:
             return None
-        bits = sum(part.width for part in lines[0].items) * prod(e for _, e in lines[0].loops)
+        bits = sum(part.step for part in lines[0].items) * prod(e for _, e in lines[0].loops)
         period = lcm(bits, element.bits) // bits
         tile = next(word for word in ("t", "u", "v") if word not in {var.name for var in variables})
         items = tuple(replace(part, index=tuple(_chunk(form, loop.name, tile, period) for form in part.index))
@@ -324,7 +378,7 @@ class _TensorReader:
 
     # -- stored operations --------------------------------------------------------------------------------------------
 
-    def stored(self, element: Number) -> Add | None:
+    def stored(self, element: Number, lines: tuple[Line, ...]) -> Add | None:
         """The rule of `stored` that holds for this program's parameters."""
         found: list[Add] = []
         for rule in self.item.stored:
@@ -333,6 +387,10 @@ class _TensorReader:
                 if key.value not in params:
                     self.problems.add(key.span, f"unknown parameter '{key}'{did_you_mean(key.value, params)}")
             target = rule.target.value
+            if any(part.field == target and part.place is not None for line in lines for part in line.items):
+                self.problems.add(rule.target.span, f"'{target}' is stored as digits of base {BASE}: 'stored' changes words and "
+                                                    "fields of bits")
+                continue
             if target != "word" and target not in self.used:
                 self.problems.add(rule.target.span, f"'{target}' is neither 'word' nor a field of this tensor"
                                                     f"{did_you_mean(target, ['word', *self.used])}")
@@ -356,6 +414,12 @@ class _TensorReader:
             return None if amount is None else amount if value.op == "+" else -amount
         self.problems.add(value.span, f"a stored operation must be reversible: {rule.target} plus or minus a constant")
         return None
+
+
+def _bound(form: Affine, values: Mapping[str, int]) -> Affine:
+    """With values in place of some variables."""
+    const = form.const + sum(coefficient * values[word] for word, coefficient in form.terms if word in values)
+    return Affine(const, tuple(term for term in form.terms if term[0] not in values))
 
 
 def _chunk(form: Affine, loop: str, tile: str, period: int) -> Affine:

@@ -130,7 +130,7 @@ class _Builder:
                 self.problems.add(other.span, f"a row of '{expr.name}' holds {columns} columns in order: expected k % {columns}")
                 return False
         blocks = [i.terms[0][0].args[1] for i in by.index if "k" in i.names() and i.terms[0][0].op == "div"]
-        if by.op != "field" or len(blocks) != 1 or not blocks[0].is_const or blocks[0].const % columns:
+        if by.op != "field" or len(blocks) != 1 or blocks[0] != Index(columns):
             self.problems.add(expr.index[0].span, f"a row of '{expr.name}' is for {columns} columns: expected a field that as "
                                                   f"many share, [n, k // {columns}]")
             return False

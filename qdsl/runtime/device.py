@@ -86,6 +86,13 @@ def ue4m3(code):
 
 
 @triton.jit
+def trit(byte, place):
+    """The base-3 digit at a place, 0 to 4, of a byte: runtime/base3.py says how it is found."""
+    power = (1 + 2 * (place & 1)) * (1 + 4 * (place & 2)) * (1 + 20 * (place & 4))                  # 3^place
+    return (byte.to(tl.int32) * power & 255) * 3 >> 8
+
+
+@triton.jit
 def bits(words, at: tl.constexpr, width: tl.constexpr):
     """`width` bits from bit `at` of a record held as a tuple of 32-bit words, low bits first."""
     value = words[at // 32].to(tl.uint32, bitcast=True) >> (at % 32)

@@ -105,10 +105,31 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class Digits:
+    """`base3(j<5: q[l + 32*j])`: one byte of the items that a line has, the most significant digit first."""
+
+    line: Line
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     loops: tuple[Loop, ...]
-    items: tuple[Item, ...]
+    items: tuple[Item | Digits, ...]
     span: Span
+
+    @property
+    def fields(self) -> Iterator[Item]:
+        """The items that are bits or digits, those of bytes of digits too."""
+        for item in self.items:
+            yield from item.line.fields if isinstance(item, Digits) else (item,)
+
+    @property
+    def extents(self) -> Iterator[Expr]:
+        """The extents of its loops, those of bytes of digits too."""
+        yield from (loop.extent for loop in self.loops)
+        for item in self.items:
+            yield from item.line.extents if isinstance(item, Digits) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,16 +422,37 @@ class _Parser:
     # -- records ------------------------------------------------------------------------------------------------------
 
     def line(self) -> Line:
-        loops: list[Loop] = []
-        if self.tokens[min(1, len(self.tokens) - 1)].text == "<":
-            while not self.take(":"):
-                loops.append(self.loop("another loop such as 'i<32', or ':'"))
-        items = [self.item()]
+        loops = self.loops()
+        items: list[Item | Digits] = [self.item()]
         while self.token.kind != "end":
             items.append(self.item())
         return Line(tuple(loops), tuple(items), self.span(0))
 
-    def item(self) -> Item:
+    def loops(self) -> list[Loop]:
+        """Loops and the colon behind them, or nothing."""
+        found: list[Loop] = []
+        if self.tokens[min(self.at + 1, len(self.tokens) - 1)].text == "<":
+            while not self.take(":"):
+                found.append(self.loop("another loop such as 'i<32', or ':'"))
+        return found
+
+    def digits(self, begin: int) -> Digits:
+        """What follows `base3(`, up to and past the closing bracket."""
+        first = self.at
+        loops = self.loops()
+        items = [self.field()]
+        while not self.take(")"):
+            items.append(self.field())
+        return Digits(Line(tuple(loops), tuple(items), self.span(first)), self.span(begin))
+
+    def item(self) -> Item | Digits:
+        begin = self.at
+        if self.token.text == "base3" and self.tokens[self.at + 1].text == "(":
+            self.at += 2
+            return self.digits(begin)
+        return self.field()
+
+    def field(self) -> Item:
         begin = self.at
         name = self.name("a field or 'pad:BITS'")
         if name.name == "pad" and self.take(":"):

@@ -26,7 +26,8 @@ _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
 RESERVED = frozenset({
     "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
-    "x", "out", "bias", "fields", "tensors", "device", "integer", "as_type", "cdiv", "empty",        # generated code
+    "x", "out", "bias", "fields", "tensors", "device", "integer", "spread", "as_float", "as_type",   # generated code
+    "base3", "trit", "cdiv", "empty",
     "lanes", "Lanes", "many", "narrow", "Narrow", "records", "planar", "codebook", "Table",
     "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",

@@ -204,14 +204,16 @@ def prove_stored(read: Reading, packed: PackedWeight) -> tuple[dict[str, Tensor]
     """(fields, tensors packed again) of the code, which are those of the second reading.
 
     Fields are right if packing them bit by bit, as the spec says, gives the stored bits: two fields never have the same.
+    Bytes of base-3 digits are told apart by their digits alone.
     """
     fields = packed.format.unpack(packed)
     like = {name: tuple(tensor.shape) for name, tensor in packed.tensors.items()}
     made, held = read.pack(field_codes(read, fields), like)
+    sizes = {name: oracle.element_bits(read.spec, read.tensors[name], read.params) for name in packed.tensors}
+    stored = read.canonical({name: codes(tensor, sizes[name]) for name, tensor in packed.tensors.items()})
     again = packed.format.pack(fields, storage=packed.storage, **packed.params).tensors
-    for name, tensor in packed.tensors.items():
-        size = oracle.element_bits(read.spec, read.tensors[name], read.params)
-        if not np.array_equal(codes(tensor, size) & held[name], made[name] & held[name]):
+    for name, size in sizes.items():
+        if not np.array_equal(stored[name] & held[name], made[name] & held[name]):
             raise Disagreement(f"{read.spec.name}.{read.storage}: unpack reads '{name}' otherwise than the second reading")
         if not np.array_equal(codes(again[name], size), made[name]):
             raise Disagreement(f"{read.spec.name}.{read.storage}: pack writes '{name}' otherwise than the second reading")

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.match import torch_dtype
 from qdsl.spec.model import Spec
 from qdsl.spec.schema import load
+from tests.support import oracle
+from tests.support.second import Reading
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "specs").glob("*.yaml"))
@@ -124,7 +127,8 @@ def field_shape(case: Case, name: str, shape: tuple[int, int], params: Mapping[s
 
 def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Mapping[str, int | str] | None = None,
                   ) -> dict[str, Tensor]:
-    """Fields of random bits, with floats that are finite and of moderate size."""
+    """Fields of random bits, with floats that are finite and of moderate size; digits where a storage has them in base 3."""
+    digits = oracle.digit_fields(spec(case.path))
     format = case.module.FORMAT
     chosen = {**case.choice, **(params or {})}
     generator = torch.Generator().manual_seed(seed)
@@ -147,7 +151,9 @@ def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Map
         else:
             known = number(kind)
             assert known is not None
-            low, count = (known.bias - 20, 24) if known.exponent == 8 else (0 if known.is_float else int(known.low), 1 << known.bits)
+            low, count = (0 if known.is_float else int(known.low)), 3 if name in digits else 1 << known.bits
+            if known.exponent == 8:                              # powers of two that a product can do with
+                low, count = known.bias - 20, 24
             found[name] = torch.randint(low, low + count, size, generator=generator).to(dtype)
     return found
 
@@ -169,6 +175,17 @@ def random_packed(case: Case, shape: tuple[int, int], seed: int = 0, params: Map
                   ) -> PackedWeight:
     chosen = {**case.choice, **(params or {})}
     return case.module.pack(random_fields(case, shape, seed, params), storage=case.storage, **chosen)
+
+
+def canonical(packed: PackedWeight) -> dict[str, Tensor]:
+    """The tensors of a weight as packing its fields writes them: bytes of base-3 digits are those that pack makes."""
+    found = spec(next(path for path in SPECS if path.stem == packed.format.name))
+    if packed.storage == PLANAR or not oracle.digit_fields(found):
+        return packed.tensors
+    read = Reading(found, packed.storage, packed.shape, packed.params, packed.sizes)
+    assert all(tensor.dtype == torch.uint8 for tensor in packed.tensors.values())
+    codes = read.canonical({name: tensor.numpy().astype(np.int64) for name, tensor in packed.tensors.items()})
+    return {name: torch.from_numpy(each.astype(np.uint8)) for name, each in codes.items()}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

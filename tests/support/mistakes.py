@@ -27,6 +27,7 @@ SIGNS = {"+": "-", "-": "+", "*": "+", "//": "%", "%": "//", "/": "*"}
 LETTERS = {"n": "k", "k": "n", "N": "K", "K": "N"}
 KINDS = {
     "axis": "n for k, N for K, an axis or subscript too few, axes exchanged", "ceil": "ceil left out or added",
+    "digits": "a digit left out of a byte, or another added",
     "entry": "two entries of a table exchanged, the last left out, negated or one more",
     "field": "another field in decode or encode", "group-axis": "blocks along the other axis",
     "item-order": "two items of a record exchanged", "line-order": "two lines of a record exchanged",
@@ -124,6 +125,8 @@ def _shown(node: Any) -> str:
             low = f"({shown(node.lo)})" if node.lo else ""
             part = "" if node.part == "whole" else f".{node.part}{low}:{shown(node.width)}"
             return f"{node.field.name}{index}{part}" if node.field else f"pad:{shown(node.width)}"
+        case g.Digits():
+            return f"base3({shown(node.line)})"
         case g.Line():
             loops = "".join(f"{shown(loop)} " for loop in node.loops)
             return f"{loops[:-1]}{': ' if loops else ''}{' '.join(map(shown, node.items))}"
@@ -179,13 +182,17 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             yield from (("axis", replace(node, digits=digits)) for digits in _exchanged(node.digits))
         case g.Line():
             fixed = {named.name.value for named in (*spec.params, *spec.dims)}
-            read = sorted({name for item in node.items for part in item.index for name in g.names(part)} - fixed)
+            read = sorted({name for item in node.fields for part in item.index for name in g.names(part)} - fixed)
             for a, b in combinations(read, 2):
                 yield "variable", replace(node, items=_renamed(node.items, {a: b, b: a}))
             yield from (("loop-order", replace(node, loops=loops)) for loops in _exchanged(node.loops))
             yield from (("item-order", replace(node, items=items)) for items in _exchanged(node.items))
         case g.Item():
             yield from _parts(node)
+        case g.Digits():
+            yield from (("digits", replace(node, line=replace(node.line, items=items))) for items in _dropped(node.line.items)
+                        if items)
+            yield "digits", replace(node, line=replace(node.line, items=(*node.line.items, node.line.items[-1])))
         case Tensor():
             yield from (("line-order", replace(node, record=record)) for record in _exchanged(node.record))
             yield from [("optional", replace(node, optional=None))] if node.optional else []
@@ -231,6 +238,8 @@ def _renamed(node: Any, names: Mapping[str, str]) -> Any:
         return replace(node, name=names.get(node.name, node.name))
     if isinstance(node, g.Item):
         return replace(node, index=_renamed(node.index, names))
+    if isinstance(node, g.Digits):
+        return replace(node, line=replace(node.line, items=_renamed(node.line.items, names)))
     if isinstance(node, g.Binary):
         return replace(node, left=_renamed(node.left, names), right=_renamed(node.right, names))
     return node

@@ -13,6 +13,7 @@ from qdsl.spec import grammar as g
 from qdsl.spec.model import Field, Spec, Storage, Tensor
 
 Bit = tuple[str, tuple[int, ...], int]                           # field, element, bit of the element
+Stored = tuple[str, tuple[int, ...], int, Bit, int]              # tensor, element, its bit, what lies there, its place or -1
 
 
 def evaluate(expr: g.Expr, env: Mapping[str, int]) -> int:
@@ -68,13 +69,33 @@ def element_bits(spec: Spec, tensor: Tensor, params: Mapping[str, int | str]) ->
 
 def bits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
          ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
-    """(tensor, element of the tensor, bit of that element, what lies there) for every stored bit but padding."""
+    """(tensor, element of the tensor, bit of that element, what lies there) for every stored bit but padding and digits."""
     for tensor in storage.tensors:
-        yield from _tensor(spec, tensor, env, params)
+        yield from (found[:4] for found in _tensor(spec, tensor, env, params) if found[4] < 0)
 
 
-def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
-            ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
+def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
+           ) -> dict[tuple[str, tuple[int, ...], int], list[tuple[str, tuple[int, ...]] | None]]:
+    """Bytes of base-3 digits, (tensor, element of the tensor, its first bit), and the (field, element) of each digit.
+
+    A digit of an element that no weight has is None.
+    """
+    found: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, tuple[int, ...]]]] = {}
+    for tensor in storage.tensors:
+        for name, element, bit, (field, index, _), place in _tensor(spec, tensor, env, params):
+            if place >= 0:
+                found.setdefault((name, element, bit), {})[place] = field, index
+    return {key: [held.get(place) for place in range(1 + max(held))] for key, held in found.items()}
+
+
+def digit_fields(spec: Spec) -> set[str]:
+    """Fields that some storage holds as base-3 digits."""
+    return {part.field.name for storage in spec.storages for tensor in storage.tensors for line in tensor.record
+            for item in line.items if isinstance(item, g.Digits) for part in item.line.items
+            if isinstance(part, g.Item) and part.field is not None}
+
+
+def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
     size = element_bits(spec, tensor, params)
     fields = {f.name.value: f for f in spec.fields}
     if tensor.shape is None:
@@ -85,18 +106,18 @@ def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[
     for values in product(*(range(extent) for extent in extents)):
         local = {**env, **{digit.name: value for digit, value in zip(digits, values, strict=True)}}
         at = 0
-        placed: list[tuple[int, Bit]] = []
-        for field, index, low, width in _pieces(spec, tensor, local, params):
+        placed: list[tuple[int, Bit, int]] = []
+        for field, index, low, width, place in _record(spec, tensor, local, params):
             if field:
                 shape = _shape(fields, fields[field], env)
                 if len(index) == 1 and len(shape) == 2:          # a flat position
                     index = (index[0] // shape[1], index[0] % shape[1]) if index[0] < prod(shape) else (shape[0], 0)
                 if all(i < s for i, s in zip(index, shape, strict=True)):
-                    placed += [(at + b, (field, index, low + b)) for b in range(width)]
+                    placed += [(at + b, (field, index, low + b), place) for b in range(width if place < 0 else 1)]
             at += width
         words = -(-at // size)
-        for bit, what in placed:
-            yield tensor.name.value, _element(tensor, local, env, words, bit // size), bit % size, what
+        for bit, what, place in placed:
+            yield tensor.name.value, _element(tensor, local, env, words, bit // size), bit % size, what, place
 
 
 def _element(tensor: Tensor, local: Mapping[str, int], env: Mapping[str, int], words: int, word: int) -> tuple[int, ...]:
@@ -114,21 +135,32 @@ def _element(tensor: Tensor, local: Mapping[str, int], env: Mapping[str, int], w
     return tuple(place)
 
 
-def _pieces(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
-            ) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+Part = tuple[str, tuple[int, ...], int, int, int]                # field, element, its lowest bit, bits of the record, place or -1
+
+
+def _record(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Part]:
     for line in tensor.record:
-        names = [loop.name for loop in line.loops]
-        for counters in product(*(range(evaluate(loop.extent, env)) for loop in line.loops)):
-            local = {**env, **dict(zip(names, counters, strict=True))}
-            for item in line.items:
-                if item.field is None:
-                    assert item.width is not None
-                    yield "", (), 0, evaluate(item.width, local)
-                    continue
-                whole = width_of(spec, item.field.name, params)
-                width = whole if item.width is None else evaluate(item.width, local)
-                low = evaluate(item.lo, local) if item.lo is not None else whole - width if item.part == "hi" else 0
-                yield item.field.name, tuple(evaluate(i, local) for i in item.index), low, width
+        yield from _line(spec, line, env, params)
+
+
+def _line(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Part]:
+    names = [loop.name for loop in line.loops]
+    for counters in product(*(range(evaluate(loop.extent, env)) for loop in line.loops)):
+        local = {**env, **dict(zip(names, counters, strict=True))}
+        for item in line.items:
+            if isinstance(item, g.Digits):
+                held = list(_line(spec, item.line, local, params))
+                yield from ((name, index, low, 8 * (place == len(held) - 1), place)
+                            for place, (name, index, low, _, _) in enumerate(held))
+                continue
+            if item.field is None:
+                assert item.width is not None
+                yield "", (), 0, evaluate(item.width, local), -1
+                continue
+            whole = width_of(spec, item.field.name, params)
+            width = whole if item.width is None else evaluate(item.width, local)
+            low = evaluate(item.lo, local) if item.lo is not None else whole - width if item.part == "hi" else 0
+            yield item.field.name, tuple(evaluate(i, local) for i in item.index), low, width, -1
 
 
 def _shape(fields: Mapping[str, Field], field: Field, env: Mapping[str, int]) -> tuple[int, ...]:
@@ -148,21 +180,20 @@ def _shape(fields: Mapping[str, Field], field: Field, env: Mapping[str, int]) ->
     return tuple(shape)
 
 
-def _run(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
-         ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
+def _run(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
     """Bytes in records along k, with local subscripts."""
-    pieces = list(_pieces(spec, tensor, env, params))
+    pieces = list(_record(spec, tensor, env, params))
     held = {name for name, *_ in pieces}
     fields = {f.name.value: f for f in spec.fields if f.name.value in held}
     shared = {name: 1 if isinstance(f.typed.index[1], g.Name) else evaluate(f.typed.index[1].right, env)  # type: ignore[union-attr]
               for name, f in fields.items()}
-    run = max((1 + (index[0] if index else 0)) * shared[name] for name, index, _, _ in pieces if name)
-    size = sum(width for *_, width in pieces) // 8
+    run = max((1 + (index[0] if index else 0)) * shared[name] for name, index, *_ in pieces if name)
+    size = sum(width for *_, width, _ in pieces) // 8
     for n in range(env["N"]):
         for t in range(env["K"] // run):
             at = 0
-            for name, index, low, width in pieces:
-                for b in range(width if name else 0):
+            for name, index, low, width, place in pieces:
+                for b in range(0 if not name else width if place < 0 else 1):
                     element = (n, t * (run // shared[name]) + (index[0] if index else 0))
-                    yield tensor.name.value, (n, t * size + (at + b) // 8), (at + b) % 8, (name, element, low + b)
+                    yield tensor.name.value, (n, t * size + (at + b) // 8), (at + b) % 8, (name, element, low + b), place
                 at += width

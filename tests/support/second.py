@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
 from itertools import pairwise
-from math import floor, ldexp, log2, prod
+from math import ceil, floor, ldexp, log2, prod
 from typing import Any
 
 import numpy as np
@@ -145,7 +145,7 @@ class Reading:
         found = {key.value: expr for key, expr in storage.where if key.value in fields}
         for tensor in storage.tensors:
             if tensor.optional is not None:
-                (item,) = (item for line in tensor.record for item in line.items if item.field is not None)
+                (item,) = (item for line in tensor.record for item in line.fields if item.field is not None)
                 found[item.field.name] = tensor.optional         # type: ignore[union-attr]
         return found
 
@@ -190,6 +190,11 @@ class Reading:
         storage = next(s for s in self.spec.storages if s.name.value == self.storage)
         return list(oracle.bits(self.spec, storage, self.env, self.params))
 
+    @cached_property
+    def _digits(self) -> dict[tuple[str, tuple[int, ...], int], list[tuple[str, tuple[int, ...]] | None]]:
+        storage = next(s for s in self.spec.storages if s.name.value == self.storage)
+        return oracle.digits(self.spec, storage, self.env, self.params)
+
     def pack(self, fields: Mapping[str, Codes], like: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Codes], dict[str, Codes]]:
         """Tensors of these shapes that hold the fields, element by element, and the bits of them that are not padding."""
         env = self.env
@@ -206,6 +211,13 @@ class Reading:
                 code = oracle.evaluate(rule.value, {**env, field: code})
             packed[name][element] |= (code >> low & 1) << bit
             held[name][element] |= 1 << bit
+        for (name, element, bit), digits in self._digits.items():
+            if name not in like:
+                continue
+            codes = [0 if each is None else int(fields[each[0]][each[1]]) for each in digits]
+            number = sum(code * 3 ** (4 - place) for place, code in enumerate(codes))
+            packed[name][element] |= ceil(Fraction(number * 256, 243)) << bit
+            held[name][element] |= 255 << bit
         for name, rule in rules.items():
             if rule.target.value == "word" and name in like:
                 size = oracle.element_bits(self.spec, self.tensors[name], self.params)
@@ -214,10 +226,21 @@ class Reading:
                     packed[name][element] = word % (1 << size)
         return packed, held
 
+    def canonical(self, tensors: Mapping[str, Codes]) -> dict[str, Codes]:
+        """The same with the bytes of digits as `pack` writes them: of all that have these digits, the least."""
+        found = {name: tensor.copy() for name, tensor in tensors.items()}
+        for (name, element, bit), digits in self._digits.items():
+            if name in found:
+                byte = int(tensors[name][element]) >> bit & 255
+                number = byte * 3 ** len(digits) // 256
+                found[name][element] += (ceil(Fraction(number * 256, 3 ** len(digits))) - byte) << bit
+        return found
+
     def holds(self) -> bool:
         """Whether the storage can hold the shape: divisions divide, and every element that a weight has is stored."""
         try:
             stored = {(field, index) for _, _, _, (field, index, _) in self._bits}
+            stored |= {each for digits in self._digits.values() for each in digits if each is not None}
         except AssertionError:
             return False
         fields = {field for field, _ in stored}
@@ -232,8 +255,9 @@ class Reading:
         if not axis:
             return True
         extents = [oracle.evaluate(loop.extent, self.env) for loop in line.loops]
-        widths = [oracle.evaluate(item.width, self.env) if item.width is not None else
-                  oracle.width_of(self.spec, item.field.name, self.params) for item in line.items if item.width or item.field]
+        widths = [8 if isinstance(item, g.Digits) else oracle.evaluate(item.width, self.env) if item.width is not None else
+                  oracle.width_of(self.spec, item.field.name, self.params) if item.field is not None else 0
+                  for item in line.items]
         bits = prod(extents[1:]) * sum(widths)
         size = oracle.element_bits(self.spec, tensor, self.params)
         return size % bits == 0 or extents[0] * bits % size == 0

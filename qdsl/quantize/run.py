@@ -1,0 +1,209 @@
+"""The work: a source's rows into the types of a plan, in chunks over processes, written as they come.
+
+Chunks and their order do not depend on how many processes there are, so neither do the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
+from qdsl.checkpoint.gguf_weights import module_of
+from qdsl.checkpoint.gguf_write import NewTensor, write
+from qdsl.checkpoint.safetensors import Buffer, bytes_of, shown
+from qdsl.quantize import QuantizeError
+from qdsl.quantize.imatrix import Imatrix
+from qdsl.quantize.mixes import Options
+from qdsl.quantize.plan import Plan, Step, without_imatrix
+from qdsl.quantize.quality import Sums, measured
+from qdsl.quantize.source import Source, open_source
+from qdsl.runtime import FormatError
+
+CHUNK = 1 << 20                                                  # weights: 4 MiB of floats
+Tell = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Rows [start, stop) of a tensor, all of one matrix of it, into a type.  importance: of its columns, float32 [K]."""
+
+    name: str
+    type: str
+    start: int
+    stop: int
+    importance: Tensor | None = field(default=None, compare=False)
+
+
+def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatrix: Imatrix | None = None, *, jobs: int = 1,
+                  tell: Tell = lambda done, name: None) -> dict[str, Sums]:
+    """Write a plan's file, and return for each tensor that became another type what it cost, from what was stored.
+
+    tell: is told of each tensor how many weights are done.  Memory: some chunks for each process.
+    Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
+    """
+    if out.exists() and any(path.samefile(out) for path in source.paths):
+        raise QuantizeError(f"{out}: the output is the input")
+    _check(plan, options, imatrix)
+    costs: dict[str, Sums] = {}
+    done = 0
+
+    def chunks(step: Step, results: Iterator[tuple[Buffer, Sums]], count: int) -> Iterator[Buffer]:
+        nonlocal done
+        if step.copied:
+            _check_copied(source, step)
+            yield source.data(step.tensor.name)
+        for _ in range(count):
+            data, sums = next(results)
+            costs[step.tensor.name] = costs.get(step.tensor.name, Sums()) + sums
+            yield data
+        done += step.weights
+        tell(done, step.tensor.name)
+
+    tasks = {step.tensor.name: list(_tasks(step, imatrix)) for step in plan.steps}
+    with closing(_results([task for each in tasks.values() for task in each], source, jobs)) as results:
+        write(out, plan.metadata, [NewTensor(step.tensor.name, BY_NAME[step.type], step.tensor.shape,
+                                             chunks(step, results, len(tasks[step.tensor.name]))) for step in plan.steps])
+    return costs
+
+
+def _check(plan: Plan, options: Options, imatrix: Imatrix | None) -> None:
+    """All that can be known before the first weight."""
+    if missing := without_imatrix(plan.steps, options, imatrix):
+        known = f"{imatrix.path} has nothing of it" if imatrix else "give one with --imatrix"
+        raise QuantizeError(f"tensor {shown(missing[0].tensor.name)} would be garbage as {missing[0].type} without an importance "
+                            f"matrix: {known}")
+    for type in sorted({step.type for step in plan.steps if not step.copied} - TORCH.keys()):
+        module = module_of(type)
+        variant = None if module is None else module.FORMAT.variant(module.FORMAT.complete({}))
+        if module is None or variant is None or variant.encode is None:
+            raise QuantizeError(f"there is no quantizer for {type} yet")
+        others = list(variant.storages[module.SPEC.storages[0]].tensors)[1:]
+        if others:
+            raise QuantizeError(f"{type} needs another tensor beside each, {others[0]}, which is not written")
+
+
+def _tasks(step: Step, imatrix: Imatrix | None) -> Iterator[Task]:
+    if step.copied or not step.weights:
+        return
+    tensor = step.tensor
+    known = imatrix.values(tensor) if imatrix and step.type not in TORCH else None
+    rows = tensor.rows // tensor.experts
+    size = max(1, CHUNK // tensor.columns)
+    for expert in range(tensor.experts):
+        first = expert * rows
+        for start in range(first, first + rows, size):
+            yield Task(tensor.name, step.type, start, min(start + size, first + rows), None if known is None else known[expert])
+
+
+def _results(tasks: list[Task], source: Source, jobs: int) -> Generator[tuple[Buffer, Sums], None, None]:
+    """The tasks' bytes and costs in their order, a few ahead of the one that is asked for."""
+    jobs = min(jobs, len(tasks))
+    if jobs <= 1:
+        with _one_thread():
+            yield from (encode(source, task) for task in tasks)
+        return
+    waiting: deque[Future[tuple[bytes, Sums]]] = deque()
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start, (source.path, source.given))
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(_encode_there, task))
+            if len(waiting) > 2 * jobs:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenExecutor:
+        raise QuantizeError("a process ended before its work was done, perhaps for want of memory") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_there: list[Source] = []                                        # what a process of the pool works on
+
+
+def _start(path: Path, architecture: str | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # the process that asked hears of it, and ends this one
+    Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    _there.append(open_source(path, architecture))
+
+
+def _end_with_parent() -> None:
+    """Where it was killed, nobody else would say that the work is over."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_there(task: Task) -> tuple[bytes, Sums]:
+    data, sums = encode(_there[0], task)
+    return bytes(data), sums
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in the order of one thread, as in the processes of a pool."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def encode(source: Source, task: Task) -> tuple[Buffer, Sums]:
+    """Some rows in their new type, as bytes, and what that cost.  Raises QuantizeError with the place of a wrong weight."""
+    weight = source.rows(task.name, task.start, task.stop).float()
+    _check_finite(weight, source, task.name, task.start)
+    if task.type in TORCH:
+        stored = weight.to(getattr(torch, TORCH[task.type]))
+        _check_finite(stored, source, task.name, task.start, f" in {task.type}")
+        return bytes_of(stored), measured(weight, stored.float())
+    module = module_of(task.type)
+    assert module is not None                                    # looked up before the first task
+    try:
+        packed = module.quantize(weight, **({} if task.importance is None else {"importance": task.importance}))
+    except FormatError as error:
+        raise QuantizeError(f"{source.path}: tensor {shown(task.name)}, rows {task.start} to {task.stop}: {error}") from None
+    [blocks] = packed.tensors.values()
+    return bytes_of(blocks), measured(weight, module.dequantize(packed, torch.float32), task.importance)
+
+
+def _check_copied(source: Source, step: Step) -> None:
+    if step.tensor.type in ("F32", "F16", "BF16", "F64") and step.weights:
+        size = max(1, CHUNK // step.tensor.columns)
+        for start in range(0, step.tensor.rows, size):
+            _check_finite(source.rows(step.tensor.name, start, start + size), source, step.tensor.name, start)
+
+
+def _check_finite(weight: Tensor, source: Source, name: str, start: int, where: str = "") -> None:
+    """Raises QuantizeError for the first weight that is NaN or infinite.  start: which row of the tensor the first is."""
+    if math.isfinite(float(weight.sum(dtype=torch.float64))):
+        return
+    bad = torch.nonzero(~torch.isfinite(weight))
+    if bad.numel():
+        row, column = (int(i) for i in bad[0])
+        tensor = source.tensors[name]
+        rows = tensor.rows // tensor.experts
+        expert = f"expert {(start + row) // rows}, " if tensor.experts > 1 else ""
+        raise QuantizeError(f"{source.path}: tensor {shown(name)}: the weight at {expert}row {(start + row) % rows}, column "
+                            f"{column} is {float(weight[row, column])}{where}")
+
+
+def default_jobs(plan: Plan) -> int:
+    """As many processes as there are processors, but none for less than some seconds of work."""
+    work = sum(step.weights for step in plan.steps if not step.copied)
+    return max(1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, work >> 26))

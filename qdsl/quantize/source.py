@@ -1,0 +1,175 @@
+"""What is quantized: a GGUF file, or the safetensors files of a diffusion model, as tensors of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
+from qdsl.checkpoint.gguf import ORIG_SHAPE, SPLIT, GgufFile
+from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.gguf_write import DIFFUSION
+from qdsl.checkpoint.safetensors import shown
+from qdsl.quantize import QuantizeError, diffusion
+from qdsl.quantize.mixes import Choice, Model, Options, Tensor, choose
+
+if TYPE_CHECKING:
+    import torch
+
+# Names by which a checkpoint of a language model is known: it has to become a GGUF file first, with its vocabulary.
+_LANGUAGE = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "transformer.wte.weight",
+             "model.language_model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
+
+
+class Source(Protocol):
+    """A file with tensors, or several.  given: the architecture that the user said.  metadata: what goes into the new file."""
+
+    path: Path
+    paths: list[Path]
+    given: str | None
+    metadata: dict[str, Value]
+    tensors: dict[str, Tensor]
+
+    def choices(self, options: Options) -> dict[str, Choice]:
+        """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a tensor as numbers [stop - start, columns], of its own dtype, or float32 where it is in blocks."""
+
+    def data(self, name: str) -> memoryview:
+        """The bytes of a tensor that keeps its type."""
+
+
+def open_source(path: Path, architecture: str | None = None) -> Source:
+    """A GGUF file, the first of a split one, or a diffusion model's .safetensors file or folder of them.
+
+    architecture: of a diffusion model, where its names do not tell.  Raises QuantizeError, CheckpointError and OSError.
+    """
+    if path.is_dir() or path.suffix == ".safetensors":
+        return Safetensors(path, architecture)
+    if architecture is not None:
+        raise QuantizeError(f"{path}: a GGUF file says its architecture itself; --arch is for safetensors")
+    return Gguf(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Metadata of a language model, read as numbers."""
+
+    metadata: dict[str, Value]
+    path: Path
+
+    def first(self, key: str, default: int | None = None) -> int:
+        """An integer, or the first of a list of them, one for each layer."""
+        value = self.metadata.get(key)
+        found: Any = default if value is None else value.decoded(1)
+        found = found[0] if isinstance(found, list) and found else found
+        if type(found) is not int or not 0 <= found < 1 << 31:
+            raise QuantizeError(f"{self.path}: metadata {shown(key)} is {'missing' if value is None else 'no count'}")
+        return found
+
+
+class Gguf:
+    """A GGUF file, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = GgufFile(path)
+        self.path = path
+        self.paths = self.file.paths
+        self.given: str | None = None
+        self.metadata = {key: value for key, value in self.file.metadata.stored().items() if key not in SPLIT}
+        self.tensors = {name: Tensor(name, self.file.entry(name).shape, self.file.entry(name).type.name)
+                        for name in self.file.tensors}
+
+    @property
+    def architecture(self) -> str:
+        value = self.metadata.get("general.architecture")
+        if value is None or value.type != "string":
+            raise QuantizeError(f"{self.path}: metadata 'general.architecture' is missing")
+        return str(value.decoded())
+
+    def choices(self, options: Options) -> dict[str, Choice]:
+        if self.architecture in DIFFUSION:
+            return diffusion.choose(self.architecture, self.tensors.values(), options, from_gguf=True)
+        return choose(self.model(), self.tensors.values(), options)
+
+    def model(self) -> Model:
+        """What the rules of mixes look at.  Raises QuantizeError where it is missing."""
+        numbers = _Numbers(self.metadata, self.path)
+        name = self.architecture
+        heads = numbers.first(f"{name}.attention.head_count", 0)
+        return Model(name, numbers.first(f"{name}.block_count", 0), heads,
+                     numbers.first(f"{name}.attention.head_count_kv", heads), numbers.first(f"{name}.expert_count", 0))
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        import torch
+
+        from qdsl.checkpoint.gguf_weights import beside
+
+        if self.tensors[name].type in TORCH:
+            return self.file.rows(name)[start:stop]
+        if others := beside(self.file, self.file.entry(name)):
+            raise QuantizeError(f"{self.path}: tensor {shown(name)}: with {shown(next(iter(others.values())))} beside it, it is "
+                                "not quantized again")
+        packed = self.file.weight(name)
+        return packed.format.dequantize(packed.cut("N", start, stop), torch.float32)
+
+    def data(self, name: str) -> memoryview:
+        return self.file.data(name)
+
+
+class Safetensors:
+    """A diffusion model as its authors publish it."""
+
+    def __init__(self, path: Path, architecture: str | None) -> None:
+        from qdsl.checkpoint.folder import Folder
+
+        self.path = path
+        self.given = architecture
+        self.folder = Folder(path)
+        self.paths = self.folder.shards
+        names = self.folder.names()
+        self.architecture = self._architecture(names, architecture)
+        parts = [name for name in names if name.startswith(diffusion.PREFIX)]
+        stored = {name: diffusion.stored_shape(self.architecture, self.folder.entry(name).shape) for name in parts or names}
+        self.tensors = {name: Tensor(name, shape, self.folder.entry(name).dtype) for name, shape in stored.items()}
+        self.metadata = {"general.architecture": Value.of("string", self.architecture)}
+        for name, shape in stored.items():
+            if shape != self.folder.entry(name).shape:
+                self.metadata[ORIG_SHAPE + name] = Value.of("i32[]", self.folder.entry(name).shape)
+
+    def _architecture(self, names: list[str], given: str | None) -> str:
+        if any(name in names for name in _LANGUAGE):
+            raise QuantizeError(f"{self.path}: a language model; make a GGUF file of it first, with llama.cpp's "
+                                "convert_hf_to_gguf.py --outtype bf16, and quantize that")
+        found = given or diffusion.detect(names)
+        if found is None:
+            raise QuantizeError(f"{self.path}: its names do not tell the architecture; say with --arch which of "
+                                f"{', '.join(diffusion.ARCHITECTURES)} it is")
+        if found not in diffusion.ARCHITECTURES:
+            raise QuantizeError(f"no architecture '{found}' of diffusion models: expected one of "
+                                f"{', '.join(diffusion.ARCHITECTURES)}")
+        if wrong := [name for name in diffusion.ARCHITECTURES[found].not_with if name in names]:
+            raise QuantizeError(f"{self.path}: has a tensor {shown(wrong[0])}, which {found} has not in the form that is read")
+        return found
+
+    def choices(self, options: Options) -> dict[str, Choice]:
+        if options.mix.default is None:
+            raise QuantizeError(f"{self.path}: only GGUF files are copied; give BF16 or F16 as the type")
+        found = diffusion.choose(self.architecture, self.tensors.values(), options, from_gguf=False)
+        for name, choice in found.items():
+            type = self.tensors[name].type
+            if choice.type not in BY_NAME or type not in (choice.type, *diffusion.FLOATS):
+                raise QuantizeError(f"{self.path}: tensor {shown(name)}: {type} cannot be stored"
+                                    + (f" as {choice.type}" if choice.type in BY_NAME else " in a GGUF file"))
+        return found
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        tensor = self.tensors[name]
+        return self.folder.tensor(name).view(tensor.rows, tensor.columns)[start:stop]
+
+    def data(self, name: str) -> memoryview:
+        from qdsl.checkpoint.safetensors import bytes_of
+
+        return bytes_of(self.folder.tensor(name))
