@@ -18,6 +18,7 @@ from qdsl import layout as module
 from qdsl.layout import (
     Affine,
     Clash,
+    Held,
     Item,
     Layout,
     Line,
@@ -516,8 +517,73 @@ def test_gather_is_none_exactly_where_positions_are_not_strided(box: list[int], 
 def test_spread_says_what_lies_at_every_bit(record: Record) -> None:
     pieces = list(walk(record.lines))
     size = sum(piece.width for piece in pieces)
-    expected = [None if p.field is None else (p.field, p.index, p.lo + t) for p in pieces for t in range(p.width)]
+    expected = [None if p.field is None else Held(p.field, (p.index,), p.lo + t) for p in pieces for t in range(p.width)]
     assert spread({field: gather(record.pieces(field)) or () for field in record.fields}, size) == expected
+
+
+# -- digits and ranges ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def ranged(draw: st.DrawFn) -> tuple[list[Line], int]:
+    """Lines that store elements of 2 bits one range after the other, as bytes of base-3 digits or as bits."""
+    lines: list[Line] = []
+    first = 0
+    for _ in range(draw(st.integers(1, 4))):
+        bytes_, digits = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+        by_digit = draw(st.booleans())                           # neighbours lie in a byte, or in bytes one after the other
+        items = []
+        for place in range(digits):
+            index = Affine(first + place, (("l", digits),)) if by_digit else Affine(first + bytes_ * place, (("l", 1),))
+            items.append(Item("q", (Affine(), index), Affine(), 2, place, place == digits - 1))
+        if draw(st.booleans()):
+            items = [Item(item.field, item.index, item.lo, item.width) for item in items]
+            items += [Item(None, (), Affine(), 8 - 2 * digits % 8)] if 2 * digits % 8 else []
+        lines.append(Line((("l", bytes_),), tuple(items)))
+        first += bytes_ * digits
+    return draw(st.permutations(lines)), first
+
+
+def test_digits_of_a_byte_lie_at_one_bit() -> None:
+    index = [(Affine(i),) for i in range(3)]
+    digits = tuple(Item("q", each, Affine(), 2, place, place == 2) for place, each in enumerate(index))
+    pieces = list(walk([Line((("l", 2),), (*digits, Item(None, (), Affine(), 4)))]))
+    assert [(p.at, p.place) for p in pieces] == [(0, 0), (0, 1), (0, 2), (8, None), (12, 0), (12, 1), (12, 2), (20, None)]
+
+
+@PROPERTY
+@given(ranged())
+def test_every_element_is_in_one_range(made: tuple[list[Line], int]) -> None:
+    """Digits at their byte and place, bits at theirs, each once; and back."""
+    lines, count = made
+    pieces = [piece for piece in walk(lines) if piece.field]
+    found = gather(pieces)
+    assert found is not None
+    where = {piece.index[-1]: piece for piece in pieces}
+    assert sorted(part.start + i for part in found for i in range(part.extents[-1])) == list(range(count))
+    for part in found:
+        for i in range(part.extents[-1]):
+            piece = where[part.start + i]
+            assert (part.lo, part.width, part.bit((0, i))) == (0, 2, piece.at)
+            assert (part.place((0, i)) if part.places else None) == piece.place
+            assert part.room == (2 if piece.place is None else 8)
+        taken = {bit for i in range(part.extents[-1]) for bit in range(part.bit((0, i)), part.bit((0, i)) + part.room)}
+        assert part.filled == len(taken)
+    size = max(piece.at for piece in pieces) + 8
+    held = spread({"q": found}, size)
+    for piece in pieces:
+        if piece.place is None:
+            assert [held[piece.at + t] for t in range(2)] == [Held("q", (piece.index,), t) for t in range(2)]
+        else:
+            rows = [held[piece.at + t] for t in range(8)]
+            assert all(row is not None and row.digits and row.bit == t and row.elements[piece.place or 0] == piece.index
+                       for t, row in enumerate(rows))
+
+
+def test_a_slice_of_digits_has_a_text() -> None:
+    part = Slice(0, 2, 256, (Layout(), Layout(((16, 8), (5, 0)))), 160, (Layout(), Layout(((16, 0), (5, 1)))))
+    assert str(part) == "from 160: (16,5):(8,0)@256 digit (16,5):(0,1)"
+    assert (part.filled, part.bit((0, 17)), part.place((0, 17))) == (128, 264, 1)
 
 
 # -- words ---------------------------------------------------------------------------------------------------------------

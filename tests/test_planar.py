@@ -13,6 +13,7 @@ from qdsl.generated import fp8_channel, int_group, q4_0, q8_0
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight, tiles
 from tests.support.formats import Case, cases, random_packed, same_bits, shuffled_fields
+from tests.support.oracle import digit_fields
 
 CASES = [case for case in cases() if case.storage != PLANAR and PLANAR in case.module.FORMAT.variant(case.choice).storages]
 # Those that can put columns into groups in any order.
@@ -58,6 +59,9 @@ def test_no_larger_than_promised(case: Case) -> None:
         packed, planar = (case.module.FORMAT.empty((4096, 4096), storage, "meta", (), **chosen)
                           for storage in (case.storage, PLANAR))
         bits = 8 * packed.nbytes / 4096 ** 2
+        if digit_fields(case.spec):                              # two bits for what takes 1.6, five in a byte: kept as it is
+            assert "bytes would become" in case.module.FORMAT.why_not_planar(packed)
+            continue
         assert planar.nbytes <= packed.nbytes * (1.04 if bits >= 4 else 1.12), chosen
 
 

@@ -47,7 +47,9 @@ def drawn(seed: int) -> Drawn:
     decode = draw.choice((f"{code} * s", f"s * {code}"))
     if "a" in fields:
         decode = draw.choice((f"{decode} * a", f"a * {decode}", f"{decode} - a", f"{decode} + a * s", f"-{decode} / a"))
-    tensors = codes(draw, bits) + "".join(values(draw, name, *fields[name]) for name in fields if name != "q")
+    in_base3 = fields["q"][0] == "u2" and draw.random() < 0.7
+    tensors = digits(draw) if in_base3 else codes(draw, bits)
+    tensors += "".join(values(draw, name, *fields[name]) for name in fields if name != "q")
     params = "params: {group: [32, 7, -1]}\n" if any("group" in i for _, index in fields.values() for i in index) else ""
     shown = "".join(f"  {name}: {kind}[{', '.join(index)}]\n" for name, (kind, index) in fields.items())
     text = f"format: drawn\nweight: [N, K]\n{params}fields:\n{shown}decode: {decode}\nstorage:\n  p:\n{tensors}"
@@ -96,6 +98,22 @@ def codes(draw: random.Random, bits: int) -> str:
     return "    codes:\n      tensor: u8[n<N, t<K/64 word]\n      record: |\n" + "".join(f"        {line}\n" for line in lines)
 
 
+def digits(draw: random.Random) -> str:
+    """Base-3 digits in bytes, in one range or in two whose bytes have unlike numbers of digits."""
+    width, bytes_, count = draw.choice((8, 16, 32)), draw.choice((4, 8)), draw.randint(1, 5)
+    tile = bytes_ * count
+    place = draw.choice((f"{bytes_}*j + l", f"{count}*l + j"))
+    lines = [f"l<{bytes_}: base3(j<{count}: q[n, {{tile}}*t + {place}])"]
+    if draw.random() < 0.5:
+        more = draw.randint(1, 5)
+        lines.append(f"l<4: base3(j<{more}: q[n, {{tile}}*t + {tile} + 4*j + l])")
+        tile += 4 * more
+        draw.shuffle(lines)
+    extent = draw.choice((f"K/{tile}", f"ceil(K/{tile})"))
+    record = "".join(f"        {line.format(tile=tile)}\n" for line in lines)
+    return f"    codes:\n      tensor: {ELEMENTS[width]}[n<N, t<{extent} word]\n      record: |\n{record}"
+
+
 def padded(item: str, before: int, after: int) -> str:
     return f"{f'pad:{before} ' if before else ''}{item}{f' pad:{after}' if after else ''}"
 
@@ -140,7 +158,8 @@ def filled(spec: Drawn, n: int, k: int, group: int | None) -> tuple[dict[str, Te
         known = number(kind)
         assert known is not None
         fields[name] = torch.randn(shape, generator=generator).to(torch_dtype(kind)) if known.is_float else \
-            torch.randint(int(known.low), int(known.high) + 1, shape, generator=generator).to(torch_dtype(kind))
+            torch.randint(int(known.low), 3 if name == "q" and "base3" in spec.text else int(known.high) + 1, shape,
+                          generator=generator).to(torch_dtype(kind))
         spread = fields[name].float() if known.is_float else fields[name].to(torch.int32)
         for axis, (length, by) in enumerate(zip(lengths, blocks, strict=True)):
             spread = spread.repeat_interleave(by, axis).narrow(axis, 0, length)

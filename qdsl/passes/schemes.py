@@ -16,7 +16,7 @@ KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "count": ("expected an unsigned integer of at most 8 bits", lambda number: number.kind == "unsigned" and number.bits <= 8),
     "small": ("a scale of levels is e8m0h or ue4m3", lambda number: number.name in ("e8m0h", "ue4m3")),
     "bit": ("a sign is u1", lambda number: number.kind == "unsigned" and number.bits == 1),
-    "row": ("expected an unsigned integer", lambda number: number.kind == "unsigned"),
+    "row": ("a code of rows is an unsigned integer", lambda number: number.kind == "unsigned"),
     "integer": ("expected an integer of at most 8 bits", lambda number: not number.is_float and number.bits <= 8),
     "float": ("a code is f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
 }
