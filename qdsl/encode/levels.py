@@ -54,6 +54,7 @@ def _ue4m3(values: Tensor) -> Tensor:
     return code.to(torch.uint8)
 
 
+@np.errstate(over="ignore")
 def _nearest(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
     """Codes by the thresholds between neighbouring levels; a weight on a threshold has the code that is first in the table."""
     first = {number: i for i, number in reversed(list(enumerate(level.numbers)))}
