@@ -21,7 +21,8 @@ from tests.support.mistakes import Mutant, mutants
 
 ONE_WORD = "a record is one word, so it does not matter which of the two digits is the slower"
 ALSO_ELSEWHERE = "another tensor of the storage divides the axis by a multiple of this number, so nothing can be padded"
-SAME_BYTE = "only the bits of the tensor's elements count, and a ue4m3 is held in the same dtype as a u8"
+
+EXACT = "11 bits of d, at most 5 of a scale and 6 of a grid's number: every product is exact in float32, whose zero has d's sign"
 
 # Mutants that are the same format, and why: name -> proof.
 EQUAL: dict[str, dict[str, str]] = {
@@ -49,42 +50,75 @@ EQUAL: dict[str, dict[str, str]] = {
         "(d * (sc * q)) - (dmin * mn)":
             "11 bits of d, 6 of sc and 5 of q: every product is exact in float32, and a zero has the sign of d either way",
     },
-    "int4_rows": {
-        "rows.q: u8[n<N, t<K / 2 word] -> ue4m3[n<N, t<K / 2 word]": SAME_BYTE,
+    "iq1_m": {
+        "decode: (d * ((2 * sc) + 1)) * (grid[g, k % 8] + (0.125 * (1 - (2 * down)))) -> "
+        "d * (((2 * sc) + 1) * (grid[g, k % 8] + (0.125 * (1 - (2 * down)))))": EXACT,
+    },
+    "iq1_s": {
+        "decode: (d * ((2 * sc) + 1)) * (grid[g, k % 8] + (0.125 * (1 - (2 * down)))) -> "
+        "d * (((2 * sc) + 1) * (grid[g, k % 8] + (0.125 * (1 - (2 * down)))))": EXACT,
+    },
+    "iq2_s": {
+        "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * (1 - (2 * s))) -> "
+        "(d * (sc + 0.5)) * (0.25 * (grid[g, k % 8] * (1 - (2 * s))))": EXACT,
+        "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * (1 - (2 * s))) -> "
+        "(((d * (sc + 0.5)) * 0.25) * grid[g, k % 8]) * (1 - (2 * s))": EXACT,
+        "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * (1 - (2 * s))) -> "
+        "(d * ((sc + 0.5) * 0.25)) * (grid[g, k % 8] * (1 - (2 * s)))": EXACT,
+    },
+    "iq2_xs": {
+        "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * sign[s, k % 8]) -> "
+        "(d * (sc + 0.5)) * (0.25 * (grid[g, k % 8] * sign[s, k % 8]))": EXACT,
+        "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * sign[s, k % 8]) -> "
+        "(((d * (sc + 0.5)) * 0.25) * grid[g, k % 8]) * sign[s, k % 8]": EXACT,
+        "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * sign[s, k % 8]) -> "
+        "(d * ((sc + 0.5) * 0.25)) * (grid[g, k % 8] * sign[s, k % 8])": EXACT,
+    },
+    "iq2_xxs": {
+        "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * sign[s, k % 8]) -> "
+        "(d * (sc + 0.5)) * (0.25 * (grid[g, k % 8] * sign[s, k % 8]))": EXACT,
+        "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * sign[s, k % 8]) -> "
+        "(((d * (sc + 0.5)) * 0.25) * grid[g, k % 8]) * sign[s, k % 8]": EXACT,
+        "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * sign[s, k % 8]) -> "
+        "(d * ((sc + 0.5) * 0.25)) * (grid[g, k % 8] * sign[s, k % 8])": EXACT,
+    },
+    "iq3_s": {
+        "decode: (d * ((2 * sc) + 1)) * (grid[g, k % 4] * (1 - (2 * s))) -> "
+        "d * (((2 * sc) + 1) * (grid[g, k % 4] * (1 - (2 * s))))": EXACT,
+        "decode: (d * ((2 * sc) + 1)) * (grid[g, k % 4] * (1 - (2 * s))) -> "
+        "((d * ((2 * sc) + 1)) * grid[g, k % 4]) * (1 - (2 * s))": EXACT,
+    },
+    "iq3_xxs": {
+        "decode: ((d * (sc + 0.5)) * 0.5) * (grid[g, k % 4] * sign[s, k % 8]) -> "
+        "(d * (sc + 0.5)) * (0.5 * (grid[g, k % 4] * sign[s, k % 8]))": EXACT,
+        "decode: ((d * (sc + 0.5)) * 0.5) * (grid[g, k % 4] * sign[s, k % 8]) -> "
+        "(((d * (sc + 0.5)) * 0.5) * grid[g, k % 4]) * sign[s, k % 8]": EXACT,
+        "decode: ((d * (sc + 0.5)) * 0.5) * (grid[g, k % 4] * sign[s, k % 8]) -> "
+        "(d * ((sc + 0.5) * 0.5)) * (grid[g, k % 4] * sign[s, k % 8])": EXACT,
     },
     "nvfp4": {
         "decode: ((e * 0.5) * level[q]) * s -> (e * (0.5 * level[q])) * s":
             "4 bits of e and 4 of a level: their product, and half of it, are exact in float32",
     },
     "nf4": {
-        "bitsandbytes.weight: u8[e<(N * K) / 2, 1] -> ue4m3[e<(N * K) / 2, 1]": SAME_BYTE,
         "bitsandbytes.weight: u8[e<(N * K) / 2, 1] -> u8[e<ceil((N * K) / 2), 1]": ALSO_ELSEWHERE,
     },
     "curve": {
         "stream.scales: f16[n<N, j<K / 16] -> f16[n<N, j<ceil(K / 16)]": ALSO_ELSEWHERE,
-        "stream.ups: u8[n<N] -> ue4m3[n<N]": SAME_BYTE,
     },
     "levels_less_points": {
         "pairs.codes: u8[n<N, t<K / 2] -> u8[n<N, t<ceil(K / 2)]": ALSO_ELSEWHERE,
-        "pairs.codes: u8[n<N, t<K / 2] -> ue4m3[n<N, t<K / 2]": SAME_BYTE,
         "pairs.points: i8[n<N, j<K / 32] -> i8[n<N, j<ceil(K / 32)]": ALSO_ELSEWHERE,
     },
     "super_blocks": {
         "halves.blocks.record: pad:64 pad:32 -> pad:32 pad:64": "96 bits are skipped",
         "pairs.words.record: pad:64 pad:32 -> pad:32 pad:64": "96 bits are skipped",
-        "pairs.words: u8[n<N, t<K / 256 word] -> ue4m3[n<N, t<K / 256 word]": SAME_BYTE,
-    },
-    "flat_nibbles": {
-        "flat.codes: u8[e<(N * K) / 2, 1] -> ue4m3[e<(N * K) / 2, 1]": SAME_BYTE,
     },
     "marlin_tiles": {
         "marlin.words: i32[t<K / 16, u<N / 64 word] -> i32[t<ceil(K / 16), u<N / 64 word]": ALSO_ELSEWHERE,
     },
     "planes": {
         "planes.blocks.record: l<64: b[l].hi:3 -> l<64: b[l].at(1):3": "the upper three of four bits begin at bit 1",
-        "rows.high: u8[n<N, t<K / 4 word] -> ue4m3[n<N, t<K / 4 word]": SAME_BYTE,
-        "rows.low: u8[n<N, t<K / 2 word] -> ue4m3[n<N, t<K / 2 word]": SAME_BYTE,
-        "rows.b: u8[k<K, t<N / 2 word] -> ue4m3[k<K, t<N / 2 word]": SAME_BYTE,
         "rows.b: u8[k<K, t<N / 2 word] -> u8[k<K, word t<N / 2]": ONE_WORD,
         "rows.high: u8[n<N, t<K / 4 word] -> u8[n<N, t<ceil(K / 4) word]": ALSO_ELSEWHERE,
         "rows.low: u8[n<N, t<K / 2 word] -> u8[n<N, t<ceil(K / 2) word]": ALSO_ELSEWHERE,

@@ -29,7 +29,7 @@ from qdsl.generated import (
     int8_tensor,
 )
 from qdsl.runtime import FormatError
-from tests.support.formats import ROOT, SHIPPED, canonical, module, raw, same_bits
+from tests.support.formats import ROOT, SHIPPED, canonical, module, raw, same_bits, spec
 
 EVERY_HALF = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(256, 256)
 LARGEST_F32 = float(np.finfo(np.float32).max)
@@ -323,3 +323,12 @@ def test_int8_decodes_by_plain_arithmetic(scale_type: str, zero: str | None, see
     found = int8_channel.dequantize(int8_channel.wrap(tensors), torch.float32)
     difference = codes.int() - (zeros.int() if zero else 0)
     assert same_bits(found, difference.float() * scale.float())
+
+
+@pytest.mark.parametrize("name", ["iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"])
+def test_grids_are_those_of_gguf_py(name: str) -> None:
+    """Every row of a grid; signs are proved by decoding."""
+    theirs = getattr(gguf.quants, name.upper())
+    theirs.init_grid()
+    table = next(table for table in spec(next(path for path in SHIPPED if path.stem == name)).tables if table.name.value == "grid")
+    assert np.array_equal(theirs.grid.reshape(table.shape), np.array(table.values).reshape(table.shape))

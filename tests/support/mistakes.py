@@ -19,7 +19,8 @@ from qdsl.spec.model import Param, Spec, Storage, Stored, Table, Tensor
 from qdsl.spec.schema import load
 from qdsl.spec.source import Source, Span, Text
 
-LONG = 16                                                        # entries of a table that are exchanged
+LONG = 64                                                        # entries of a table of a file, which is compared with gguf-py's
+BYTES = ("ue4m3", "e8m0h")                                       # as elements of a tensor the same as u8: only the bits count
 NOWHERE = Span(Source("mutant", ""), 1, 1)
 # Rotated operands are mistakes of precedence or of the order of roundings; operands of + and * are never exchanged, because
 # IEEE addition and multiplication commute.
@@ -76,8 +77,7 @@ def listing(spec: Spec) -> list[str]:
 def _entries(table: Table) -> str:
     if table.formula is not None:
         return f"{table.loops} to {table.shape}: {shown(table.formula)}"
-    few = len(table.values) <= 64
-    return f"[{', '.join(map(str, table.values if few else table.values[:LONG]))}{'' if few else ', ...'}, {table.values[-1]}]"
+    return f"[{', '.join(map(str, table.values))}]" if len(table.values) < LONG else f"{len(table.values)} numbers"
 
 
 def recomputed(spec: Spec) -> Spec | None:
@@ -175,7 +175,7 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
         case g.Typed():
             yield from _subscripts(node, spec)
         case g.Shape():
-            yield from (("type", replace(node, type=kind)) for kind in _types(node.type, spec))
+            yield from (("type", replace(node, type=kind)) for kind in _types(node.type, spec) if kind.name not in BYTES)
             yield from (("axis", replace(node, axes=axes)) for axes in _exchanged(node.axes))
             yield from (("axis", replace(node, axes=axes)) for axes in _dropped(node.axes))
         case g.Axis():
@@ -202,10 +202,10 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             for i, (key, values) in enumerate(node.when):
                 yield from (("stored", replace(node, when=(*node.when[:i], (key, fewer), *node.when[i + 1:])))
                             for fewer in _dropped(values))
-        case Table() if node.formula is None:
-            first, rest, last = node.values[:LONG], node.values[LONG:], node.values[-1]
+        case Table() if node.formula is None and len(node.values) < LONG:
+            last = node.values[-1]
             fewer = replace(node, values=node.values[:-1], shape=(len(node.values) - 1,))
-            yield from (("entry", replace(node, values=(*values, *rest))) for values in _exchanged(first))
+            yield from (("entry", replace(node, values=values)) for values in _exchanged(node.values))
             yield from (("entry", each) for each in (fewer, *(replace(node, values=(*node.values[:-1], new))
                                                               for new in (-last, last + 1))))
         case Storage():
