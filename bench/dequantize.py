@@ -16,18 +16,17 @@ from bench.figure import Figure, rates, ratios
 from bench.timing import Side, calls
 from bench.weights import BF16_BYTES, F32_BYTES, SHAPE, format_of, packed, storages, title
 
-GGUF_GOALS = {"q4_0": 2.5, "q8_0": 2.5}                          # times as fast as gguf-py
-GOALS = {"int_group bits=4 gptq_v2": 1.0, "fp8_block": 2.0}      # GB/s
+GOALS = {"int_group bits=4 gptq_v2": 1.0, "fp8_block": 2.0, "q4_k": 2.0, "q6_k": 2.0}              # GB/s
 
 
 def figures(rounds: int) -> Iterator[Figure]:
     """Ratios for what gguf-py decodes too, then rates for every storage."""
     measured = [*storages()]
-    for name, storage, _ in measured:
-        if storage == "gguf":
-            yield from _beside_gguf(name, rounds)
+    beside = [name for name, storage, _ in measured if storage == "gguf" and decoded(name)]
+    for name in beside:
+        yield from _beside_gguf(name, rounds)
     for name, storage, params in measured:
-        if storage != "gguf":
+        if name not in beside:
             fresh, reused = _sides(name, storage, params)
             yield from _rates(title(name, storage, params), *calls([fresh, reused], rounds))
 
@@ -36,10 +35,24 @@ def _beside_gguf(name: str, rounds: int) -> Iterator[Figure]:
     theirs, fresh, reused = calls([Side(gguf_py, {"name": name}), *_sides(name, "gguf", {})], rounds)
     peer = Figure("", "GB/s", rates(F32_BYTES / 1e9, theirs))
     note = f"same bits; gguf-py {peer.text(peer.median)}"
-    goal = GGUF_GOALS.get(name)
+    goal = gguf_goal(name)
     yield Figure(f"dequantize {name}, fresh output, to gguf-py", "x", ratios(theirs, fresh), goal, note=note)
     yield Figure(f"dequantize {name}, out=, to gguf-py", "x", ratios(theirs, reused), goal, note=note)
     yield from _rates(name, fresh, reused)
+
+
+def gguf_goal(name: str) -> float:
+    """How many times as fast as gguf-py."""
+    return 2.5 if name in ("q4_0", "q8_0") else 5 if name.startswith(("iq1", "iq2", "iq3")) else 2
+
+
+def decoded(name: str) -> bool:
+    """Whether gguf-py decodes a type."""
+    try:
+        gguf_py(name)()
+    except (KeyError, NotImplementedError, ValueError):
+        return False
+    return True
 
 
 def _rates(what: str, fresh: list[float], reused: list[float]) -> Iterator[Figure]:

@@ -17,6 +17,7 @@ from qdsl.runtime.match import torch_dtype
 from qdsl.runtime.shapes import extents
 
 SHAPE = (4096, 4096)
+DIGITS = {"tq1_0": "q"}                                          # fields of 2 bits that are digits of base 3
 WEIGHTS = SHAPE[0] * SHAPE[1]
 F32_BYTES = 4 * WEIGHTS                                          # of a dequantized weight in float32
 BF16_BYTES = 2 * WEIGHTS                                         # of the weight before it was quantized
@@ -68,6 +69,8 @@ def packed(name: str, storage: str | None = None, **params: Any) -> PackedWeight
             shape = extents(field.axes, *SHAPE, form.sizes(chosen, SHAPE))
             assert shape is not None
             fields[key] = _field(str(chosen.get(field.type, field.type)), shape)
+    if name in DIGITS:
+        fields[DIGITS[name]] %= 3
     return form.pack(fields, storage=storage, **chosen)
 
 
@@ -75,6 +78,8 @@ def _field(kind: str, shape: tuple[int, ...]) -> Tensor:
     """Codes over the whole range of an integer type, normal floats."""
     known = number(kind)
     assert known is not None
+    if known.is_float and torch_dtype(kind) == torch.uint8:
+        return torch.randint(known.bias - 4, known.bias + 4, shape, dtype=torch.uint8)
     if known.is_float:
         return torch.randn(shape).to(torch_dtype(kind))
     return torch.randint(int(known.low), int(known.high) + 1, shape, dtype=torch_dtype(kind))

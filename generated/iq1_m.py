@@ -10,7 +10,7 @@
 
     gguf: 1.75 bits per weight
 
-Built from the spec iq1_m (sha256 1ed5af9c28f8f43e) by qdsl 0.1.0.
+Built from the spec iq1_m (sha256 3025a64b054b0af0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -311,7 +311,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq1_m", formula="d * (2 * sc + 1) * (grid[g, k % 8] + 0.125 * (1 - 2 * down))",
     variants={(): VARIANT},
     detect={"gguf": "IQ1_M"},
-    digest="1ed5af9c28f8f43e",
+    digest="3025a64b054b0af0",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

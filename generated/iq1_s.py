@@ -10,7 +10,7 @@
 
     gguf: 1.5625 bits per weight
 
-Built from the spec iq1_s (sha256 8e05f20d6e08d7af) by qdsl 0.1.0.
+Built from the spec iq1_s (sha256 03d9ec0bc4f3ebe2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -289,7 +289,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq1_s", formula="d * (2 * sc + 1) * (grid[g, k % 8] + 0.125 * (1 - 2 * down))",
     variants={(): VARIANT},
     detect={"gguf": "IQ1_S"},
-    digest="8e05f20d6e08d7af",
+    digest="03d9ec0bc4f3ebe2",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
 
     gguf: 2.5625 bits per weight
 
-Built from the spec iq2_s (sha256 294f829ba1f4229b) by qdsl 0.1.0.
+Built from the spec iq2_s (sha256 a92753afafce54b1) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -238,7 +238,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq2_s", formula="d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * (1 - 2 * s))",
     variants={(): VARIANT},
     detect={"gguf": "IQ2_S"},
-    digest="294f829ba1f4229b",
+    digest="a92753afafce54b1",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

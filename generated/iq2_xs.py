@@ -10,7 +10,7 @@
 
     gguf: 2.3125 bits per weight
 
-Built from the spec iq2_xs (sha256 aa5a67d07ca30b3d) by qdsl 0.1.0.
+Built from the spec iq2_xs (sha256 5323d83ce19a8966) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -193,7 +193,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq2_xs", formula="d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * sign[s, k % 8])",
     variants={(): VARIANT},
     detect={"gguf": "IQ2_XS"},
-    digest="aa5a67d07ca30b3d",
+    digest="5323d83ce19a8966",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

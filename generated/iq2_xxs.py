@@ -10,7 +10,7 @@
 
     gguf: 2.0625 bits per weight
 
-Built from the spec iq2_xxs (sha256 86d84818d390790f) by qdsl 0.1.0.
+Built from the spec iq2_xxs (sha256 658536321cdf34c2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -180,7 +180,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq2_xxs", formula="d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * sign[s, k % 8])",
     variants={(): VARIANT},
     detect={"gguf": "IQ2_XXS"},
-    digest="86d84818d390790f",
+    digest="658536321cdf34c2",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
 
     gguf: 3.4375 bits per weight
 
-Built from the spec iq3_s (sha256 4e25473cbbe50450) by qdsl 0.1.0.
+Built from the spec iq3_s (sha256 524afbbf49131b3e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -201,7 +201,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq3_s", formula="d * (2 * sc + 1) * (grid[g, k % 4] * (1 - 2 * s))",
     variants={(): VARIANT},
     detect={"gguf": "IQ3_S"},
-    digest="4e25473cbbe50450",
+    digest="524afbbf49131b3e",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

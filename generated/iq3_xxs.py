@@ -10,7 +10,7 @@
 
     gguf: 3.0625 bits per weight
 
-Built from the spec iq3_xxs (sha256 bfc5bb12562dc32a) by qdsl 0.1.0.
+Built from the spec iq3_xxs (sha256 57f308266d1cee33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -179,7 +179,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq3_xxs", formula="d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8])",
     variants={(): VARIANT},
     detect={"gguf": "IQ3_XXS"},
-    digest="bfc5bb12562dc32a",
+    digest="57f308266d1cee33",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     gguf: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec iq4_nl (sha256 03b68298bb7d1425) by qdsl 0.1.0.
+Built from the spec iq4_nl (sha256 7417a27e4e888fe2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -385,7 +385,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq4_nl and kvalues_iq4nl", formula="d * levels[q]",
     variants={(): VARIANT},
     detect={"gguf": "IQ4_NL"},
-    digest="03b68298bb7d1425",
+    digest="7417a27e4e888fe2",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
     gguf: 4.25 bits per weight
     planar: 4.3125 bits per weight
 
-Built from the spec iq4_xs (sha256 89e8530ed06896df) by qdsl 0.1.0.
+Built from the spec iq4_xs (sha256 f27dc5f25ec6a1cb) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -418,7 +418,7 @@ FORMAT = Format(
     source="ggml-common.h block_iq4_xs and kvalues_iq4nl", formula="d * (sc - 32) * levels[q]",
     variants={(): VARIANT},
     detect={"gguf": "IQ4_XS"},
-    digest="89e8530ed06896df",
+    digest="f27dc5f25ec6a1cb",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     gguf: 4.25 bits per weight
     planar: 4.25 bits per weight
 
-Built from the spec mxfp4 (sha256 17d87e42e2a91159) by qdsl 0.1.0.
+Built from the spec mxfp4 (sha256 30ee6433a4669068) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -384,7 +384,7 @@ FORMAT = Format(
     source="ggml-common.h block_mxfp4 and kvalues_mxfp4", formula="e * level[q]",
     variants={(): VARIANT},
     detect={"gguf": "MXFP4"},
-    digest="17d87e42e2a91159",
+    digest="30ee6433a4669068",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
     gguf: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec nvfp4 (sha256 52193ab8865da546) by qdsl 0.1.0.
+Built from the spec nvfp4 (sha256 52224f83ed9a590c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -393,7 +393,7 @@ FORMAT = Format(
     source="ggml-common.h block_nvfp4 and kvalues_mxfp4", formula="e * 0.5 * level[q] * s",
     variants={(): VARIANT},
     detect={"gguf": "NVFP4"},
-    digest="52193ab8865da546",
+    digest="52224f83ed9a590c",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

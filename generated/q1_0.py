@@ -9,7 +9,7 @@
     gguf: 1.125 bits per weight
     planar: 1.125 bits per weight
 
-Built from the spec q1_0 (sha256 883439166ca6272f) by qdsl 0.1.0.
+Built from the spec q1_0 (sha256 e7dddbb4dd060e6d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -376,7 +376,7 @@ FORMAT = Format(
     source="ggml-common.h block_q1_0", formula="d * (2 * q - 1)",
     variants={(): VARIANT},
     detect={"gguf": "Q1_0"},
-    digest="883439166ca6272f",
+    digest="e7dddbb4dd060e6d",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

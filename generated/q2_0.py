@@ -9,7 +9,7 @@
     gguf: 2.25 bits per weight
     planar: 2.25 bits per weight
 
-Built from the spec q2_0 (sha256 729a8e9583f7a3d2) by qdsl 0.1.0.
+Built from the spec q2_0 (sha256 873b48ad7645a541) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -373,7 +373,7 @@ FORMAT = Format(
     source="ggml-common.h block_q2_0", formula="d * (q - 1)",
     variants={(): VARIANT},
     detect={"gguf": "Q2_0"},
-    digest="729a8e9583f7a3d2",
+    digest="873b48ad7645a541",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

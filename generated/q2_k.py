@@ -12,7 +12,7 @@
     gguf: 2.625 bits per weight
     planar: 3.125 bits per weight
 
-Built from the spec q2_k (sha256 7560afd7153090ae) by qdsl 0.1.0.
+Built from the spec q2_k (sha256 49aa82cb71f7a313) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -393,7 +393,7 @@ FORMAT = Format(
     source="ggml-common.h block_q2_K", formula="d * sc * q - dmin * mn",
     variants={(): VARIANT},
     detect={"gguf": "Q2_K"},
-    digest="7560afd7153090ae",
+    digest="49aa82cb71f7a313",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

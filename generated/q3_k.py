@@ -10,7 +10,7 @@
     gguf: 3.4375 bits per weight
     planar: 3.5625 bits per weight
 
-Built from the spec q3_k (sha256 3e6294bfe947233b) by qdsl 0.1.0.
+Built from the spec q3_k (sha256 ba7e54dd4c97e861) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -390,7 +390,7 @@ FORMAT = Format(
     source="ggml-common.h block_q3_K", formula="d * (sc - 32) * (q - 4)",
     variants={(): VARIANT},
     detect={"gguf": "Q3_K"},
-    digest="3e6294bfe947233b",
+    digest="ba7e54dd4c97e861",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     gguf: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec q4_0 (sha256 3977fa3ebec36f87) by qdsl 0.1.0.
+Built from the spec q4_0 (sha256 81b7deebcf655f82) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -369,7 +369,7 @@ FORMAT = Format(
     source="ggml-common.h block_q4_0", formula="d * (q - 8)",
     variants={(): VARIANT},
     detect={"gguf": "Q4_0"},
-    digest="3977fa3ebec36f87",
+    digest="81b7deebcf655f82",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

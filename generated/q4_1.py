@@ -10,7 +10,7 @@
     gguf: 5 bits per weight
     planar: 5 bits per weight
 
-Built from the spec q4_1 (sha256 94fa6046dc00ac36) by qdsl 0.1.0.
+Built from the spec q4_1 (sha256 75cf1a82c0c64ca2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -389,7 +389,7 @@ FORMAT = Format(
     source="ggml-common.h block_q4_1", formula="d * q + m",
     variants={(): VARIANT},
     detect={"gguf": "Q4_1"},
-    digest="94fa6046dc00ac36",
+    digest="75cf1a82c0c64ca2",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -12,7 +12,7 @@
     gguf: 4.5 bits per weight
     planar: 4.625 bits per weight
 
-Built from the spec q4_k (sha256 ef419917d816a89d) by qdsl 0.1.0.
+Built from the spec q4_k (sha256 a68099267625c83b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -506,7 +506,7 @@ FORMAT = Format(
     source="ggml-common.h block_q4_K", formula="d * sc * q - dmin * mn",
     variants={(): VARIANT},
     detect={"gguf": "Q4_K"},
-    digest="ef419917d816a89d",
+    digest="a68099267625c83b",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

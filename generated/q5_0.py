@@ -9,7 +9,7 @@
     gguf: 5.5 bits per weight
     planar: 5.5 bits per weight
 
-Built from the spec q5_0 (sha256 13c78b82bdead1cc) by qdsl 0.1.0.
+Built from the spec q5_0 (sha256 1f909d9ff94551af) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -393,7 +393,7 @@ FORMAT = Format(
     source="ggml-common.h block_q5_0", formula="d * (q - 16)",
     variants={(): VARIANT},
     detect={"gguf": "Q5_0"},
-    digest="13c78b82bdead1cc",
+    digest="1f909d9ff94551af",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

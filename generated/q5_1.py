@@ -10,7 +10,7 @@
     gguf: 6 bits per weight
     planar: 6 bits per weight
 
-Built from the spec q5_1 (sha256 916e0a6ab29fa735) by qdsl 0.1.0.
+Built from the spec q5_1 (sha256 9acd3992981022f5) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -415,7 +415,7 @@ FORMAT = Format(
     source="ggml-common.h block_q5_1", formula="d * q + m",
     variants={(): VARIANT},
     detect={"gguf": "Q5_1"},
-    digest="916e0a6ab29fa735",
+    digest="9acd3992981022f5",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

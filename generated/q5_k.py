@@ -12,7 +12,7 @@
     gguf: 5.5 bits per weight
     planar: 5.625 bits per weight
 
-Built from the spec q5_k (sha256 baf464ad96fbe97e) by qdsl 0.1.0.
+Built from the spec q5_k (sha256 54cd315a0713dd26) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -478,7 +478,7 @@ FORMAT = Format(
     source="ggml-common.h block_q5_K", formula="d * sc * q - dmin * mn",
     variants={(): VARIANT},
     detect={"gguf": "Q5_K"},
-    digest="baf464ad96fbe97e",
+    digest="54cd315a0713dd26",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
     gguf: 6.5625 bits per weight
     planar: 6.5625 bits per weight
 
-Built from the spec q6_k (sha256 b2c9acc01da7f1cf) by qdsl 0.1.0.
+Built from the spec q6_k (sha256 d5378445898da666) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -371,7 +371,7 @@ FORMAT = Format(
     source="ggml-common.h block_q6_K", formula="d * sc * (q - 32)",
     variants={(): VARIANT},
     detect={"gguf": "Q6_K"},
-    digest="b2c9acc01da7f1cf",
+    digest="d5378445898da666",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     gguf: 8.5 bits per weight
     planar: 8.5 bits per weight
 
-Built from the spec q8_0 (sha256 d55629b2f1a39312) by qdsl 0.1.0.
+Built from the spec q8_0 (sha256 27e7007f65a4d856) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -361,7 +361,7 @@ FORMAT = Format(
     source="ggml-common.h block_q8_0", formula="d * q",
     variants={(): VARIANT},
     detect={"gguf": "Q8_0"},
-    digest="d55629b2f1a39312",
+    digest="27e7007f65a4d856",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
 
     gguf: 9 bits per weight
 
-Built from the spec q8_1 (sha256 89ec427de67b77bb) by qdsl 0.1.0.
+Built from the spec q8_1 (sha256 eec1aa7747be254d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -126,7 +126,7 @@ FORMAT = Format(
     source="ggml-common.h block_q8_1", formula="d * q",
     variants={(): VARIANT},
     detect={"gguf": "Q8_1"},
-    digest="89ec427de67b77bb",
+    digest="eec1aa7747be254d",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

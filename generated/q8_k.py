@@ -9,7 +9,7 @@
 
     gguf: 9.125 bits per weight
 
-Built from the spec q8_k (sha256 295363cc7eb5e268) by qdsl 0.1.0.
+Built from the spec q8_k (sha256 b5aaa5689176d60b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -127,7 +127,7 @@ FORMAT = Format(
     source="ggml-common.h block_q8_K", formula="d * q",
     variants={(): VARIANT},
     detect={"gguf": "Q8_K"},
-    digest="295363cc7eb5e268",
+    digest="b5aaa5689176d60b",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     gguf: 1.6875 bits per weight
     planar: 2.0625 bits per weight
 
-Built from the spec tq1_0 (sha256 c9af97a7066ef6d0) by qdsl 0.1.0.
+Built from the spec tq1_0 (sha256 cc46ce7e5d8edf2f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -376,7 +376,7 @@ FORMAT = Format(
     source="ggml-common.h block_tq1_0", formula="d * (q - 1)",
     variants={(): VARIANT},
     detect={"gguf": "TQ1_0"},
-    digest="c9af97a7066ef6d0",
+    digest="cc46ce7e5d8edf2f",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

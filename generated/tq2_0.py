@@ -9,7 +9,7 @@
     gguf: 2.0625 bits per weight
     planar: 2.0625 bits per weight
 
-Built from the spec tq2_0 (sha256 f44f14f07a5f79d2) by qdsl 0.1.0.
+Built from the spec tq2_0 (sha256 d7372622b9646bad) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -373,7 +373,7 @@ FORMAT = Format(
     source="ggml-common.h block_tq2_0", formula="d * (q - 1)",
     variants={(): VARIANT},
     detect={"gguf": "TQ2_0"},
-    digest="f44f14f07a5f79d2",
+    digest="d7372622b9646bad",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

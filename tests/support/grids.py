@@ -15,6 +15,7 @@ F = np.float32
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 RATIOS = [F(0.65 * 2.9 ** (i / 6)) for i in range(7)]
+FACTORS = F(1.06), F(1), F(0.93)
 
 
 @dataclass
@@ -39,8 +40,13 @@ class Search:
             x = self._turned(x, counts, signs, chosen)
         subs = [(x[i:i + self.columns], counts[i:i + self.columns]) for i in range(0, len(x), self.columns)]
         wanted = [self._free(*sub) for sub in subs]
-        d = np.ldexp(F(np.float16(np.ldexp(max(wanted) / self.steps[-1], power))), -power)
-        scales = [self._nearest(*sub, scale, d) for sub, scale in zip(subs, wanted, strict=True)]
+        d, scales, most = F(0), [0] * len(subs), F(-np.inf)
+        for factor in FACTORS:
+            tried = np.ldexp(F(np.float16(np.ldexp(max(wanted) / self.steps[-1], power) * factor)), -power)
+            near = [self._nearest(*sub, scale, tried) for sub, scale in zip(subs, wanted, strict=True)]
+            gain = halved(np.array([each for _, each in near], F))
+            if gain > most:
+                d, scales, most = tried, [scale for scale, _ in near], gain
         picked = [self._best(*sub, d * self.steps[scale]) for sub, scale in zip(subs, scales, strict=True)]
         values = np.concatenate([np.concatenate([self.tables[picks[1][i // self.shared]][row] * self.steps[scale]
                                                  for i, row in enumerate(picks[0])])
@@ -75,12 +81,12 @@ class Search:
         gains = [self._best(x, counts, start * ratio)[2] for ratio in RATIOS]
         return start * RATIOS[gains.index(max(gains))]
 
-    def _nearest(self, x: Floats, counts: Floats, wanted: np.float32, d: np.float32) -> int:
+    def _nearest(self, x: Floats, counts: Floats, wanted: np.float32, d: np.float32) -> tuple[int, np.float32]:
         middles = [(a + b) / 2 for a, b in zip(self.steps[:-1], self.steps[1:], strict=True)]
         middle = sum(wanted / d > m for m in middles) if d > 0 else 0
         tried = [min(max(middle + by, 0), len(middles)) for by in (-1, 0, 1)]
         gains = [self._best(x, counts, self.steps[scale] * d)[2] for scale in tried]
-        return tried[gains.index(max(gains))]
+        return tried[gains.index(max(gains))], max(gains)
 
     def _best(self, x: Floats, counts: Floats, scale: np.float32) -> tuple[list[int], list[int], np.float32]:
         """(rows, tables, gain) for a sub-block at a scale."""

@@ -77,7 +77,7 @@ def _entries(table: Table) -> str:
     if table.formula is not None:
         return f"{table.loops} to {table.shape}: {shown(table.formula)}"
     few = len(table.values) <= 64
-    return f"[{', '.join(map(str, table.values if few else table.values[:4]))}{'' if few else ', ...'}, {table.values[-1]}]"
+    return f"[{', '.join(map(str, table.values if few else table.values[:LONG]))}{'' if few else ', ...'}, {table.values[-1]}]"
 
 
 def recomputed(spec: Spec) -> Spec | None:
