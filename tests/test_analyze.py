@@ -268,7 +268,7 @@ def test_a_program_that_no_multiprocessor_holds_is_not_run() -> None:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_launches_say_how_many_weights_a_program_takes(case: Case) -> None:
-    n, k = 1024, 5120
+    n, k = 1024, 5120 if case.path.stem != "ranges" else 4608   # a multiple of 48 columns
     packed = launches.weight(case.module, (n, k), case.storage, case.choice)
     for call in launches.calls(packed, "linear", 3, torch.bfloat16):
         blocks = call.grid[1]                                    # of rows of x: each takes the whole weight

@@ -73,7 +73,7 @@ def test_every_storage_is_planned_on_every_kind_of_shape(quick: bool) -> None:
         assert any(k % 128 == 0 and k % 256 for n, k in mine) or any(each.startswith(where) and "384" in each for each in out)
         assert any(k % 128 for n, k in mine) or any(each.startswith(where) and "no multiple" in each for each in out)
         planar = weight.storage == "planar"
-        assert not planar or any(n % 16 and k % 128 == 0 and k % 256 for n, k in mine), where
+        assert not planar or any(n % 16 and k % 128 == 0 for n, k in mine), where
     assert all(fits(case.weight) for case in planned) and len(set(planned)) == len(planned)
 
 

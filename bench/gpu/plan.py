@@ -18,6 +18,7 @@ INVARIANT = (1, 3, 8)                                            # rows of x tha
 # Candidates for N and K; the first pair that a storage can hold is taken.  Tall ones reach tiles of two and eight warps along K.
 WHOLE = (64, 96), (512,)
 RAGGED = (40, 33, 56, 72, 24, 96), (384,)                        # N no multiple of 16, K one of 128 but not of 256
+RECORDS = RAGGED[0], (768,)                                      # where K is a multiple of 256: N alone is ragged
 ODD = (33, 40, 24, 32), (320, 288, 352)                          # K no multiple of 128
 OTHERS = (RAGGED[0], (*RAGGED[1], 4096))                         # a block may be as long
 TALL = (3208, 3232), (2176, 2304)                                # the second K is for records of 256 columns
@@ -81,8 +82,8 @@ def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: boo
 def cases(quick: bool = False) -> list[Case]:
     """All cases, those first without which nothing is known of a storage."""
     found = [_case(weight, WHOLE, _whole(quick)) for weight in every()]
-    for grid, checks in ((RAGGED, _ragged(quick)), (ODD, _odd(quick))):
-        found += [_case(weight, grid, checks) for weight in every()]
+    found += [_case(weight, RAGGED, _ragged(quick)) or _case(weight, RECORDS, _ragged(quick)) for weight in every()]
+    found += [_case(weight, ODD, _odd(quick)) for weight in every()]
     if not quick:
         found += [_case(weight, OTHERS, _others()) for weight in others()]
         lanes = [weight for weight in every() if lanes_of(weight) is not None]
@@ -126,7 +127,7 @@ def _whole(quick: bool) -> tuple[Check, ...]:
         return (*(Check(rows, "bf16") for rows in QUICK_ROWS), Check(0, "f32"))
     return (Check(1, "bf16"), Check(1, "f16"), Check(2, "bf16"), Check(8, "f16", bias=True), Check(12, "bf16"), Check(16, "f16"),
             Check(24, "bf16", bias=True), Check(50, "f16"), Check(64, "bf16"), Check(100, "bf16"), Check(256, "f16"),
-            Check(0, "f32"), Check(0, "bf16"), Check(8, "bf16", invariant=True))
+            Check(3, "f32"), Check(0, "f32"), Check(0, "bf16"), Check(8, "bf16", invariant=True))
 
 
 def _ragged(quick: bool) -> tuple[Check, ...]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from bench.weights import format_of, storages
+from bench.weights import DIGITS, format_of, storages
 from qdsl.numbers import number
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.match import torch_dtype
@@ -75,6 +75,8 @@ def packed(weight: Weight, seed: int = 0) -> PackedWeight:
         kind = str(weight.chosen.get(field.type, field.type))
         groups = (field.groups.extent(*weight.shape, sizes) if field.groups else None) or 1
         fields[key] = _values(kind, shape, groups, generator)
+    if weight.name in DIGITS:
+        fields[DIGITS[weight.name]] %= 3
     return form.pack(fields, storage=weight.storage, **weight.chosen)
 
 
@@ -90,6 +92,8 @@ def _values(kind: str, shape: tuple[int, ...], groups: int, generator: torch.Gen
         return torch.where(code.view(dtype).float().isfinite(), code, 0).view(dtype)
     known = number(kind)
     assert known is not None
+    if known.exponent == 8:                                      # powers of two, 2^-9 to 2^-6 too
+        return torch.randint(known.bias - 9, known.bias - 5, shape, generator=generator, dtype=dtype)
     return torch.randint(int(known.low), int(known.high) + 1, shape, generator=generator).to(dtype)
 
 
