@@ -117,3 +117,18 @@ def test_blocks_are_searched_the_same_a_few_at_a_time(form: Format, monkeypatch:
             monkeypatch.setattr(rows, "ELEMENTS", elements)
             assert same_bits(form.quantize(weight, importance=each).tensors["blocks"], whole)
         monkeypatch.undo()
+
+
+def test_a_negative_scale_counts_as_zero() -> None:
+    """An importance of few weights may come to one; the rest of the super-block is as good as ever."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(64, 512, generator=generator) * 0.001 - 1
+    importance = torch.exp(5 * torch.randn(512, generator=generator))
+    x = rows.cut(weight, 256)
+    counts = rows.counts(x, rows.cut(importance.expand_as(weight), 256), 1).reshape(-1, 16)
+    with np.errstate(all="ignore"):
+        scales = rows.each(x.reshape(-1, 16), counts, lambda x, by: search.fit_counts(x, by, 3, *search.IMPORTANT))[0]
+    assert (scales < 0).any()
+    packed = q2_k.quantize(weight, importance=importance)
+    assert not q2_k.unpack(packed)["sc"].flatten()[torch.from_numpy(scales < 0)].any()
+    assert (q2_k.dequantize(packed, torch.float32) - weight).abs().max() < 0.01

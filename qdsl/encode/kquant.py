@@ -100,12 +100,15 @@ class _Blocks:
         return rows.each(self.parts, self.counts, fit)
 
     def positive(self, scales: Floats, kind: str, most: int) -> tuple[Tensor, Floats]:
-        """(super-scales, steps 0 to most) of scales that are not negative: in steps of the largest, or searched for."""
-        values = self.by_super(scales)
+        """(super-scales, steps 0 to most) of scales: in steps of the largest, or searched for.
+
+        A negative scale, which an importance of few weights may come to, counts as 0; ggml's steps run over there.
+        """
+        values = np.maximum(self.by_super(scales), search.ZERO)
         if self.counts is not None:
             exact, steps = search.fit_positive(values, self.by_super(search.sums(rows.turned(self.counts))), most)
         else:
-            largest = np.maximum(values.max(axis=0), np.float32(0))
+            largest = values.max(axis=0)
             inverse = np.where(largest > 0, search.over(most, largest), search.ZERO)
             exact, steps = largest / np.float32(most), search.clip(search.nearest(inverse * values), 0, most)
         return self.stored(exact, kind), steps.T.ravel()

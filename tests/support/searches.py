@@ -176,7 +176,7 @@ def super_minmax(blocks: list[list[np.float32]], importance: list[list[np.float3
             sizes.append(total(weights))
             found.append(ranged(x, weights, high, *IMPORTANT))
     levels = []
-    for values in ([scale for scale, _, _ in found], [-low for _, low, _ in found]):
+    for values in ([max(F(0), scale) for scale, _, _ in found], [max(F(0), -low) for _, low, _ in found]):
         if importance is not None:
             exact, chosen = positive(values, sizes, highest)
         else:
