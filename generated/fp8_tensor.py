@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, many, narrow, pad
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, many,
+        narrow, pad)
 from qdsl.runtime.numbers import e4m3
 
 

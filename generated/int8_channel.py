@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, device, lanes, many, narrow, pad
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, device,
+        lanes, many, narrow, pad)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

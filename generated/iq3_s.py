@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, empty, spread
+from qdsl.runtime import (Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, empty,
+        spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -62,9 +63,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 110*K/256]."""
     r = blocks.unflatten(-1, (-1, 110))
     g_low = (r[..., 2:66]).flatten(1)
-    g_bytes = r[..., 66:74].contiguous()
     g_high = spread(r[..., 66:74], 1).to(torch.int32).flatten(1)
-    s_bytes = r[..., 74:106].contiguous()
     sc_bytes = r[..., 106:110].contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],

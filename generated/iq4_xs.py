@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_levels
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, many, spread
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
+        empty, lanes, many, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -34,7 +35,6 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     r = blocks.unflatten(-1, (-1, 136))
     sc_bytes = r[..., 4:8].contiguous()
     sc_low = torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1)
-    sc_bytes2 = r[..., 2:4].contiguous()
     sc_high = spread(r[..., 2:4], 2).flatten(1)
     q_bytes = r[..., 8:136].unflatten(-1, (8, 16)).contiguous()
     return {

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, empty, lanes, many, pad
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
+        empty, lanes, many, pad)
 from qdsl.runtime.numbers import e8m0h
 
 

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device, lanes, many, pad
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
+        lanes, many, pad)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import meansign
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad, spread
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
+        lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -28,7 +29,6 @@ from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 18*K/128]."""
     r = blocks.unflatten(-1, (-1, 18))
-    q_bytes = r[..., 2:18].contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],
         "q": spread(r[..., 2:18], 1).flatten(1),

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad, spread
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
+        lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -30,7 +31,6 @@ from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 18*K/64]."""
     r = blocks.unflatten(-1, (-1, 18))
-    q_bytes = r[..., 2:18].contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],
         "q": spread(r[..., 2:18], 2).flatten(1),

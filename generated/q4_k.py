@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes, many, records
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes,
+        many, records)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad, spread
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
+        lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -32,7 +33,6 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     r = blocks.unflatten(-1, (-1, 22))
     q_bytes = r[..., 6:22].contiguous()
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
-    q_bytes2 = r[..., 2:6].contiguous()
     q_high = spread(r[..., 2:6], 1).flatten(1)
     return {
         "d": as_type(r, torch.float16)[..., 0],

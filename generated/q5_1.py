@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad, spread
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
+        lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -31,7 +32,6 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     r = blocks.unflatten(-1, (-1, 24))
     q_bytes = r[..., 8:24].contiguous()
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
-    q_bytes2 = r[..., 4:8].contiguous()
     q_high = spread(r[..., 4:8], 1).flatten(1)
     return {
         "d": as_type(r, torch.float16)[..., 0],

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
+        lanes)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

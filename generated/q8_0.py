@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes, many, pad
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
+        lanes, many, pad)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

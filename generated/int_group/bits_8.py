@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, lanes, many, pad
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, lanes,
+        many, pad)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from qdsl.emit.formula import constant, tables
 from qdsl.emit.kernel import tile
 from qdsl.emit.kernels import kernels
 from qdsl.emit.lanes import Plan, plan
-from qdsl.emit.lines import folded, indent, wrapped
+from qdsl.emit.lines import WIDTH, folded, indent, wrapped
 from qdsl.emit.pack import pack_body
 from qdsl.emit.tables import constants
 from qdsl.emit.tensors import Unsupported, is_plain, tensor_dtype
@@ -388,7 +388,9 @@ def _imports(body: Sequence[str]) -> list[str]:
                "qdsl.runtime.numbers": tuple(FLOATS)}
     for source, offered in sources.items():
         words = sorted(read & set(offered), key=lambda word: (word.lower() == word, word))
-        lines += [f"from {source} import {', '.join(words)}"] if words else [] if source else [""]
+        one = f"from {source} import {', '.join(words)}"
+        imported = [one] if len(one) <= WIDTH else wrapped(f"from {source} import (", words, ")")
+        lines += imported if words else [] if source else [""]
     return lines
 
 

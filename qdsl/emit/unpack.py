@@ -164,15 +164,15 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     """Containers shifted and masked once per lane, stacked along a new axis where there are several lanes."""
     sources = {skip: _container(tensor, cuts, records, skip) for skip in cuts.skips}
     one = sources[cuts.skips[0]]
+    if cuts.container == 1 and _fill_byte(cuts, one.labels):
+        found = Chain(f"spread({one.text}, {cuts.part.width})", (*one.labels, cuts.bits[0]))
+        return found if field.bits <= 8 else found.call("to(torch.int32)")
     if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
         # Cutting runs of a few bytes is slow where they lie apart; one copy brings them together.
         apart = cuts.container == 1 and "[" in one.text
         name = named(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}",
                      f"{one.text}.contiguous()" if apart else one.text, taken)
         sources = {cuts.skips[0]: Chain(name, one.labels)}
-    if cuts.container == 1 and _fill_byte(cuts, one.labels):
-        found = Chain(f"spread({one.text}, {cuts.part.width})", (*one.labels, cuts.bits[0]))
-        return found if field.bits <= 8 else found.call("to(torch.int32)")
     texts = [_extract(sources[lane.skip].text, lane, cuts) for lane in cuts.lanes]
     narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""
     if len(texts) == 1:
