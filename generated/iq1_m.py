@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, device, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, device, integer, workspace
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -204,7 +204,8 @@ def decode(d: Tensor, sc: Tensor, down: Tensor, g: Tensor, out: Tensor | None = 
     sc = sc.view(torch.int8).unflatten(1, (-1, 16))[..., None, None]
     down = down.view(torch.int8).unflatten(1, (-1, 16, 2)).unsqueeze(-1)
     grid = GRID[g.unflatten(-1, (-1, 16, 2))]
-    w = torch.add(as_float(grid, out), 0.125 * (1 - 2 * down), out=out)
+    space = workspace(out)
+    w = torch.add(as_float(grid, out), 0.125 * (1 - 2 * down), out=space)
     return torch.mul(d * (2 * sc + 1), w, out=out).flatten(1)
 
 

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer
+from qdsl.runtime import (Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer,
+        workspace)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -193,7 +194,8 @@ def decode(d: Tensor, sc: Tensor, down: Tensor, g: Tensor, out: Tensor | None = 
     sc = sc.view(torch.int8).unflatten(1, (-1, 8))[..., None, None]
     down = down.view(torch.int8).unflatten(1, (-1, 8))[..., None, None]
     grid = GRID[g.unflatten(-1, (-1, 8, 4))]
-    w = torch.add(as_float(grid, out), 0.125 * (1 - 2 * down), out=out)
+    space = workspace(out)
+    w = torch.add(as_float(grid, out), 0.125 * (1 - 2 * down), out=space)
     return torch.mul(d * (2 * sc + 1), w, out=out).flatten(1)
 
 

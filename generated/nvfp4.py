@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qdsl.encode import absmax_level
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
-        empty, lanes, pad)
+        empty, lanes, pad, workspace)
 from qdsl.runtime.numbers import ue4m3
 
 
@@ -92,7 +92,8 @@ def decode(e: Tensor, q: Tensor, s: Tensor | None = None, out: Tensor | None = N
     e = ue4m3(e).unsqueeze(-1)
     q = q.view(torch.int8).unflatten(1, (-1, 16))
     s = 1 if s is None else s
-    w = torch.mul(e * 0.5, LEVEL[q], out=out)
+    space = workspace(out)
+    w = torch.mul(e * 0.5, LEVEL[q], out=space)
     return torch.mul(w, s, out=out).flatten(1)
 
 

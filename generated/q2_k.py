@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes,
+        workspace)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -99,7 +100,8 @@ def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tens
     sc = sc.unflatten(1, (-1, 16)).unsqueeze(-1)
     mn = mn.unflatten(1, (-1, 16)).unsqueeze(-1)
     q = q.unflatten(1, (-1, 16, 16))
-    w = torch.mul(d * sc, as_float(q, out), out=out)
+    space = workspace(out)
+    w = torch.mul(d * sc, as_float(q, out), out=space)
     return torch.sub(w, dmin * mn, out=out).flatten(1)
 
 

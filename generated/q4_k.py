@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qdsl.encode import kquant_minmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes,
-        many, records)
+        many, records, workspace)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -109,7 +109,8 @@ def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tens
     sc = sc.unflatten(1, (-1, 8)).unsqueeze(-1)
     mn = mn.unflatten(1, (-1, 8)).unsqueeze(-1)
     q = q.unflatten(1, (-1, 8, 32))
-    w = torch.mul(d * sc, as_float(q, out), out=out)
+    space = workspace(out)
+    w = torch.mul(d * sc, as_float(q, out), out=space)
     return torch.sub(w, dmin * mn, out=out).flatten(1)
 
 

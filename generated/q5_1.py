@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qdsl.encode import affine
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        lanes, many, pad, spread)
+        lanes, many, pad, spread, workspace)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -98,7 +98,8 @@ def decode(d: Tensor, m: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
     d = d.float().unsqueeze(-1)
     m = m.float().unsqueeze(-1)
     q = q.unflatten(1, (-1, 32))
-    w = torch.mul(d, as_float(q, out), out=out)
+    space = workspace(out)
+    w = torch.mul(d, as_float(q, out), out=space)
     return torch.add(w, m, out=out).flatten(1)
 
 

@@ -627,7 +627,7 @@ def test_options_are_refused_before_anything_changes(options: dict[str, Any], me
     with pytest.raises(FormatError, match=message):
         qdsl.quantize_(model, int_group, **options)
     with pytest.raises(FormatError, match="no quantizer yet"):
-        qdsl.quantize_(model, "q4_k")
+        qdsl.quantize_(model, "q8_1")
     with pytest.raises(FormatError, match="itself a linear layer"):
         qdsl.quantize_(nn.Linear(64, 64), q4_0)
     assert type(model.first) is nn.Linear

@@ -53,7 +53,7 @@ def test_types_are_what_the_specs_say() -> None:
     """Every type but those that hold no weights has one spec, which says so, with its bytes and its bits."""
     found = [(str(detect["gguf"]), path) for path in SHIPPED if "gguf" in (detect := spec(path).detect)]
     assert {name: path.stem for name, path in found} == FORMATS and len(found) == len(FORMATS)
-    assert BY_NAME.keys() - FORMATS.keys() - {"TQ1_0"} == {*WEIGHTLESS}
+    assert BY_NAME.keys() - FORMATS.keys() == {*WEIGHTLESS}
     assert {name: module.__name__.split(".")[-1] for name in FORMATS if (module := module_of(name))} == FORMATS
     for name, path in found:
         claims = {claim.name.value: claim.value for claim in spec(path).claims}

@@ -119,11 +119,13 @@ def _result(program: Program, names: Mapping[str, str]) -> list[str]:
     if not following:
         return [f"{value} if out is None else out.copy_({value})"]
     functions = {"+": "add", "-": "sub", "*": "mul", "/": "div"}
-    texts = []
-    for op, left, right in following:
-        texts.append(f"torch.{functions[op]}({left or value}, {right or value}, out=out)")
+    lines = ["space = workspace(out)"] if len(following) > 1 else []
+    for i, (op, left, right) in enumerate(following):
+        last = i == len(following) - 1
+        text = f"torch.{functions[op]}({left or value}, {right or value}, out={'out' if last else 'space'})"
+        lines.append(text if last else f"w = {text}")
         value = "w"
-    return [*(f"w = {text}" for text in texts[:-1]), texts[-1]]
+    return lines
 
 
 def _block(field: Field, axis: str) -> Index | None:

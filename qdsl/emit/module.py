@@ -35,7 +35,7 @@ from qdsl.spec.source import Problem, SpecError
 RULE = "-" * 118
 RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_float", "as_type",
            "base3", "cdiv", "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records", "spread",
-           "trit")
+           "trit", "workspace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What generated modules stand on: packed weights, the functions of a format, launches.  Needs no compiler."""
 
-from qdsl.runtime.arrays import as_float, as_type, cdiv, empty, integer, pad, spread
+from qdsl.runtime.arrays import as_float, as_type, cdiv, empty, integer, pad, spread, workspace
 from qdsl.runtime.base3 import base3, trit
 from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.layout import Field, Kernels, Lanes, Narrow, Storage, Stored, Variant
@@ -9,4 +9,5 @@ from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tables import Table
 
 __all__ = ["Field", "Format", "FormatError", "Kernels", "Lanes", "Narrow", "PackedWeight", "QuantizedLinear", "Spec", "Storage",
-           "Stored", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "integer", "pad", "spread", "trit"]
+           "Stored", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "integer", "pad", "spread", "trit",
+           "workspace"]

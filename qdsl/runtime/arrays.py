@@ -28,9 +28,15 @@ def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype)
 
 
+def workspace(out: Tensor | None) -> Tensor | None:
+    """`out`, where it can hold what comes before the last operation: float32, rounded only there to another type."""
+    return out if out is not None and out.dtype == torch.float32 else None
+
+
 def as_float(numbers: Tensor, out: Tensor | None) -> Tensor:
-    """Integers as float32, in the memory of `out` if there is any: a pass of its own is faster than an operation that casts."""
-    return numbers.float() if out is None else out.copy_(numbers)
+    """Integers as float32, in the memory of `out` if it is that: a pass of its own is faster than an operation that casts."""
+    space = workspace(out)
+    return numbers.float() if space is None else space.copy_(numbers)
 
 
 def integer(bytes_: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -19,11 +19,12 @@ class Table:
     `table[codes]` has the codes' shape, and the columns of a table of rows after it.
     """
 
-    __slots__ = ("_on", "numbers", "values")
+    __slots__ = ("_bits", "_on", "numbers", "values")
 
     def __init__(self, kind: str, *numbers: float, columns: int = 0) -> None:
         self.numbers = numbers
         self.values = torch.tensor(numbers, dtype=KINDS[kind])
+        self._bits: list[int] = [] if columns else self.values.view(torch.int32).tolist()
         if columns:
             self.values = self.values.view(-1, columns)
         self._on: dict[torch.device, Tensor] = {}
@@ -38,7 +39,7 @@ class Table:
 
     def __getitem__(self, codes: Tensor) -> Tensor:
         """The numbers, or rows, of integer codes, each within the table."""
-        if isinstance(codes, FakeTensor) and len(self.numbers) <= FEW and self.values.dim() == 1:
+        if isinstance(codes, FakeTensor):
             return self._chosen(codes)
         values = self.on(codes.device)
         if values.dim() > 1 and values.dtype == torch.int8 and values.shape[1] in WORDS:
@@ -47,10 +48,14 @@ class Table:
         return found.view(self.values.dtype).view(*codes.shape, *self.values.shape[1:])
 
     def _chosen(self, codes: Tensor) -> Tensor:
-        """The same by the bits of the codes, one after the other: operations of which a compiler makes vectors."""
+        """The same by the bits of the codes, one after the other: operations of which a compiler makes vectors.
+
+        Raises RuntimeError for a table that is too long for that.
+        """
+        if self.values.dim() > 1 or len(self.numbers) > FEW:
+            raise RuntimeError(f"a table of {len(self.numbers)} numbers is not looked up in a program that is traced")
         wide = codes.to(torch.int32)
-        bits = self.values.view(torch.int32).tolist()
-        left: list[Any] = [*bits, *bits[-1:] * (FEW - len(bits))]
+        left: list[Any] = [*self._bits, *self._bits[-1:] * (FEW - len(self._bits))]
         for bit in range(FEW.bit_length() - 1):
             mask = wide << 31 - bit >> 31
             left = [(mask & (a ^ b)) ^ a for a, b in zip(left[::2], left[1::2], strict=True)]
