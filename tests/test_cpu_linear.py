@@ -21,8 +21,8 @@ CASES = cases()
 # What the rewriting works on: of most formats no line is new to it.
 COVERING = covering(CASES, lambda case: [(variant := case.module.FORMAT.variant(case.choice)).decode,
                                          variant.storages[case.storage].unpack])
-# Groups of 9 are cut short at 256 columns, 20 groups lie beside planes of 16, 3 bits lie in two planes, columns lie in ranges, grids
-# are no tables of 16 numbers: plain tiles serve these.
+# Groups of 9 are cut short at 256 columns, 20 groups lie beside planes of 16, 3 bits lie in two planes, columns lie in ranges, a
+# grid is no table of 16 numbers: plain tiles serve these.
 PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "int_group.planar-bits3-group128", "q3_k.planar",
          "tq1_0.gguf", "ranges.runs", "ranges.words",
          *(f"{name}.gguf" for name in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"))}

@@ -33,7 +33,7 @@ from tests.support.ggufs import array, framed, info, pair, text
 
 F32, Q8_0 = BY_NAME["F32"], BY_NAME["Q8_0"]
 # The specs that say of which type they are.
-FORMATS = {found[1]: path.stem for path in SHIPPED if (found := re.search(r"^  gguf: (\w+)$", path.read_text(), re.MULTILINE))}
+FORMATS = {found[1]: path.stem for path in SHIPPED if (found := re.search(r"\bgguf: (\w+)", path.read_text()))}
 
 
 @pytest.fixture(scope="module")

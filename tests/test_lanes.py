@@ -10,7 +10,7 @@ import torch
 
 from qdsl.runtime import Lanes, PackedWeight, configure, launch, ops
 from tests.support.covering import ALL, covering, kernels
-from tests.support.formats import Case, cases, random_packed, shuffled_fields
+from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -32,7 +32,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 def shapes_of(case: Case) -> list[tuple[int, int]]:
     """SHAPES, or whole records."""
-    step = 256 if lanes_of(case).records else 128
+    step = next(step for step in (128, 256) if any(shapes(case, (16,), (3 * step,))))
     return [(n, -(-k // step) * step) for n, k in SHAPES]
 
 
@@ -114,16 +114,16 @@ def test_one_row(case: Case) -> None:
 def test_few_rows(case: Case) -> None:
     """Up to 8, and more in blocks of 8."""
     for i, params in enumerate(choices(case)):
-        check(case, SHAPES[i % 3], params, (3, 8, 11)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
-        check(case, SHAPES[(i + 1) % 3], params, (8, 2, 9)[i % 3], DTYPES[(i + 1) % 2])
+        check(case, shapes_of(case)[i % 3], params, (3, 8, 11)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
+        check(case, shapes_of(case)[(i + 1) % 3], params, (8, 2, 9)[i % 3], DTYPES[(i + 1) % 2])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if lanes_of(case).many], ids=str)
 def test_many_rows(case: Case, hopper: None) -> None:
     for i, params in enumerate(choices(case)):
-        check(case, SHAPES[i % 3], params, (12, 16, 33)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
-        check(case, SHAPES[(i + 1) % 3], params, 9, DTYPES[(i + 1) % 2])
-    packed = packed_of(case, SHAPES[0], next(choices(case)))
+        check(case, shapes_of(case)[i % 3], params, (12, 16, 33)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
+        check(case, shapes_of(case)[(i + 1) % 3], params, 9, DTYPES[(i + 1) % 2])
+    packed = packed_of(case, shapes_of(case)[0], next(choices(case)))
     assert kernels_of(x_of(9, 256, torch.float16), packed) == {"many"}
     assert kernels_of(x_of(8, 256, torch.float16), packed) == {"few"}
     double = packed.layout.kernels.lanes.double                  # two products for a code: they are too many there
@@ -185,8 +185,8 @@ def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", [case for case in FEW if case in COVERING], ids=str)
 def test_bits_do_not_depend_on_the_run_or_on_other_rows(case: Case) -> None:
     """The same call gives the same bits; a row among up to 8 others, or in another place, gives its own."""
-    packed = packed_of(case, SHAPES[1], next(choices(case)), seed=5)
-    x = x_of(8, SHAPES[1][1], torch.float16, 5)
+    packed = packed_of(case, shapes_of(case)[1], next(choices(case)), seed=5)
+    x = x_of(8, shapes_of(case)[1][1], torch.float16, 5)
     whole = product(x, packed)
     assert torch.equal(whole, product(x, packed))
     assert torch.equal(whole[2:5], product(x[2:5].contiguous(), packed))
@@ -270,7 +270,7 @@ def test_names_and_small_floats(code: str, decode: str, tmp_path: Path, hopper: 
     case = Case(path, "planar", ())
     for i, dtype in enumerate(DTYPES):
         for rows in (1, 3, 12):
-            check(case, SHAPES[i], {}, rows, dtype)
+            check(case, shapes_of(case)[i], {}, rows, dtype)
 
 
 # A record of codes that are small floats, its fields and tensor called as the kernel calls its own values.
