@@ -24,7 +24,7 @@ GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 # import the standard library and what PACKAGES says.
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
-    "layout": set(), "numbers": set(), "files": set(), "places": set(),
+    "layout": set(), "numbers": set(), "files": set(), "places": set(), "processes": set(),
     # the compiler, in its order
     "spec": {"numbers"},
     "ir": {"spec", "layout", "numbers"},
@@ -33,10 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     # the running shore
     "runtime": {"numbers"},
     "encode": {"runtime", "numbers"},
-    "checkpoint": {"runtime", "files", "generated"},
+    "checkpoint": {"runtime", "files", "generated", "processes"},
     "generated": set(),
     # what joins them for a user
-    "quantize": {"checkpoint", "runtime"},
+    "quantize": {"checkpoint", "runtime", "processes"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime"},
     "analyze": {"runtime", "places", ""},
@@ -53,7 +53,7 @@ PACKAGES: dict[str, set[str]] = {
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
-LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "loading", "checkpoint", "cli", "__main__", "")
+LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "loading", "checkpoint", "cli", "__main__", "")
 HEAVY = {"torch", "numpy", "triton"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

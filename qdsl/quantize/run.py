@@ -6,16 +6,10 @@ Chunks and their order do not depend on how many processes there are, so neither
 from __future__ import annotations
 
 import math
-import os
-import signal
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context, parent_process
 from pathlib import Path
-from threading import Thread
 
 import torch
 from torch import Tensor
@@ -24,6 +18,7 @@ from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.gguf_weights import module_of
 from qdsl.checkpoint.gguf_write import NewTensor, write
 from qdsl.checkpoint.safetensors import Buffer, bytes_of, shown
+from qdsl.processes import processors, results
 from qdsl.quantize import QuantizeError
 from qdsl.quantize.imatrix import Imatrix
 from qdsl.quantize.mixes import Options
@@ -60,22 +55,22 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     costs: dict[str, Sums] = {}
     done = 0
 
-    def chunks(step: Step, results: Iterator[tuple[Buffer, Sums]], count: int) -> Iterator[Buffer]:
+    def chunks(step: Step, encoded: Iterator[tuple[Buffer, Sums]], count: int) -> Iterator[Buffer]:
         nonlocal done
         if step.copied:
             _check_copied(source, step)
             yield source.data(step.tensor.name)
         for _ in range(count):
-            data, sums = next(results)
+            data, sums = next(encoded)
             costs[step.tensor.name] = costs.get(step.tensor.name, Sums()) + sums
             yield data
         done += step.weights
         tell(done, step.tensor.name)
 
     tasks = {step.tensor.name: list(_tasks(step, imatrix)) for step in plan.steps}
-    with closing(_results([task for each in tasks.values() for task in each], source, jobs)) as results:
+    with closing(_results([task for each in tasks.values() for task in each], source, jobs)) as encoded:
         write(out, plan.metadata, [NewTensor(step.tensor.name, BY_NAME[step.type], step.tensor.shape,
-                                             chunks(step, results, len(tasks[step.tensor.name]))) for step in plan.steps])
+                                             chunks(step, encoded, len(tasks[step.tensor.name]))) for step in plan.steps])
     return costs
 
 
@@ -114,38 +109,16 @@ def _results(tasks: list[Task], source: Source, jobs: int) -> Generator[tuple[Bu
     if jobs <= 1:
         with _one_thread():
             yield from (encode(source, task) for task in tasks)
-        return
-    waiting: deque[Future[tuple[bytes, Sums]]] = deque()
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start, (source.path, source.given))
-    try:
-        for task in tasks:
-            waiting.append(pool.submit(_encode_there, task))
-            if len(waiting) > 2 * jobs:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenExecutor:
-        raise QuantizeError("a process ended before its work was done, perhaps for want of memory") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    else:
+        yield from results(_encode_there, tasks, jobs, _start, (source.path, source.given))
 
 
 _there: list[Source] = []                                        # what a process of the pool works on
 
 
 def _start(path: Path, architecture: str | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # the process that asked hears of it, and ends this one
-    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _there.append(open_source(path, architecture))
-
-
-def _end_with_parent() -> None:
-    """Where it was killed, nobody else would say that the work is over."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _encode_there(task: Task) -> tuple[bytes, Sums]:
@@ -206,4 +179,4 @@ def _check_finite(weight: Tensor, source: Source, name: str, start: int, where: 
 def default_jobs(plan: Plan) -> int:
     """As many processes as there are processors, but none for less than some seconds of work."""
     work = sum(step.weights for step in plan.steps if not step.copied)
-    return max(1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, work >> 26))
+    return max(1, min(processors(), work >> 26))
