@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -16,6 +16,7 @@ app = typer.Typer(name="qdsl", no_args_is_help=True, add_completion=True, pretty
                   help="A compiler for quantized weight formats: one YAML file becomes a reference, kernels and a linear layer.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+SHOWN = 50                                                       # differences, of those that there are
 Names = Annotated[list[str], typer.Argument(help="Spec files, or names of formats that ship with qdsl.", show_default=False)]
 
 
@@ -43,8 +44,8 @@ def _fail(message: str, code: int = 1) -> NoReturn:
 
 
 @contextmanager
-def _reported() -> Iterator[None]:
-    """Problems of specs and files as messages; a wrong spec never shows a traceback."""
+def _reported(code: int = 1) -> Iterator[None]:
+    """Problems of specs and files as messages; a wrong spec never shows a traceback.  code: the exit code of a wrong file."""
     from qdsl.checkpoint.safetensors import CheckpointError
     from qdsl.places import UnknownSpec
     from qdsl.quantize import QuantizeError
@@ -58,7 +59,7 @@ def _reported() -> Iterator[None]:
         count = len(error.problems)
         _fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}")
     except (CheckpointError, QuantizeError, OSError) as error:
-        _fail(f"error: {error}")
+        _fail(f"error: {error}", code)
 
 
 @app.command()
@@ -302,9 +303,10 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
         planned = plan.plan(source, options, importance, requantize)
         costs = {}
         if out is not None and not dry_run:
+            from qdsl.progress import progress
             from qdsl.quantize import run
 
-            with _progress(planned.weights) as tell, _ended_by_exit():
+            with progress(planned.weights, " weights") as tell, _ended_by_exit():
                 costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
                                           tell=tell)
         report = plan.data(planned, file, costs)
@@ -325,18 +327,6 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
-    """A line on a terminal that says how far a work is; nothing elsewhere."""
-    import sys
-
-    if not sys.stderr.isatty():
-        yield lambda done, name: None
-        return
-    yield lambda done, name: typer.echo(f"\r\x1b[K{100 * done // max(1, total):3d}%  {name[:80]!r}", err=True, nl=False)
-    typer.echo("\r\x1b[K", err=True, nl=False)
-
-
-@contextmanager
 def _ended_by_exit() -> Iterator[None]:
     """A process that is told to end tidies up as one that is interrupted does."""
     import signal
@@ -347,6 +337,32 @@ def _ended_by_exit() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@app.command()
+def verify(a: Annotated[Path, typer.Argument(help="A folder of safetensors files, or one file.", show_default=False)],
+           b: Annotated[Path, typer.Argument(help="Another.", show_default=False)],
+           jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
+                                                                                "processor.")] = None,
+           as_json: Json = False) -> None:
+    """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read."""
+    from qdsl.checkpoint import verify as verifying
+    from qdsl.checkpoint.contents import escaped
+    from qdsl.processes import processors
+    from qdsl.progress import progress
+
+    with _reported(2):
+        total = verifying.size(a)
+        with progress(total, "B") as tell:
+            found = verifying.differences(a, b, jobs=jobs or min(processors(), 1 + total // verifying.WORTH), tell=tell)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "equal": not found, "differences": [each.data() for each in found]}))
+    else:
+        lines = [f"{escaped(each.tensor)}: {each}" for each in found[:SHOWN]]
+        lines += [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+        typer.echo("\n".join([*lines, f"{len(found)} tensors differ" if found else "equal"]))
+    if found:
+        raise typer.Exit(1)
 
 
 @app.command()

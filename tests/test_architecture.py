@@ -24,7 +24,7 @@ GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 # import the standard library and what PACKAGES says.
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
-    "layout": set(), "numbers": set(), "files": set(), "places": set(), "processes": set(),
+    "layout": set(), "numbers": set(), "files": set(), "places": set(), "processes": set(), "progress": set(),
     # the compiler, in its order
     "spec": {"numbers"},
     "ir": {"spec", "layout", "numbers"},
@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "analyze": {"runtime", "places", ""},
     "tune": {"runtime", "files"},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
-    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", ""},
+    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "processes",
+            "progress", ""},
     "__main__": {"cli"},
 }
 # Other people's packages, in function bodies too.
@@ -53,7 +54,8 @@ PACKAGES: dict[str, set[str]] = {
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
-LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "loading", "checkpoint", "cli", "__main__", "")
+LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "progress", "loading", "checkpoint", "cli", "__main__",
+         "")
 HEAVY = {"torch", "numpy", "triton"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

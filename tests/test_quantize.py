@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -21,7 +20,6 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from qdsl import cli
 from qdsl.checkpoint import safetensors
 from qdsl.checkpoint.gguf import GgufFile
 from qdsl.cli import app
@@ -444,22 +442,6 @@ def test_language_models_become_gguf_files_first(folder: Path) -> None:
     message = "has a tensor 'transformer_blocks.0.attn.norm_added_k.weight', which flux has not"
     assert message in refused(other, "-t", "q8_0", "--arch", "flux")
     assert "no architecture 'fluxx' of diffusion models" in refused(other, "-t", "q8_0", "--arch", "fluxx")
-
-
-# On a terminal
-
-
-def test_progress_is_a_line_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", shown)
-    with cli._progress(200) as tell:
-        tell(50, "a")
-    assert shown.getvalue() == ""
-    monkeypatch.setattr(shown, "isatty", lambda: True)
-    with cli._progress(200) as tell:
-        tell(50, "a\x1b")
-        tell(200, "b")
-    assert shown.getvalue() == "\r\x1b[K 25%  'a\\x1b'\r\x1b[K100%  'b'\r\x1b[K"
 
 
 # The report

@@ -53,6 +53,9 @@ class Folder:
         """All tensors, file by file, in the order of their bytes."""
         return list(self._files)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
     def entry(self, name: str) -> Entry:
         """Where a tensor lies in its file.  Raises CheckpointError for a name that the checkpoint does not have."""
         return self.file(name).entry(name)

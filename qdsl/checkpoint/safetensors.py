@@ -45,6 +45,11 @@ class CheckpointError(ValueError):
     """Something in a file is wrong; the message names the file and the place in it."""
 
 
+def element_bits(dtype: str) -> int:
+    """Bits of an element of a dtype, as safetensors calls it."""
+    return _DTYPES[dtype][0]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a file: dtype as safetensors calls it, and its bytes [start, stop) from the start of the file."""
