@@ -14,7 +14,7 @@ from qdsl.numbers import number
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.format import PLANAR, Format
 from qdsl.runtime.match import torch_dtype
-from qdsl.runtime.shapes import extents
+from qdsl.shapes import extents
 
 SHAPE = (4096, 4096)
 DIGITS = {"tq1_0": "q"}                                          # fields of 2 bits that are digits of base 3

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from qdsl.runtime import launch
 from qdsl.runtime.match import stored_dtype
-from qdsl.runtime.shapes import axis
+from qdsl.shapes import axis
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases
 

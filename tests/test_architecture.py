@@ -25,15 +25,16 @@ GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
     "layout": set(), "numbers": set(), "files": set(), "places": set(), "processes": set(), "progress": set(),
+    "shapes": set(), "stored": {"shapes", "numbers"},
     # the compiler, in its order
     "spec": {"numbers"},
     "ir": {"spec", "layout", "numbers"},
     "passes": {"spec", "ir", "layout", "numbers"},
     "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
     # the running shore
-    "runtime": {"numbers"},
+    "runtime": {"numbers", "shapes", "stored"},
     "encode": {"runtime", "numbers"},
-    "checkpoint": {"runtime", "files", "generated", "processes"},
+    "checkpoint": {"runtime", "files", "generated", "processes", "shapes", "stored"},
     "generated": set(),
     # what joins them for a user
     "quantize": {"checkpoint", "runtime", "processes"},
@@ -54,8 +55,8 @@ PACKAGES: dict[str, set[str]] = {
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
-LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "progress", "loading", "checkpoint", "cli", "__main__",
-         "")
+LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "progress", "shapes", "stored", "loading", "checkpoint",
+         "cli", "__main__", "")
 HEAVY = {"torch", "numpy", "triton"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

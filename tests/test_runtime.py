@@ -31,7 +31,7 @@ from qdsl.generated import (
 )
 from qdsl.places import UnknownSpec
 from qdsl.runtime import FormatError, PackedWeight, tiles
-from qdsl.runtime.shapes import axis
+from qdsl.shapes import axis
 from tests.support.formats import ROOT, Case, cases, random_fields, random_packed, same_bits, shapes, smallest
 
 CASES = cases()

@@ -12,7 +12,7 @@ from bench.weights import DIGITS, format_of, storages
 from qdsl.numbers import number
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.match import torch_dtype
-from qdsl.runtime.shapes import extents
+from qdsl.shapes import extents
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 ROWS = 256                                                       # of which a large weight consists; whole blocks and words

@@ -10,9 +10,8 @@ import torch
 
 import qdsl
 from qdsl import places
-from qdsl.runtime import FormatError, PackedWeight, launch
+from qdsl.runtime import FormatError, PackedWeight, Stored, launch
 from qdsl.runtime.launch import Call
-from qdsl.runtime.layout import Stored
 from qdsl.runtime.match import stored_dtype
 
 KERNELS = ("linear", "dequantize")

@@ -21,8 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from qdsl.runtime import pieces
 from qdsl.runtime.match import torch_dtype
 from qdsl.runtime.packed import PackedWeight
-from qdsl.runtime.shapes import axis
 from qdsl.runtime.tiles import decode_rows, row_tiles, unpack
+from qdsl.shapes import axis
 
 TILE = 1 << 21                                                   # weights decoded at a time: less, and calls cost more than work
 FEW = 8                                                          # rows of x for which one loop is faster than tiles

@@ -19,7 +19,8 @@ from qdsl.runtime.linear import mode_of, tile_weights
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.module import QuantizedLinear, linear_class
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.shapes import Axis, extents, granule
+from qdsl.shapes import Axis, extents, granule
+from qdsl.stored import Description
 
 PLANAR = "planar"                                                # the storage that the compiler derives
 
@@ -54,6 +55,9 @@ class Format:
         self.variants = dict(variants)
         self.by = tuple(by)
         self.size_axes = dict(sizes or {})
+        tensors = {key: {name: storage.tensors for name, storage in variant.storages.items()}
+                   for key, variant in self.variants.items()}
+        self.description = Description(name, self.params, self.size_axes, self.by, tensors)
         self.storages = tuple(dict.fromkeys(storage for variant in self.variants.values() for storage in variant.storages))
         self.spec = Spec(name, title, source, formula, self.params, self.storages, self.variants, dict(detect or {}))
         written = next(iter(self.variants.values())).decode.__module__
@@ -80,9 +84,7 @@ class Format:
 
     def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
         """Size parameters as numbers: -1 is the axis that the parameter divides."""
-        whole = {"N": shape[0], "K": shape[1]}
-        values = {name: int(params.get(name, self.params[name][0])) for name in self.size_axes}
-        return {name: value if value > 0 else max(1, whole[self.size_axes[name]]) for name, value in values.items()}
+        return self.description.numbers(params, shape)
 
     def storage(self, name: str | None, params: Mapping[str, int | str]) -> tuple[str, Storage]:
         """A storage by its name, or the default.  Raises FormatError."""

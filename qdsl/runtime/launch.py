@@ -13,7 +13,7 @@ from torch import Tensor
 from qdsl.runtime import configure, eight, narrow
 from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.packed import PackedWeight
-from qdsl.runtime.shapes import axis
+from qdsl.shapes import axis
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 WARPS = 4

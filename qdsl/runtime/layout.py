@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from qdsl.runtime.shapes import Axis, axis
+from qdsl import stored
 from qdsl.runtime.tables import Table
+from qdsl.shapes import Axis, axis
+from qdsl.stored import Stored
 
-FLOATS = {
-    "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2, "e4m3fnuz": torch.float8_e4m3fnuz, "e5m2fnuz": torch.float8_e5m2fnuz,
-    "e8m0": torch.float8_e8m0fnu,
-}
-INTEGERS = {"u8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "index": torch.int32}
+FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in stored.FLOATS.items()}
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -34,22 +31,6 @@ class Field:
         object.__setattr__(self, "type", type)
         object.__setattr__(self, "axes", tuple(map(axis, axes)))
         object.__setattr__(self, "groups", axis(groups) if groups else None)
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class Stored:
-    """A stored tensor: element type ('u8', 'i32', 'e4m3', a parameter, or 'index' for a field of that type) and axes."""
-
-    dtype: str
-    axes: tuple[Axis, ...]
-    aliases: tuple[str, ...]
-    optional: bool
-
-    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: bool = False) -> None:
-        object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "axes", tuple(map(axis, axes)))
-        object.__setattr__(self, "aliases", tuple(aliases))
-        object.__setattr__(self, "optional", optional)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qdsl.runtime.shapes import Axis, granule
+from qdsl.shapes import Axis, granule
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format

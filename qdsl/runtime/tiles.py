@@ -12,7 +12,7 @@ from torch import Tensor
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Variant
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.shapes import axis
+from qdsl.shapes import axis
 
 TILE = 1 << 19                                                   # weights per tile: few enough for a cache, many enough per call
 

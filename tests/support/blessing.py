@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.format import Format
-from qdsl.runtime.shapes import Axis
+from qdsl.shapes import Axis
 from tests.support import answers as known
 from tests.support import oracle
 from tests.support.answers import (

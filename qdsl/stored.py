@@ -1,0 +1,255 @@
+"""Which storage, parameters and shape given tensors are, from their dtypes and shapes alone; and why they are none.
+
+`wrap` asks of tensors in memory, a reader of checkpoints of those that headers list: nothing here needs torch.  Dtypes are
+called as in torch: 'float8_e4m3fn'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+from qdsl.numbers import number
+from qdsl.shapes import Axis, axis, extents
+
+FLOATS = {
+    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+    "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
+}
+INTEGERS = {"u8": "uint8", "i8": "int8", "i16": "int16", "i32": "int32", "index": "int32"}
+
+
+def field_dtype(kind: str) -> str:
+    """The dtype of a field: codes up to 8 bits and floats that torch lacks are bytes, wider codes and indices int32."""
+    known = number(kind)
+    if kind in FLOATS or known is None or known.bits > 8:
+        return FLOATS.get(kind, "int32")
+    return "int8" if known.kind == "signed" else "uint8"
+
+
+def element_dtype(kind: str) -> str:
+    """The dtype of a stored tensor's elements."""
+    return INTEGERS.get(kind) or field_dtype(kind)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Stored:
+    """A stored tensor: element type ('u8', 'i32', 'e4m3', a parameter, or 'index' for a field of that type) and axes."""
+
+    dtype: str
+    axes: tuple[Axis, ...]
+    aliases: tuple[str, ...]
+    optional: bool
+
+    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: bool = False) -> None:
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "axes", tuple(map(axis, axes)))
+        object.__setattr__(self, "aliases", tuple(aliases))
+        object.__setattr__(self, "optional", optional)
+
+    @property
+    def text(self) -> str:
+        return ", ".join(each.text for each in self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A format as readers of tensors need it: values of parameters, the default first, and the tensors of its storages.
+
+    sizes: parameters that are block lengths, and the axis each divides.  variants: the tensors by storage, for each choice of
+    the parameters named in `by`.  detect: the spec's rules for checkpoints.
+    """
+
+    name: str
+    params: Mapping[str, tuple[int | str, ...]]
+    sizes: Mapping[str, str]
+    by: tuple[str, ...]
+    variants: Mapping[tuple[int | str, ...], Mapping[str, Mapping[str, Stored]]]
+    detect: Mapping[str, Any] = field(default_factory=dict)
+
+    def numbers(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
+        """Size parameters as numbers: -1 is the axis that the parameter divides."""
+        whole = {"N": shape[0], "K": shape[1]}
+        values = {name: int(params.get(name, self.params[name][0])) for name in self.sizes}
+        return {name: value if value > 0 else max(1, whole[self.sizes[name]]) for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor of which only this is known."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a given tensor is in a storage: its name there, and the dtype and the shape to view it in."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One way to read the tensors: what each of the storage's is among those given.
+
+    as_stored: no tensor has all its axes run together, as some packages do.  exact: all have their very shapes; else axes of
+    one element are more or less than the storage's.
+    """
+
+    storage: str
+    params: Mapping[str, int | str]
+    shape: tuple[int, int]
+    tensors: Mapping[str, Use]
+    as_stored: bool
+    exact: bool
+
+
+class Misfit(ValueError):
+    """Why tensors are no weight of a format.  reached: how far the nearest way came."""
+
+    def __init__(self, reached: int, message: str) -> None:
+        super().__init__(message)
+        self.reached = reached
+
+
+def fits(format: Description, tensors: Mapping[str, Given], shape: tuple[int, int] | None = None, storage: str | None = None,
+         params: Mapping[str, int | str] | None = None) -> list[Fit]:
+    """Every way to read the tensors, those with given (N, K), storage and parameters alone.
+
+    Raises Misfit with the reason of the nearest miss, which is what their author meant, where there is none.
+    """
+    found: list[Fit] = []
+    nearest = Misfit(-1, f"{format.name} has no storage '{storage}' here")
+    given = dict(params or {})
+    for choice, name, layout in _candidates(format, storage, given):
+        label = f"{format.name}.{name}" + "".join(f" {key}={value}" for key, value in choice.items())
+        try:
+            found += _fits(format, layout, name, label, tensors, shape, {**given, **choice})
+        except Misfit as miss:
+            nearest = max(nearest, miss, key=lambda each: each.reached)
+    if not found:
+        raise nearest
+    return [fit for fit in found if fit.as_stored] or found
+
+
+def _candidates(format: Description, storage: str | None, given: Mapping[str, int | str],
+                ) -> Iterator[tuple[dict[str, int | str], str, Mapping[str, Stored]]]:
+    for key, storages in format.variants.items():
+        choice = dict(zip(format.by, key, strict=True))
+        if all(given.get(name, value) == value for name, value in choice.items()):
+            for name, layout in storages.items():
+                if storage in (None, name):
+                    yield choice, name, layout
+
+
+def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label: str, tensors: Mapping[str, Given],
+          shape: tuple[int, int] | None, given: Mapping[str, int | str]) -> list[Fit]:
+    keys = named(layout, tensors)
+    missing = [name for name, stored in layout.items() if not stored.optional and name not in keys]
+    if missing:
+        raise Misfit(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
+    there = {name: tensors[key] for name, key in keys.items()}
+    chosen, dtypes = _typed(format, layout, label, there, given)
+    solved = shape or _solved(layout, label, there)
+    found: list[Fit] = []
+    nearest = Misfit(0, "")
+    for sizes in _size_choices(format, chosen):
+        try:
+            shapes = _shaped(layout, label, there, solved, format.numbers({**chosen, **sizes}, solved))
+        except Misfit as miss:
+            nearest = max(nearest, miss, key=lambda each: each.reached)
+            continue
+        values = {**chosen, **sizes}
+        complete = {name: own[own.index(values.get(name, own[0]))] for name, own in format.params.items()}
+        uses = {name: Use(keys[name], dtypes[name], shapes[name]) for name in there}
+        alike = all(_squeezed(shapes[name]) == _squeezed(tensor.shape) for name, tensor in there.items())
+        exact = all(shapes[name] == tensor.shape for name, tensor in there.items())
+        found.append(Fit(storage, complete, solved, uses, alike, exact))
+    if not found:
+        raise nearest
+    return found
+
+
+def named(layout: Mapping[str, Stored], tensors: Mapping[str, object]) -> dict[str, str]:
+    """What a storage's tensors are called among those given, by their own names or by aliases."""
+    found: dict[str, str] = {}
+    for name, stored in layout.items():
+        key = next((key for key in (name, *stored.aliases) if key in tensors), None)
+        if key is not None:
+            found[name] = key
+    return found
+
+
+def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given],
+           given: Mapping[str, int | str]) -> tuple[dict[str, int | str], dict[str, str]]:
+    """Parameters that dtypes decide, and the dtypes of the storage: 8-bit floats may come as raw bytes."""
+    chosen = dict(given)
+    dtypes: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        kind = layout[name].dtype
+        kinds = [str(chosen[kind])] if kind in chosen else [str(v) for v in format.params.get(kind, (kind,))]
+        fit = [k for k in kinds if tensor.dtype == element_dtype(k)] or \
+            [k for k in kinds if tensor.dtype == "uint8" and k in FLOATS and "float8" in FLOATS[k]]
+        if not fit:
+            wanted = " or ".join(element_dtype(k) for k in kinds)
+            raise Misfit(1, f"{label}: tensor '{name}' has dtype {tensor.dtype}; the format needs {wanted}")
+        if kind in format.params:
+            chosen[kind] = fit[0]
+        dtypes[name] = element_dtype(fit[0])
+    return chosen, dtypes
+
+
+def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given]) -> tuple[int, int]:
+    """N and K from the axes that decide them."""
+    dims: dict[str, tuple[int, str]] = {}
+    for name, tensor in tensors.items():
+        axes = layout[name].axes
+        if len(tensor.shape) != len(axes):
+            continue
+        for each, extent in zip(axes, tensor.shape, strict=True):
+            value = each.solve(extent)
+            if value is None or each.dim not in ("N", "K"):
+                continue
+            known, by = dims.setdefault(each.dim, (value, name))
+            if known != value:
+                raise Misfit(2, f"{label}: '{by}' {list(tensors[by].shape)} says {each.dim} = {known}, but '{name}' "
+                                f"{list(tensor.shape)} is [{layout[name].text}], so {each.dim} = {value}")
+    if missing := [dim for dim in ("N", "K") if dim not in dims]:
+        shown = ", ".join(f"'{name}' {list(tensor.shape)} is [{layout[name].text}]" for name, tensor in tensors.items())
+        raise Misfit(1, f"{label}: the tensors do not say what {' and '.join(missing)} are ({shown}); give shape=(N, K)")
+    return dims["N"][0], dims["K"][0]
+
+
+def _size_choices(format: Description, given: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
+    names = [name for name in format.sizes if name not in given]
+    for values in product(*(format.params[name] for name in names)):
+        yield dict(zip(names, values, strict=True))
+
+
+def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int],
+            sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Exactly the storage's shapes."""
+    found: dict[str, tuple[int, ...]] = {}
+    for reached, (name, tensor) in enumerate(tensors.items()):
+        stored = layout[name]
+        wanted = extents(stored.axes, *shape, sizes)
+        if wanted is None:
+            bad = next(a for a in stored.axes if a.extent(*shape, sizes) is None)
+            raise Misfit(2, f"{label}: {bad.dim} = {shape[bad.dim == 'K']} must be a multiple of {bad.by(sizes)}")
+        if _squeezed(tensor.shape) not in (_squeezed(wanted), _squeezed((prod(wanted),))):
+            shown = "".join(f", {key} = {value}" for key, value in sizes.items())
+            raise Misfit(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "
+                                      f"[{stored.text}] = {list(wanted)} for N = {shape[0]}, K = {shape[1]}{shown}")
+        found[name] = wanted
+    return found
+
+
+def _squeezed(shape: Sequence[int]) -> list[int]:
+    """Without axes of one element, which packages drop and add; some run all axes together."""
+    return [extent for extent in shape if extent != 1]
