@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     # the running shore
     "runtime": {"numbers", "shapes", "stored"},
     "encode": {"runtime", "numbers"},
+    "entropy": set(),
     "checkpoint": {"runtime", "files", "generated", "processes", "shapes", "stored"},
     "generated": set(),
     # what joins them for a user
@@ -50,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
 # Other people's packages, in function bodies too.
 PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
+    "entropy": {"numpy"},
     "checkpoint": {"torch"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
     "quantize": {"torch"}, "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }

@@ -1,0 +1,37 @@
+"""bfloat16 patterns as exponents, which a lossless format codes, and signs with mantissas, which it keeps as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 1 << 16
+
+
+def split(patterns: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
+    """Of u16 [n]: exponents u8 [n], signs and mantissas u8 [n] (the sign above seven bits), and how often exponents occur."""
+    exponents = np.empty(len(patterns), np.uint8)
+    rest = np.empty(len(patterns), np.uint8)
+    pairs = np.zeros(1 << 16, np.int64)
+    for start in range(0, len(patterns), BLOCK):
+        part = slice(start, start + BLOCK)
+        np.right_shift(patterns[part], 7, out=exponents[part], casting="unsafe")
+        np.bitwise_or(patterns[part] & 0x7F, patterns[part] >> 8 & 0x80, out=rest[part], casting="unsafe")
+    even = exponents[:len(exponents) & ~1].view("<u2")
+    for start in range(0, len(even), 1 << 20):
+        pairs += np.bincount(even[start:start + (1 << 20)], minlength=1 << 16)
+    square = pairs.reshape(256, 256)
+    counts = square.sum(0) + square.sum(1)
+    if len(exponents) % 2:
+        counts[exponents[-1]] += 1
+    return exponents, rest, counts
+
+
+def join(exponents: NDArray[np.uint8], rest: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
+    """The patterns u16 [n] again."""
+    for start in range(0, len(rest), BLOCK):
+        part = slice(start, start + BLOCK)
+        np.left_shift(exponents[part], 7, out=out[part], dtype=np.uint16)
+        wide = rest[part].astype(np.uint16)
+        out[part] |= wide & 0x7F
+        out[part] |= (wide & 0x80) << 8

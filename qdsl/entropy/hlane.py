@@ -1,0 +1,196 @@
+"""hlane: exponents in a Huffman code of at most eight bits, in lanes that are decoded side by side.
+
+Of a weight [N, K]: a row has R lanes, and lane i the i-th, (R+i)-th, (2R+i)-th, ... run of eight columns.  Columns are cut into C
+chunks, each with streams of its own.  32 lanes, of 32 / R rows, are a group; their words of 32 bits take turns, each group as
+many as its longest lane has, so that lanes read side by side.  With runs = ceil(K / (8 * R)):
+
+    words          i32 [words]     word w of lane l of a group is at 32 * (its start + w) + l; the first bit of a code is highest
+    starts         i32 [C, ceil(N / (32 / R))]  of groups, in units of 32 words
+    table          i16 [256]       by eight bits: 128 * exponent + bits of its code
+    sign_mantissa  u8 [N, 8 * R * runs]  of each four columns the bytes of 0, 2, 1, 3
+
+The code is canonical, ties by exponent, so that table is a function of its lengths.  Columns after K hold the exponent of the
+shortest code.  Two turns of 32 words follow the last, so that a lane may read ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.entropy import bits, exponents, lanes
+from qdsl.entropy.fix4 import in_quads
+from qdsl.entropy.huffman import Code, Words, canonical_code
+from qdsl.entropy.lookup import StreamError
+
+LONGEST = 8                                                      # bits of a code: one lookup of 256 entries
+GROUP = 32                                                       # lanes, a warp
+RUN = 8                                                          # columns of a lane in a row: their codes fit 64 bits
+AHEAD = 2                                                        # turns after the last
+NAMES = ("words", "starts", "table", "sign_mantissa")
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+def lanes_of(k: int) -> tuple[int, int]:
+    """How many lanes a row of K columns has, and how many chunks: of 512 columns or more, since groups pad every lane."""
+    count = 8 if k >= 4096 else 4 if k >= 2048 else 1
+    return count, max(1, k // 4096)
+
+
+def encode(patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
+    """The tensors of a weight of any patterns u16 [N, K]."""
+    n, k = patterns.shape
+    per_row, chunks = lanes_of(k)
+    symbols, rest, counts = exponents.split(patterns.reshape(-1))
+    code = canonical_code(counts, LONGEST)
+    runs = -(-k // (RUN * per_row))                              # of each lane
+    bounds = _bounds(runs, chunks)
+    pad = [(0, 0), (0, RUN * per_row * runs - k)]
+    filler = min(code.words, key=lambda symbol: code.words[symbol], default=0)
+    rows = GROUP // per_row
+    step = rows * max(1, bits.BLOCK // max(1, rows * k))         # rows that are worked on together
+    pairs = bits.Pairs(code)
+    streams: list[list[NDArray[np.uint32]]] = [[] for _ in bounds]
+    sizes: list[list[NDArray[np.int64]]] = [[] for _ in bounds]
+    for first in range(0, n, step):
+        part = np.pad(symbols.reshape(n, k)[first:first + step], pad, constant_values=filler)
+        lengths, values = _runs(part, pairs)
+        for chunk, (start, stop) in enumerate(bounds):
+            shape = (len(part), runs, per_row)
+            words, size = _grouped(_lanes(lengths.reshape(shape)[:, start:stop]), _lanes(values.reshape(shape)[:, start:stop]))
+            streams[chunk].append(words)
+            sizes[chunk].append(size)
+    turns = np.array([size for each in sizes for part in each for size in part], np.int64)
+    words = np.concatenate([*(part for each in streams for part in each), np.zeros(AHEAD * GROUP, np.uint32)])
+    signs = in_quads(np.pad(rest.reshape(n, k), pad))
+    return {"words": words.view(np.int32), "starts": (np.cumsum(turns) - turns).astype(np.int32).reshape(chunks, -(-n // rows)),
+            "table": _table(code), "sign_mantissa": signs}
+
+
+def _bounds(runs: int, chunks: int) -> list[tuple[int, int]]:
+    """The runs of each chunk, all of one size but the last."""
+    size = -(-runs // chunks)
+    return [(start, min(runs, start + size)) for start in range(0, max(1, runs), max(1, size))]
+
+
+def _runs(symbols: NDArray[np.uint8], pairs: bits.Pairs) -> tuple[NDArray[np.uint8], Words]:
+    """Codes of each eight symbols in a row, joined: how many bits, and the bits at the upper end of 64."""
+    lengths, values = pairs.of(symbols.reshape(-1))
+    for _ in range(2):
+        values = values[0::2] | values[1::2] >> lengths[0::2]
+        lengths = lengths[0::2] + lengths[1::2]
+    return lengths, values
+
+
+def _lanes(runs: NDArray[Any]) -> NDArray[Any]:
+    """[rows, runs, R] as [lanes, runs]."""
+    return np.ascontiguousarray(runs.transpose(0, 2, 1)).reshape(runs.shape[0] * runs.shape[2], runs.shape[1])
+
+
+def _grouped(lengths: NDArray[np.uint8], values: Words) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Words of lanes in groups that take turns, and how many turns each group has."""
+    ends = np.cumsum(lengths, axis=1, dtype=np.int64)
+    total = ends[:, -1] if lengths.shape[1] else np.zeros(len(lengths), np.int64)
+    groups = -(-len(lengths) // GROUP)
+    turns = -(-np.pad(total, (0, groups * GROUP - len(total))).reshape(groups, GROUP).max(1) // 32)
+    stride = int(turns.max(initial=0)) // 2 + 1                  # 64-bit words of a lane, before they take turns
+    words = np.zeros(groups * GROUP * stride + 1, np.uint64)
+    if lengths.size:
+        origins = np.arange(len(lengths), dtype=np.int64)[:, None] * (64 * stride)
+        bits.place(words, (ends - lengths + origins).reshape(-1), lengths.reshape(-1), values.reshape(-1))
+    halves = words[:-1].byteswap().view(">u4").astype(np.uint32).reshape(groups, GROUP, 2 * stride)
+    return np.concatenate([halves[group, :, :turns[group]].T.reshape(-1) for group in range(groups)]), turns
+
+
+def _table(code: Code) -> NDArray[np.int16]:
+    """By eight bits; those that begin no code, which happens for a single exponent, say its exponent and a bit."""
+    found = np.zeros(256, np.int16)
+    for symbol, (size, value) in code.words.items():
+        found[value << 8 - size:] = symbol << 7 | size
+    return found
+
+
+def check(tensors: Tensors, shape: tuple[int, int]) -> Code:
+    """The code of a weight's tensors, which no decoder that follows them leaves.  Raises StreamError where they do not fit."""
+    n, k = shape
+    per_row, chunks = lanes_of(k)
+    runs = -(-k // (RUN * per_row))
+    wanted = {"words": ("<i4", None), "starts": ("<i4", (chunks, -(-n // (GROUP // per_row)))), "table": ("<i2", (256,)),
+              "sign_mantissa": ("u1", (n, RUN * per_row * runs))}
+    for name, (kind, size) in wanted.items():
+        if name not in tensors or tensors[name].dtype != kind or (size is not None and tensors[name].shape != size):
+            raise StreamError(f"{name} is missing, or not {list(size) if size else '[words]'} of {kind}")
+    turns, rest = divmod(len(tensors["words"]), GROUP)
+    starts = tensors["starts"].reshape(-1)
+    ends = np.concatenate([[0], starts, [turns - AHEAD]])
+    if rest or ends[1] or (np.diff(ends) < 0).any():
+        raise StreamError(f"starts do not rise from 0 to at most {turns - AHEAD}")
+    code = _code(tensors["table"])
+    if (_table(code) != tensors["table"]).any():
+        raise StreamError("table is not that of a canonical code")
+    if n * k and not code.words:
+        raise StreamError("table holds no code")
+    return code
+
+
+def _code(table: NDArray[np.int16]) -> Code:
+    """The canonical code with the lengths that a table has."""
+    entries = np.unique(table).tolist()
+    lengths = {entry >> 7 & 255: entry & 127 for entry in entries if entry}
+    if len(lengths) < sum(entry != 0 for entry in entries) or any(not 0 < size <= LONGEST for size in lengths.values()):
+        raise StreamError("table has an exponent with two lengths, or a length that is none")
+    words, value, before = {}, 0, 0
+    for size, symbol in sorted((size, symbol) for symbol, size in lengths.items()):
+        value <<= size - before
+        words[symbol] = (size, value)
+        value, before = value + 1, size
+    return Code(words)
+
+
+def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint16]:
+    """The patterns u16 [N, K] of a weight.  Raises StreamError where `check` does, and for codes that pass the end of a group."""
+    n, k = shape
+    code = check(tensors, shape)
+    out = np.empty(shape, np.uint16)
+    if not out.size:
+        return out
+    per_row, chunks = lanes_of(k)
+    runs, rows = -(-k // (RUN * per_row)), GROUP // per_row
+    groups = -(-n // rows)
+    bounds = np.append(tensors["starts"].reshape(-1), len(tensors["words"]) // GROUP - AHEAD).astype(np.int64)
+    words = tensors["words"].view(np.uint32).reshape(-1, GROUP)
+    found = np.empty((groups * rows, runs, per_row, RUN), np.uint8)
+    lookup = lanes.Lookup(code)
+    step = lanes.LANES // GROUP
+    for chunk, (start, stop) in enumerate(_bounds(runs, chunks)):
+        for first in range(0, groups, step):
+            last = min(groups, first + step)
+            symbols = _ungrouped(words, bounds[chunk * groups + first:chunk * groups + last + 1], RUN * (stop - start), lookup)
+            part = found[first * rows:last * rows, start:stop]
+            part[...] = symbols.reshape(-1, per_row, stop - start, RUN).transpose(0, 2, 1, 3)
+    symbols = np.ascontiguousarray(found.reshape(groups * rows, -1)[:n, :k])
+    rest = np.ascontiguousarray(in_quads(tensors["sign_mantissa"])[:, :k])
+    exponents.join(symbols.reshape(-1), rest.reshape(-1), out.reshape(-1))
+    return out
+
+
+def _ungrouped(words: NDArray[np.uint32], bounds: NDArray[np.int64], count: int, lookup: lanes.Lookup) -> NDArray[np.uint8]:
+    """Symbols [lanes, count] of groups whose turns lie between bounds."""
+    turns = np.diff(bounds)
+    stride = int(turns.max(initial=0)) + 2
+    each = np.zeros((len(turns) * GROUP, stride), np.uint64)
+    for group, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        each[group * GROUP:(group + 1) * GROUP, :stop - start] = words[start:stop].T
+    flat = each.reshape(-1)
+    at = np.arange(len(each), dtype=np.int64) * (32 * stride)
+    symbols = lanes.counted(flat[:-1] << 32 | flat[1:], at, count, lookup)
+    used = lookup.lengths.astype(np.uint8)[symbols].sum(1, dtype=np.int64).reshape(len(turns), GROUP).max(1, initial=0)
+    over = np.flatnonzero(used > 32 * turns)
+    if over.size:
+        raise StreamError(f"words: the codes of a lane take {used[over[0]]} bits of {32 * turns[over[0]]}")
+    return symbols
