@@ -9,7 +9,7 @@
     safetensors: 8.00195 bits per weight with bn = 128, bk = 128
     planar: 8.00195 bits per weight with bn = 128, bk = 128
 
-Built from the spec fp8_block (sha256 a2a08c539f061384) by qdsl 0.1.0.
+Built from the spec fp8_block (sha256 df62f900521fa09c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -73,8 +73,10 @@ def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, bn: int, bk: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by."""
-    q, s = absmax(weight, code="e4m3", scale=scale_type, rows=bn, columns=bk, axes=2, divisor=448, **options)
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
+    ties, least, power, zeros.
+    """
+    q, s = absmax(weight, code="e4m3", scale=scale_type, rows=bn, columns=bk, axes=2, **{"divisor": 448, **options})
     return {"q": q, "s": s}
 
 
@@ -94,7 +96,7 @@ def _dequantize_safetensors(weight, weight_scale_inv, out, N, K, bn, bk, BN: tl.
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
     q = device.e4m3(tl.load(weight + k, live, 0))
-    s = tl.load(weight_scale_inv + k // bk, live, 0).to(tl.float32)
+    s = device.scale(tl.load(weight_scale_inv + k // bk, live, 0))
     w = q * s
     tl.store(out + k, w, live)
 
@@ -115,7 +117,7 @@ def _linear_safetensors(weight, weight_scale_inv, x, bias, out, N, K, bn, bk, BN
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
         q = device.e4m3(tl.load(weight + k, live, 0))
-        s = tl.load(weight_scale_inv + k // bk, live, 0).to(tl.float32)
+        s = device.scale(tl.load(weight_scale_inv + k // bk, live, 0))
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += q * s * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -221,7 +223,7 @@ def _dequantize_planar(q, s, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constex
     c = u % 8
     live = (n < N) & (128 * t + 32 * j + 2 * c < K)
     q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
-    s1 = tl.load(s + (4 * t + j) // (bk // 32), live, 0).to(tl.float32)
+    s1 = device.scale(tl.load(s + (4 * t + j) // (bk // 32), live, 0))
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
@@ -249,7 +251,7 @@ def _linear_planar(q, s, x, bias, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.co
         c = u % 8
         live = (n < N) & (128 * t + 32 * j + 2 * c < K)
         q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
-        s1 = tl.load(s + (4 * t + j) // (bk // 32), live, 0).to(tl.float32)
+        s1 = device.scale(tl.load(s + (4 * t + j) // (bk // 32), live, 0))
         for h in tl.static_range(2):
             for i in tl.static_range(2):
                 inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
@@ -409,7 +411,8 @@ VARIANT = Variant(
         "safetensors": Storage(
             tensors={
                 "weight": Stored("e4m3", "N", "K"),
-                "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("weight_scale", "scale")),
+                "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)",
+                    aliases=("weight_scale", "scale", "qscale_weight")),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
@@ -427,17 +430,20 @@ VARIANT = Variant(
                         special=127)),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse")}, cuts=("ceil(N/bn)", "ceil(K/bk)"),
+    decode=decode, encode=encode,
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+        "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
+    cuts=("ceil(N/bn)", "ceil(K/bk)"),
 )
 
 FORMAT = Format(
     name="fp8_block", title="FP8 E4M3 codes with one scale per two-dimensional block",
-    source="DeepSeek-V3, Qwen3-FP8 and compressed-tensors block checkpoints", formula="q * s",
+    source="DeepSeek-V3, Qwen3-FP8, transformers finegrained-fp8 and compressed-tensors block checkpoints", formula="q * s",
     variants={(): VARIANT},
-    params={"bn": (128, 64, 32), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16")},
+    params={"bn": (128, 64, 32, 1), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16", "e8m0")},
     sizes={"bn": "N", "bk": "K"},
     detect={"config": {"quant_method": "fp8", "weight_block_size": ["bn", "bk"]}},
-    digest="a2a08c539f061384",
+    digest="df62f900521fa09c",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     safetensors: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec fp8_channel (sha256 318224f39800d127) by qdsl 0.1.0.
+Built from the spec fp8_channel (sha256 95f9e544a8af6e6e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -72,9 +72,11 @@ def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by."""
-    q, s = absmax(weight, code="e4m3", scale=scale_type, rows=1, columns=weight.shape[1], axes=1, divisor=448,
-            **options)
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
+    ties, least, power, zeros.
+    """
+    q, s = absmax(weight, code="e4m3", scale=scale_type, rows=1, columns=weight.shape[1], axes=1,
+            **{"divisor": 448, **options})
     return {"q": q, "s": s}
 
 
@@ -91,7 +93,7 @@ def _dequantize_safetensors(weight, weight_scale, out, N, K, BN: tl.constexpr, B
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     weight += n.to(tl.int64) * K
     weight_scale += n
-    s = tl.load(weight_scale, n < N, 0).to(tl.float32)
+    s = device.scale(tl.load(weight_scale, n < N, 0))
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
     q = device.e4m3(tl.load(weight + k, live, 0))
@@ -110,7 +112,7 @@ def _linear_safetensors(weight, weight_scale, x, bias, out, N, K, BN: tl.constex
     out += tl.program_id(1).to(tl.int64) * N
     weight += n.to(tl.int64) * K
     weight_scale += n
-    s = tl.load(weight_scale, n < N, 0).to(tl.float32)
+    s = device.scale(tl.load(weight_scale, n < N, 0))
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
@@ -216,7 +218,7 @@ def _dequantize_planar(q, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
     s += n
-    s1 = tl.load(s, n < N, 0).to(tl.float32)
+    s1 = device.scale(tl.load(s, n < N, 0))
     out += n.to(tl.int64) * K
     t = u // 32
     j = u // 8 % 4
@@ -242,7 +244,7 @@ def _linear_planar(q, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
     out += tl.program_id(1).to(tl.int64) * N
     q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
     s += n
-    s1 = tl.load(s, n < N, 0).to(tl.float32)
+    s1 = device.scale(tl.load(s, n < N, 0))
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 32 * tl.cdiv(K, 128), BK):
         u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
@@ -374,7 +376,7 @@ VARIANT = Variant(
         "safetensors": Storage(
             tensors={
                 "weight": Stored("e4m3", "N", "K"),
-                "weight_scale": Stored("scale_type", "N", "1"),
+                "weight_scale": Stored("scale_type", "N", "1", aliases=("weight_scale_inv", "scale", "qscale_weight")),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
@@ -391,16 +393,18 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, many=_many_planar, blocks=(), codes="q", special=127)),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse")},
+    decode=decode, encode=encode,
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+        "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
 )
 
 FORMAT = Format(
     name="fp8_channel", title="FP8 E4M3 codes with one scale per output row",
-    source="compressed-tensors float-quantized (channel)", formula="q * s",
+    source="compressed-tensors float-quantized (channel), ModelOpt FP8 per channel", formula="q * s",
     variants={(): VARIANT},
-    params={"scale_type": ("bf16", "f32", "f16")},
+    params={"scale_type": ("bf16", "f32", "f16", "e8m0")},
     detect={"config": {"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "channel"}},
-    digest="318224f39800d127",
+    digest="95f9e544a8af6e6e",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

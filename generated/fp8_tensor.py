@@ -9,7 +9,7 @@
     safetensors: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec fp8_tensor (sha256 a4ddb144182fd547) by qdsl 0.1.0.
+Built from the spec fp8_tensor (sha256 2fa7163e9c4950fe) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -72,9 +72,11 @@ def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by."""
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
+    ties, least, power, zeros.
+    """
     q, s = absmax(weight, code="e4m3", scale=scale_type, rows=weight.shape[0], columns=weight.shape[1], axes=0,
-            divisor=448, **options)
+            **{"divisor": 448, **options})
     return {"q": q, "s": s}
 
 
@@ -90,7 +92,7 @@ def _dequantize_safetensors(weight, weight_scale, out, N, K, BN: tl.constexpr, B
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     weight += n.to(tl.int64) * K
-    s = tl.load(weight_scale).to(tl.float32)
+    s = device.scale(tl.load(weight_scale))
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
     q = device.e4m3(tl.load(weight + k, live, 0))
@@ -108,7 +110,7 @@ def _linear_safetensors(weight, weight_scale, x, bias, out, N, K, BN: tl.constex
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
     weight += n.to(tl.int64) * K
-    s = tl.load(weight_scale).to(tl.float32)
+    s = device.scale(tl.load(weight_scale))
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
@@ -213,7 +215,7 @@ def _dequantize_planar(q, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    s1 = tl.load(s).to(tl.float32)
+    s1 = device.scale(tl.load(s))
     out += n.to(tl.int64) * K
     t = u // 32
     j = u // 8 % 4
@@ -238,7 +240,7 @@ def _linear_planar(q, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
     q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    s1 = tl.load(s).to(tl.float32)
+    s1 = device.scale(tl.load(s))
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 32 * tl.cdiv(K, 128), BK):
         u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
@@ -369,7 +371,7 @@ VARIANT = Variant(
         "safetensors": Storage(
             tensors={
                 "weight": Stored("e4m3", "N", "K"),
-                "weight_scale": Stored("scale_type", aliases=("weight_scale_inv", "scale")),
+                "weight_scale": Stored("scale_type", aliases=("weight_scale_inv", "scale", "qscale_weight")),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
@@ -386,16 +388,18 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, many=_many_planar, blocks=(), codes="q", special=127)),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse")},
+    decode=decode, encode=encode,
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+        "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
 )
 
 FORMAT = Format(
     name="fp8_tensor", title="FP8 E4M3 codes with one scale for the whole tensor",
     source="AutoFP8, ModelOpt FP8, compressed-tensors float-quantized (tensor)", formula="q * s",
     variants={(): VARIANT},
-    params={"scale_type": ("f32", "bf16", "f16")},
+    params={"scale_type": ("f32", "bf16", "f16", "e8m0")},
     detect={"config": {"quant_method": "fp8", "weight_block_size": "null"}},
-    digest="a4ddb144182fd547",
+    digest="2fa7163e9c4950fe",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -85,9 +85,11 @@ def decode(q: Tensor, s: Tensor, z: Tensor | None = None, out: Tensor | None = N
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by, ties."""
-    q, s = absmax(weight, code="i8", scale=scale_type, rows=1, columns=weight.shape[1], axes=1, divisor=127.5,
-            **options)
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
+    ties, least.
+    """
+    q, s = absmax(weight, code="i8", scale=scale_type, rows=1, columns=weight.shape[1], axes=1,
+            **{"divisor": 127.5, **options})
     return {"q": q, "s": s}
 
 
@@ -461,7 +463,8 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, many=_many_planar, blocks=(), double=True)),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
+    decode=decode, encode=encode,
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
     defaults={"z": 0},
 )
 

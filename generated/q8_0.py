@@ -75,9 +75,11 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by, ties."""
-    q, d = absmax(weight, code="i8", scale="f16", rows=1, columns=32, axes=2, divisor=127,
-            **{"by": "exact", "ties": "away", **options})
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
+    ties, least.
+    """
+    q, d = absmax(weight, code="i8", scale="f16", rows=1, columns=32, axes=2,
+            **{"divisor": 127, "by": "exact", "ties": "away", **options})
     return {"q": q, "d": d}
 
 
@@ -354,7 +356,8 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",), double=True)),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
+    decode=decode, encode=encode,
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
 )
 
 FORMAT = Format(

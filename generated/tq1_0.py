@@ -89,9 +89,11 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: by, ties."""
-    q, d = absmax(weight, code="u2", scale="f16", rows=1, columns=256, axes=2, divisor=1, lost="zero", offset=1,
-            **{"by": "exact", "ties": "away", **options})
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
+    ties, least.
+    """
+    q, d = absmax(weight, code="u2", scale="f16", rows=1, columns=256, axes=2, lost="zero", offset=1,
+            **{"divisor": 1, "by": "exact", "ties": "away", **options})
     return {"q": q, "d": d}
 
 
@@ -369,7 +371,8 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256",))),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
+    decode=decode, encode=encode,
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
 )
 
 FORMAT = Format(

@@ -4,6 +4,8 @@ Ties that go up are ggml's, whose sums round; its own bytes are compared in test
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 
 from qdsl.encode import rows, search
 from qdsl.encode.blocks import codes
-from qdsl.generated import q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q6_k, q8_0
+from qdsl.generated import fp8_block, fp8_channel, fp8_tensor, int8_channel, q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q6_k, q8_0
 from qdsl.runtime.format import Format
+from qdsl.runtime.packed import FormatError
 from tests.support import searches
 from tests.support.formats import same_bits
 
@@ -132,3 +135,38 @@ def test_a_negative_scale_counts_as_zero() -> None:
     packed = q2_k.quantize(weight, importance=importance)
     assert not q2_k.unpack(packed)["sc"].flatten()[torch.from_numpy(scales < 0)].any()
     assert (q2_k.dequantize(packed, torch.float32) - weight).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("form", "cut", "largest", "least"), [
+    (fp8_tensor, (96, 256), 448, 0), (fp8_channel, (1, 256), 448, 1 / (448 * 512)), (fp8_block, (32, 128), 448, 0),
+    (int8_channel, (1, 256), 127, 0)], ids=["fp8_tensor", "fp8_channel", "fp8_block", "int8_channel"])
+def test_online_rules_of_vllm(form: ModuleType, cut: tuple[int, int], largest: float, least: float, dtype: torch.dtype) -> None:
+    """float32 scales largest / 448 or / 127, of rows in FP8 not below 1 / (448 * 512), and codes w / scale, ties to even."""
+    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[7] *= 1e-5
+    options = {"divisor": largest, **({"least": least} if least else {}), **({"bn": 32} if form is fp8_block else {})}
+    fields = form.unpack(form.quantize(weight, scale_type="f32", **options))
+    blocks = weight.float().view(96 // cut[0], cut[0], 256 // cut[1], cut[1])
+    scale = (blocks.abs().amax((1, 3), keepdim=True) / largest).clamp(min=least)
+    codes = (blocks / scale).clamp(-largest, largest).view(96, 256)
+    assert torch.equal(fields["s"].flatten(), scale.flatten())
+    assert same_bits(fields["q"], codes.round().to(torch.int8) if largest == 127 else codes.to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), "448", True])
+def test_numbers_that_are_options_are_positive(value: object) -> None:
+    with pytest.raises(FormatError, match="fp8_tensor: divisor is a positive number, not"):
+        fp8_tensor.quantize(torch.ones(4, 4), divisor=value)
+
+
+def test_scales_that_are_powers_of_two_may_be_of_any_type() -> None:
+    """DeepSeek's ue8m0 in float32 tensors: the same numbers as in E8M0."""
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    weight[0] = 0
+    for options in ({}, {"power": "floor"}, {"power": "even", "by": "inverse"}):
+        wanted = fp8_block.quantize(weight, bn=1, bk=32, scale_type="e8m0", **options)
+        for kind in ("f32", "bf16"):
+            found = fp8_block.quantize(weight, bn=1, bk=32, scale_type=kind, **{"power": "up", **options})
+            assert same_bits(found.tensors["weight"], wanted.tensors["weight"])
+            assert same_bits(found.tensors["weight_scale_inv"].float(), wanted.tensors["weight_scale_inv"].float())

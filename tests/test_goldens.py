@@ -47,7 +47,8 @@ def read(path: Path) -> dict[str, Tensor]:
     with np.load(path) as file:
         dtypes = json.loads(str(file["meta"]))["dtypes"]
         found = {name: torch.from_numpy(file[name].copy()) for name in file.files if name != "meta"}
-    special = {"bf16": torch.bfloat16, "f8_e4m3fn": torch.float8_e4m3fn}
+    special = {"bf16": torch.bfloat16, "f8_e4m3fn": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2,
+               "f8_e8m0fnu": torch.float8_e8m0fnu}
     return {name: tensor.view(special[dtypes[name]]) if dtypes.get(name) in special else tensor for name, tensor in found.items()}
 
 

@@ -158,14 +158,28 @@ def test_python_rounds_every_half_to_the_nearest_code(name: str, halves_of: str)
 
 
 @pytest.mark.parametrize("halves_of", ["f16", "bf16"])
-@pytest.mark.parametrize("name", ["e3m2", "e2m3", "e2m1"])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"])
 def test_torch_rounds_every_half_to_the_nearest_code(name: str, halves_of: str) -> None:
     x = halves(halves_of)
     values = torch.from_numpy(x).float()
     found = runtime.to_minifloat(values, name)
-    assert found.dtype == torch.uint8
-    assert found.numpy().tolist() == rounded(name, x).tolist()
+    assert found.dtype == TORCH.get(name, torch.uint8)
+    assert found.view(torch.uint8).numpy().tolist() == rounded(name, x).tolist()
     assert values.double().equal(torch.from_numpy(x)), "the values were changed"
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"])
+def test_ties_go_to_zero_where_that_is_asked(name: str) -> None:
+    """Half-way between neighbours, and next to it on either side."""
+    values = torch.tensor([FLOATS[name].decode(code) for code in range(1 << FLOATS[name].bits - 1)])
+    values = values[values.isfinite()]
+    middle = (values[1:] + values[:-1]) / 2
+    codes = torch.arange(len(middle), dtype=torch.uint8)
+    sign = 1 << FLOATS[name].bits - 1
+    above, below = torch.nextafter(middle, values[1:]), torch.nextafter(middle, values[:-1])
+    for x, wanted in ((middle, codes), (above, codes + 1), (below, codes)):
+        assert runtime.to_minifloat(x, name, "zero").view(torch.uint8).equal(wanted)
+        assert runtime.to_minifloat(-x, name, "zero").view(torch.uint8).equal(wanted | sign)
 
 
 @pytest.mark.parametrize("name", ["e3m2", "e2m3", "e2m1"])

@@ -18,6 +18,7 @@ from qdsl.generated import (
     bf16,
     f16,
     fp8_block,
+    fp8_channel,
     fp8_tensor,
     int8_channel,
     int_group,
@@ -73,6 +74,24 @@ def test_a_tensor_of_one_element_may_have_any_rank() -> None:
     weight = torch.zeros(4, 4).to(torch.float8_e4m3fn)
     for scale in (torch.ones(()), torch.ones(1), torch.ones(1, 1)):
         assert fp8_tensor.wrap({"weight": weight, "weight_scale": scale}).tensors["weight_scale"].shape == ()
+
+
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
+@pytest.mark.parametrize(("form", "extents"), [(fp8_block, (2, 3)), (fp8_block, (130, 9)), (fp8_channel, (130, 1)),
+                                               (fp8_channel, (130,)), (fp8_tensor, (1, 1))])
+def test_dialects_of_fp8(form: ModuleType, extents: tuple[int, ...], kind: torch.dtype, name: str) -> None:
+    """Names and types of scales, bytes of E8M0 too, and blocks; scales of activations and caches are left out, with a note."""
+    scale = torch.full(extents, 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    scale = scale.view(kind) if kind.itemsize == 1 else scale.to(kind)
+    others = {"activation_scale": torch.ones(()), "k_scale": torch.ones(()), "v_scale": torch.ones(1)}
+    packed = form.wrap({"weight": torch.ones(130, 257).to(torch.float8_e4m3fn), name: scale, **others})
+    assert packed.params["scale_type"] == {torch.uint8: "e8m0", torch.float8_e8m0fnu: "e8m0", torch.float32: "f32",
+                                           torch.float16: "f16", torch.bfloat16: "bf16"}[kind]
+    assert torch.equal(form.dequantize(packed, torch.float32), torch.full((130, 257), 2.0))
+    assert {f"tensor '{each}' is not part of {form.SPEC.name}.safetensors" for each in others} <= set(packed.notes)
+    if form is fp8_block:
+        assert (packed.params["bn"], packed.params["bk"]) == ((128, 128) if extents == (2, 3) else (1, 32))
 
 
 def test_tensors_that_fit_two_storages_are_not_guessed() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from qdsl.emit.formula import constant, integer_fields, steps
-from qdsl.emit.tensors import Unsupported
+from qdsl.emit.tensors import Unsupported, is_read_by_dtype
 from qdsl.ir import index as ix
 from qdsl.ir.index import Index
 from qdsl.ir.program import Field, Program, Value
@@ -243,7 +243,7 @@ def _typed(program: Program, field: Field) -> str:
     assert number is not None
     if number.name == "f32" and field.kind == "f32":
         return field.name
-    if number.name in ("f32", "f16", "bf16"):
+    if number.name in ("f32", "f16", "bf16") or is_read_by_dtype(program, field):
         return f"{field.name}.float()"
     if number.is_float:
         return f"{number.name}({field.name})"

@@ -14,6 +14,7 @@ from math import prod
 
 from qdsl.emit.body import Body
 from qdsl.emit.formula import TRITON, formula, integer_fields, tables
+from qdsl.emit.tensors import is_read_by_dtype
 from qdsl.ir import index as ix
 from qdsl.ir.index import Atom, Facts, Index, name
 from qdsl.ir.program import Field, Lane, Placement, Program, Tensor, Units
@@ -229,6 +230,8 @@ class Decoder:
         number = field.number
         if number is None:
             return text
+        if is_read_by_dtype(self.program, field):
+            return f"device.scale({text})"
         if number.name in TRITON_FLOATS:
             if joined or text.startswith("device."):
                 text = f"({text}).to(tl.uint{number.bits}).to(tl.{TRITON_FLOATS[number.name]}, bitcast=True)"

@@ -18,6 +18,7 @@ from qdsl.emit import records
 from qdsl.emit.codebook import Codebook, codebook
 from qdsl.emit.records import Record
 from qdsl.emit.templates import render
+from qdsl.emit.tensors import is_read_by_dtype
 from qdsl.ir.program import Affine, Field, Program, Terms
 from qdsl.numbers import Number
 from qdsl.passes.derive_planar import PLANAR, PLANES, coordinate, is_code
@@ -284,13 +285,15 @@ def _group(program: Program, field: Field, tensor: str) -> Group:
     default = program.defaults.get(field.name)
     default = default if default is not None else program.where.get(field.name)
     return Group(argument(field.name), argument(tensor), found.get("n", ""), found.get("k", ""),
-                 _kind(field), None if default is None else str(default))
+                 _kind(program, field), None if default is None else str(default))
 
 
-def _kind(field: Field) -> str:
-    """The width of an integer, the name of a float of 8 bits, or 0 for one that Triton has."""
+def _kind(program: Program, field: Field) -> str:
+    """The width of an integer, the name of a float of 8 bits, or 0 for one that Triton has and one that its dtype tells."""
     assert field.number is not None
-    return str(field.number.bits) if not field.number.is_float else f'"{field.number.name}"' if field.number.bits == 8 else "0"
+    if not field.number.is_float:
+        return str(field.number.bits)
+    return f'"{field.number.name}"' if field.number.bits == 8 and not is_read_by_dtype(program, field) else "0"
 
 
 def lanes(program: Program) -> list[str]:

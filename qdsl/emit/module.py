@@ -239,7 +239,9 @@ def _variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
     tail = ["decode=decode"] + (["encode=encode"] if first.encode is not None else [])
     if first.encode is not None:
         scheme = SCHEMES[first.encode.scheme]
-        words = {option: [_literal(word) for word in scheme.options[option] or ()] for option in first.encode.open}
+        code = first.field(first.encode.roles["code"]).number
+        assert code is not None
+        words = {option: [_literal(word) for word in scheme.words(option, code)] for option in first.encode.open}
         options = ", ".join(f"{_quoted(option)}: ({', '.join(allowed)})" for option, allowed in words.items())
         tail += ["importance=True"] if first.encode.importance else []
         tail += [f"options={{{options}}}"] if options else []

@@ -27,6 +27,12 @@ def field_dtype(field: Field) -> str:
     return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else "int8" if number.kind == "signed" else "uint8"
 
 
+def is_read_by_dtype(program: Program, field: Field) -> bool:
+    """Whether one text reads a scale in every type that its parameter lists, E8M0 among them: by the dtype that it has."""
+    listed = next((param.values for param in program.spec.params if param.name.value == field.kind), ())
+    return "e8m0" in listed and set(listed) <= {"f32", "f16", "bf16", "e8m0"}
+
+
 def as_held(field: Field, cuts: Cut) -> bool:
     """Whether a slice stores the very bytes in which torch holds the field: whole values, and no i16 that is held in int32."""
     held = 32 if field_dtype(field) == "int32" else field.bits

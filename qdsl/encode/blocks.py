@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,11 +34,40 @@ def arithmetic(weight: Tensor, scale: str) -> Tensor:
 def stored_scale(exact: Tensor, scale: str) -> Tensor:
     """A scale as it is stored.  Raises FormatError where it becomes infinite."""
     stored = exact.to(FLOATS[scale])
+    if scale == "e8m0":
+        return stored                                            # exact is one of its powers of two
     bad = ~torch.isfinite(stored)
     if bool(bad.any()):
         where = tuple(int(i) for i in torch.nonzero(bad)[0])
         raise FormatError(f"the scale {float(exact[where]):g} of block {[where[0], where[2]]} does not fit {scale}")
     return stored
+
+
+def powers(largest: Tensor, exact: Tensor, divisor: float, code: str, rule: str) -> Tensor:
+    """Exponents, -127 to 127, of scales that are powers of two; -127 for blocks of zeros.  All in float32.
+
+    'up': 2^ceil(log2(exact)), by which nothing overflows (transformers' ue8m0, ModelOpt's, RCEIL of torchao's MX types).  The
+    others scale the power of two at the largest magnitude to that at the divisor: at or below it ('floor', OCP's rule); at
+    or above it ('ceil'); or at it when it is rounded to the mantissa of a code ('even'), or to one bit of it ('half').
+    """
+    fraction, exponent = torch.frexp(largest)                    # largest = fraction * 2^exponent, 0.5 <= fraction < 1
+    if rule == "up":
+        found = exact.log2().ceil()
+    else:
+        kind = number(code)
+        assert kind is not None
+        bits = 1 if rule == "half" else kind.mantissa
+        more = {"floor": 1.0, "ceil": 0.5 + 2.0 ** -24, "even": 1 - 2.0 ** -(bits + 2), "half": 1 - 2.0 ** -(bits + 2)}[rule]
+        found = exponent - math.frexp(divisor)[1] + (fraction >= more)
+    return torch.where(largest > 0, found, -127).clamp_(-127, 127).to(torch.int32)
+
+
+def quotients(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The blocks in units of their scales, 0 where a scale is."""
+    scaled = blocks / scales
+    if bool((scales == 0).any()):
+        scaled.masked_fill_((scales == 0).expand_as(blocks), 0)
+    return scaled
 
 
 def shaped(values: Tensor, axes: int) -> Tensor:
@@ -45,17 +76,21 @@ def shaped(values: Tensor, axes: int) -> Tensor:
     return both if axes == 2 else both[:, 0] if axes == 1 else both[0, 0]
 
 
-def codes(values: Tensor, code: str, ties: str, offset: int = 0) -> Tensor:
+def codes(values: Tensor, code: str, ties: str, offset: int = 0, zeros: str = "signed") -> Tensor:
     """The codes nearest to values + offset, cut to the type's range; the values are used up.
 
-    ties: 'even', 'away' (from zero) or 'up', for integers; floats round to even.  'up' is floor(value + (offset + 0.5)) with
-    the sum rounded, as ggml writes it, so a value just below a half may go up too.
+    ties: 'even'; of integers 'away' (from zero) or 'up', of floats 'zero' (towards it).  'up' is floor(value + (offset + 0.5))
+    with the sum rounded, as ggml writes it, so a value just below a half may go up too.
+    zeros, of floats: 'signed', a value that is or rounds to 0 keeps its sign; 'negative', the code of 0 itself is -0;
+    'positive', it is +0.
     """
     kind = number(code)
     assert kind is not None
     if kind.is_float:
         cut = values.clamp_(-kind.largest, kind.largest)
-        return cut.to(FLOATS[code]) if code in FLOATS else to_minifloat(cut.float(), code)
+        if zeros != "signed":
+            cut.masked_fill_(cut == 0, -0.0 if zeros == "negative" else 0.0)
+        return cut.to(FLOATS[code]) if code in FLOATS and ties == "even" else to_minifloat(cut.float(), code, ties)
     values.clamp_(kind.low - offset, kind.high - offset)
     if ties == "even":
         whole = values.round_().add_(offset)

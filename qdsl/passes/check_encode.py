@@ -65,9 +65,11 @@ def check_encode(program: Program, problems: Problems) -> Program:
     code = program.field(roles["code"]).number
     assert code is not None
     offered = scheme.open(code)
-    for key, _ in call.keywords:
-        if key.name == "ties" and code.is_float:
-            problems.add(key.span, f"'{key.name}' is for integer codes; {code.name} rounds to even")
+    for key, value in call.keywords:
+        words = scheme.words(key.name, code) if scheme.options.get(key.name) else ()
+        if key.name in options and scheme.options[key.name] and options[key.name] not in words:
+            problems.add(value.span, f"'{key.name}' of codes that are {code.name} is {' or '.join(words)}" if words else
+                         f"'{key.name}' is for codes that are floats; {code.name} is none")
         if key.name == "lost" and (options.get("by") != "exact" or not constants.get("offset")):
             problems.add(key.span, "'lost' is for codes with an offset and by=exact")
     return replace(program, encode=Encode(call.name, roles, options, constants, offered, scheme.importance and not code.is_float))

@@ -36,7 +36,7 @@ ORDERS = {
 LOOKED_UP = "u4"                                                 # codes that stand for the numbers of a table
 LOOKED_UP_ORDER = (128, "c<4 u<4 i<2 e<2 h<2", "128*t")          # bytes are looked up four at a time (runtime/codebook.py)
 FLOAT_CODES = ("e4m3", "e5m2", "e2m1")                           # whose bits become a 16-bit float's by shifts alone
-GROUP_FLOATS = ("f32", "bf16", "f16", "e8m0h", "ue4m3")
+GROUP_FLOATS = ("f32", "bf16", "f16", "e8m0", "e8m0h", "e4m3", "ue4m3")
 
 
 def derive_planar(programs: Sequence[Program]) -> Program | None:

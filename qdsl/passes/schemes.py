@@ -10,6 +10,8 @@ from qdsl.numbers import Number
 # What a field must be to play a role: words for it, and the test.
 KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "scale": ("a scale is f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
+    "power": ("a scale is f32, f16, bf16 or e8m0",
+              lambda number: number.is_float and (number.bits >= 16 or number.name == "e8m0")),
     "minimum": ("a minimum is f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
     "zero": ("a zero point is an integer", lambda number: not number.is_float),
     "code": ("a code is an integer or a float of at most 8 bits", lambda number: not number.is_float or number.bits <= 8),
@@ -29,7 +31,8 @@ class Scheme:
     options: argument -> allowed words, None: a number.  required: roles and options that must be given.
     inverts: the decode expressions that it is the inverse of, over roles, constants that may be missing, and tables:
     `level[code]` is a number, `levels[code]` one of rising integers, `grid[code, k]` one of a row; `steps(scale)` is whatever
-    depends on that field alone.  importance: it takes one.  own: options that belong to the format, which no caller gives.
+    depends on that field alone.  importance: it takes one.  own: words that belong to the format, which no caller gives; given:
+    numbers that a caller may give too.
     across: a block that shares a scale may lie in several rows of the weight.
     """
 
@@ -40,25 +43,38 @@ class Scheme:
     inverts: str | tuple[str, ...]
     importance: bool = False
     own: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
     across: bool = True
 
     @property
     def patterns(self) -> tuple[str, ...]:
         return (self.inverts,) if isinstance(self.inverts, str) else self.inverts
 
+    def words(self, option: str, code: Number) -> tuple[str, ...]:
+        """The words that an option may be for codes of a type; none for numbers, and where it is for other codes."""
+        words = self.options[option] or ()
+        allowed = _OF_FLOATS if code.is_float else _OF_INTEGERS
+        return tuple(word for word in words if word in allowed.get(option, words))
+
     def open(self, code: Number) -> tuple[str, ...]:
-        """Options that a caller of quantize may give too: words, and `ties` for integers.  Numbers belong to the format."""
-        return tuple(option for option, words in self.options.items()
-                     if words is not None and option not in self.own and not (option == "ties" and code.is_float))
+        """Options that a caller of quantize may give too."""
+        return tuple(option for option in self.options
+                     if option in self.given or (option not in self.own and len(self.words(option, code)) > 1))
 
 
 _TIES = ("even", "away", "up")
+_POWERS = ("up", "floor", "ceil", "even", "half")
+# Words of options that differ for codes that are floats and for integers.
+_OF_FLOATS = {"ties": ("even", "zero")}
+_OF_INTEGERS = {"ties": _TIES, "power": (), "zeros": ()}
 _BY = ("stored", "exact", "inverse")
 
 SCHEMES = {
-    "absmax": Scheme({"code": "code", "scale": "scale"}, ("code", "scale", "divisor"),
-                     {"divisor": None, "by": _BY, "ties": _TIES, "lost": ("least", "zero")},
-                     "scale = largest magnitude of the block / divisor", "scale * (code - offset)", own=("lost",)),
+    "absmax": Scheme({"code": "code", "scale": "power"}, ("code", "scale", "divisor"),
+                     {"divisor": None, "by": _BY, "ties": (*_TIES, "zero"), "lost": ("least", "zero"), "least": None,
+                      "power": _POWERS, "zeros": ("signed", "negative", "positive")},
+                     "scale = largest magnitude of the block / divisor", "scale * (code - offset)", own=("lost",),
+                     given=("divisor", "least")),
     "signmax": Scheme({"code": "code", "scale": "scale"}, ("code", "scale", "divisor"),
                       {"divisor": None, "by": _BY, "ties": _TIES},
                       "scale = the value of largest magnitude, sign and all, / divisor", "scale * (code - offset)",

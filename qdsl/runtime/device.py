@@ -86,6 +86,15 @@ def ue4m3(code):
 
 
 @triton.jit
+def scale(value):
+    """float32 of a scale in a type that Triton has, or of E8M0 where it is uint8."""
+    if value.dtype == tl.uint8:
+        return e8m0(value)
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
 def trit(byte, place):
     """The base-3 digit at a place, 0 to 4, of a byte: runtime/base3.py says how it is found."""
     power = (1 + 2 * (place & 1)) * (1 + 4 * (place & 2)) * (1 + 20 * (place & 4))                  # 3^place

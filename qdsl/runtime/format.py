@@ -347,8 +347,10 @@ class Format:
         params = self.complete({key: value for key, value in options.items() if key not in (*choices, "storage")})
         rest = {key: value for key, value in options.items() if key in choices}
         for key, value in rest.items():
-            if value not in choices[key]:
+            if choices[key] and value not in choices[key]:
                 raise FormatError(f"{self.name}: {key} is one of {', '.join(map(str, choices[key]))}, not {value}")
+            if not choices[key] and not (type(value) in (int, float) and 0 < value < math.inf):
+                raise FormatError(f"{self.name}: {key} is a positive number, not {value}")
         name, _ = self.storage(options.get("storage"), params)
         if self.variant(params).encode is None:
             raise FormatError(f"{self.name} has no quantizer yet: its spec names no encode scheme")

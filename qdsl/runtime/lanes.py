@@ -367,16 +367,20 @@ def spread(upper, lower):
 
 @triton.jit
 def number(value, kind: tl.constexpr):
-    """float32 of a stored number: kind 0 is a float that Triton has, a name one of device, else an integer's bits.
+    """float32 of a stored number: kind 0 is a float that its dtype tells, a name one of device, else an integer's bits.
 
     An integer of up to 23 bits enters the mantissa of 2^23, for a cast would be slow.
     """
     if kind == 0:
-        return value.to(tl.float32)
+        return device.scale(value)
+    elif kind == "e8m0":
+        return device.e8m0(value)
     elif kind == "e8m0h":
         return device.e8m0h(value)
     elif kind == "ue4m3":
         return device.ue4m3(value)
+    elif kind == "e4m3":
+        return device.e4m3(value)
     else:
         return (value.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
 

@@ -96,14 +96,21 @@ def ue4m3(code: Tensor) -> Tensor:
     return value.masked_fill_(code.view(torch.uint8) == 127, 0)
 
 
-_MINIFLOATS = {"e3m2": (2, 3, 28.0, 32), "e2m3": (3, 1, 7.5, 32), "e2m1": (1, 1, 6.0, 8)}
+_MINIFLOATS = {"e3m2": (2, 3, 28.0, 32), "e2m3": (3, 1, 7.5, 32), "e2m1": (1, 1, 6.0, 8), "e4m3": (3, 7, 448.0, 128),
+               "e5m2": (2, 15, 57344.0, 128)}
+_TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def to_minifloat(value: Tensor, kind: str) -> Tensor:
-    """uint8 codes of e3m2, e2m3 or e2m1 nearest to float32 values, ties to even, cut to the largest; -0 keeps its sign."""
+def to_minifloat(value: Tensor, kind: str, ties: str = "even") -> Tensor:
+    """Codes of e3m2, e2m3, e2m1 (uint8), e4m3 or e5m2 nearest to float32 values, cut to the largest; -0 keeps its sign.
+
+    ties: 'even', or 'zero' for towards it.
+    """
     mantissa, bias, largest, sign = _MINIFLOATS[kind]
     size = value.abs().clamp(max=largest)
     power = torch.where(size > 0, torch.frexp(size).exponent - 1, 1 - bias).clamp(min=1 - bias)
-    steps = torch.round(torch.ldexp(size, mantissa - power))     # exact: a power of two times the value
+    exact = torch.ldexp(size, mantissa - power)                  # a power of two times the value
+    steps = torch.round(exact) if ties == "even" else torch.ceil(exact - 0.5)
     code = steps.to(torch.int32) + (power + bias - 1 << mantissa)
-    return (code | torch.signbit(value).to(torch.int32) * sign).to(torch.uint8)
+    found = (code | torch.signbit(value).to(torch.int32) * sign).to(torch.uint8)
+    return found.view(_TORCH[kind]) if kind in _TORCH else found

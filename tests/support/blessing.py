@@ -58,7 +58,7 @@ def plan(path: Path) -> list[tuple[Case, dict[str, int | str], bool]]:
         format = case.module.FORMAT
         layout = format.variant(case.choice).storages[case.storage]
         # Different lengths for different parameters, so that they cannot be taken for one another.
-        positive = {name: sorted(v for v in format.params[name] if v > 0) for name in format.size_axes}
+        positive = {name: sorted(v for v in format.params[name] if v > 1) for name in format.size_axes}
         short = {name: values[min(i, len(values) - 1)] for i, (name, values) in enumerate(positive.items())}
         optional = any(layout.tensors[name].optional for name in layout.coded)
         found += [(case, {**case.choice, **short}, there) for there in ((True, False) if optional else (True,))]

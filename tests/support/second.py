@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
 from itertools import pairwise
-from math import ceil, floor, ldexp, log2, prod
+from math import ceil, floor, frexp, ldexp, log2, prod
 from typing import Any
 
 import numpy as np
@@ -79,8 +79,8 @@ def width(kind: str) -> int:
     return known.get(kind) or (int(kind[1:]) if kind[0] in "ui" else 1 + int(kind[1]) + int(kind[3]))
 
 
-def nearest(kind: str, x: np.float32) -> int:
-    """The code of the float type nearest to x, ties to the even code; beyond the largest, the largest of small types."""
+def nearest(kind: str, x: np.float32, ties: str = "even") -> int:
+    """The code of the float type nearest to x, ties to the even code, or to zero; beyond the largest, the largest."""
     if kind == "f32":
         return int(x.view(np.uint32))
     if kind == "f16":
@@ -93,7 +93,7 @@ def nearest(kind: str, x: np.float32) -> int:
     size = abs(float(x))
     at = min(bisect(finite, (size, -1)), len(finite) - 1)
     near = finite[max(0, at - 1):at + 1]
-    code = min(near, key=lambda pair: (abs(Fraction(pair[0]) - Fraction(size)), pair[1] & 1))[1]
+    code = min(near, key=lambda pair: (abs(Fraction(pair[0]) - Fraction(size)), pair[1] & 1 if ties == "even" else pair[0]))[1]
     return code | int(np.signbit(x)) << width(kind) - 1
 
 
@@ -451,8 +451,11 @@ def _factors(expr: g.Expr) -> Iterator[g.Expr]:
 # -- encode schemes, for the weights of one block -----------------------------------------------------------------------
 
 
-def _chosen(x: np.float32, kind: str, ties: str, offset: int) -> int:
-    return whole(kind, x, ties, offset) if kind[0] in "ui" and kind[1:].isdigit() else nearest(kind, x)
+def _chosen(x: np.float32, kind: str, ties: str, offset: int, zeros: str = "signed") -> int:
+    if kind[0] in "ui" and kind[1:].isdigit():
+        return whole(kind, x, ties, offset)
+    sign = {"signed": x, "negative": np.float32(-0.0), "positive": np.float32(0)}[zeros]
+    return nearest(kind, x if x else sign, ties)
 
 
 def _stored(scale: np.float32, kind: str) -> tuple[int, np.float32]:
@@ -539,10 +542,20 @@ def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int
     first = max(x, key=abs)                                      # of equals, the first
     largest = first + np.float32(0) if scheme == "signmax" else abs(first)
     divisor, by, ties = np.float32(given["divisor"]), given.get("by", "stored"), str(given.get("ties", "even"))
-    exact = largest / divisor
+    least = np.float32(given.get("least", 0))
+    exact = max(largest / divisor, least)
+    zeros = str(given.get("zeros", "signed"))
+    if "power" in given or scale == "e8m0":
+        rule = str(given.get("power", "up"))
+        step = np.float32(1) / (np.float32(1) / largest * divisor) if by == "inverse" and largest else largest / divisor
+        exponent = _exponent(float(largest), step, float(divisor), kind, rule) if largest else -127
+        exponent = min(max(exponent, ceil(log2(least)) if least else -127, -127), 127)
+        code, used = _stored(np.float32(ldexp(1, exponent)), scale)
+        return [_chosen(v / used if used else np.float32(0), kind, ties, offset, zeros) for v in x], code
     if by == "inverse":
         # Rounded twice: torch divides a number by a tensor so, and transformers with it.
-        factor = np.float32(1) / (largest if largest else np.float32(1)) * divisor
+        factor = np.float32(1) / largest * divisor if largest else np.float32(1)
+        factor = min(factor, np.float32(1 / least)) if least else factor
         code, _ = _stored(np.float32(1) / factor, scale)
         scaled = [v * factor for v in x]
     elif by == "exact":
@@ -553,7 +566,18 @@ def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int
     else:
         code, used = _stored(exact if exact else np.float32(2 ** -23), scale)
         scaled = [v / used for v in x]
-    return [_chosen(v, kind, ties, offset) for v in scaled], code
+    return [_chosen(v, kind, ties, offset, zeros) for v in scaled], code
+
+
+def _exponent(largest: float, exact: np.float32, divisor: float, kind: str, rule: str) -> int:
+    """The exponent of a scale that is a power of two."""
+    if rule == "up":
+        return ceil(np.log2(exact))
+    fraction, power = frexp(largest)
+    bits = 1 if rule == "half" else int(kind[3])
+    carries = {"floor": False, "ceil": fraction > 0.5, "even": fraction >= 1 - 2.0 ** -(bits + 2),
+               "half": fraction >= 1 - 2.0 ** -(bits + 2)}[rule]
+    return power - frexp(divisor)[1] + carries
 
 
 def _minmax(x: list[np.float32], kind: str, zero: str, scale: str, given: Mapping[str, str | float | bool],
