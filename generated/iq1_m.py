@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, device, integer, workspace
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, device, integer
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -155,6 +155,9 @@ CODES = (0, 2, 5, 8, 10, 17, 21, 32, 34, 40, 42, 69, 81, 84, 86, 101, 128, 130, 
 GRID = Table("i8", *(CODES[i] // 4 ** j % 4 - 1 for i in range(2048) for j in range(8)), columns=8)
 
 
+GRID_DOWN = GRID.with_codes(lambda grid, down: grid + 0.125 * (1 - 2 * down), 2)
+
+
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 56*K/256]."""
     r = blocks.unflatten(-1, (-1, 56))
@@ -202,11 +205,8 @@ def decode(d: Tensor, sc: Tensor, down: Tensor, g: Tensor, out: Tensor | None = 
     out = out if out is None else out.unflatten(1, (-1, 16, 2, 8))
     d = d.float()[..., None, None, None]
     sc = sc.view(torch.int8).unflatten(1, (-1, 16))[..., None, None]
-    down = down.view(torch.int8).unflatten(1, (-1, 16, 2)).unsqueeze(-1)
-    grid = GRID[g.unflatten(-1, (-1, 16, 2))]
-    space = workspace(out)
-    w = torch.add(as_float(grid, out), 0.125 * (1 - 2 * down), out=space)
-    return torch.mul(d * (2 * sc + 1), w, out=out).flatten(1)
+    grid_down = GRID_DOWN[torch.add(g, down, alpha=2048).unflatten(-1, (-1, 16, 2))]
+    return torch.mul(d * (2 * sc + 1), grid_down, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import qdsl
 from qdsl.emit.build import BuildError, build
 from qdsl.emit.lanes import LOCALS
 from qdsl.emit.module import RUNTIME
@@ -120,3 +122,46 @@ def test_no_tensor_is_called_like_a_kernels_own_value(path: Path) -> None:
                       and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)}
             own = {node.id for node in names if isinstance(node.ctx, ast.Store)} - given
             assert {name for name in own | called if not name.endswith("_g")} <= LOCALS, function.name
+
+
+JOINT = """format: joint
+title: rows that a field of their own changes
+weight: [N, K]
+tables:
+  codes: [0, 7, 9, 21, 30, 44, 51, 63]
+  grid: "i<8 j<4: codes[i] // 4**(j // 2) % 4 + j"
+fields:
+  d: f32[n, k // 16]
+  s: u2[n, k // 4]
+  g: u3[n, k // 4]
+decode: {decode}
+storage:
+  packed:
+    blocks:
+      run: k
+      record: |
+        d
+        c<4: g[c] s[c] pad:3
+"""
+
+
+@pytest.mark.parametrize(("decode", "joined"), [
+    ("d * (grid[g, k % 4] * (1 - 2 * s))", True), ("d * (grid[g, k % 4] / 3 - s)", True),
+    ("d * s * (grid[g, k % 4] + s)", False)])
+def test_a_row_and_a_field_of_its_own_are_looked_up_together(decode: str, joined: bool, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integers, floats, and where the field is read elsewhere too."""
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    spec = tmp_path / "joint.yaml"
+    spec.write_text(JOINT.replace("{decode}", decode))
+    made = qdsl.load(spec)
+    assert hasattr(made, "GRID_S") == joined
+    torch.manual_seed(0)
+    fields = {"d": torch.randn(3, 2), "s": torch.randint(0, 4, (3, 8), dtype=torch.uint8),
+              "g": torch.randint(0, 8, (3, 8), dtype=torch.uint8)}
+    codes = torch.tensor([0, 7, 9, 21, 30, 44, 51, 63])[fields["g"].long()]
+    grid = torch.stack([codes // 4 ** (j // 2) % 4 + j for j in range(4)], -1).float()
+    s, d = fields["s"].float()[..., None], fields["d"].repeat_interleave(4, 1)[..., None]
+    wanted = {"(1": d * (grid * (1 - 2 * s)), "/ 3": d * (grid / 3 - s), "d * s": d * s * (grid + s)}
+    found = made.dequantize(made.pack(fields), torch.float32)
+    assert torch.equal(found, next(w for key, w in wanted.items() if key in decode).flatten(1))

@@ -12,12 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from qdsl.emit.formula import constant, integer_fields, steps
+from qdsl.emit.formula import constant, integer_fields, step_name, steps
+from qdsl.emit.joint import Joint, joint
 from qdsl.emit.tensors import Unsupported, is_read_by_dtype
 from qdsl.ir import index as ix
 from qdsl.ir.index import Index
 from qdsl.ir.program import Field, Program, Value
 from qdsl.passes.samples import divisor_of
+
+FLOATS = ("f32", "f16", "bf16")                                  # what torch copies into float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +58,42 @@ def decode(programs: Sequence[Program]) -> Decode:
     extents = {program.spec.table(value.name).shape[1] for value in lookups}
     rows, columns = (_levels(programs, [*read, *(f for f in fields if f.number is None)], axis, extents) for axis in "nk")
     lines = _gathers(fields)
+    together = joint(program)
+    copied = _copied(program)
     taken = {program.values[value.args[0]].name for value in lookups}
+    taken |= {together.field} if together else set()
+    taken |= {copied.name} if copied else set()
     prepared = [line for field in read if field.name not in taken
                 for line in _prepare(programs, fields, field, rows, columns, optional)]
     lines += _ordered(prepared)
-    lines += [f"{_rows_name(lookups, value)} = {_rows(program, value, rows, columns)}" for value in lookups]
+    names: dict[str, str] = {}
+    for value in lookups:
+        name, text = _rows(program, lookups, value, rows, columns, together)
+        lines.append(f"{name} = {text}")
+        names[_key(program, value, together)] = name
     deep = (len(rows.blocks), len(columns.blocks))
     if deep != (1, 1):
         digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
                          for axis, letter, levels in ((0, "n", rows), (deep[0], "k", columns)) if len(levels.blocks) > 1)
         lines.insert(len(_gathers(fields)), f"out = out if out is None else out{digits}")
-    names = {f"{value.name}[{program.values[value.args[0]].name}]": _rows_name(lookups, value) for value in lookups}
-    *before, last_step = _result(program, names)
+    *before, last_step = _copy(program, copied) if copied else _result(program, names)
     lines += before
     lines.append(f"return {last_step}{f'.flatten({deep[0]})' if deep[1] > 1 else ''}"
                  f"{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}")
     last = program.values[-1]
-    copies = last.name if last.op == "field" else None
     cuts = tuple(Index(1) if axis.fixed else axis.blocks[0] for axis in (rows, columns))
-    return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), copies)
+    return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), last.name if last.op == "field" else None)
+
+
+def _copied(program: Program) -> Field | None:
+    """The field of torch's own floats that is the weight: nothing is computed, it is copied."""
+    last = program.values[-1]
+    field = program.field(last.name) if last.op == "field" else None
+    return field if field and field.number and field.number.name in FLOATS else None
+
+
+def _copy(program: Program, field: Field) -> list[str]:
+    return [f"{_typed(program, field)} if out is None else out.copy_({field.name})"]
 
 
 def _ordered(lines: Sequence[str]) -> list[str]:
@@ -93,24 +113,31 @@ def _ordered(lines: Sequence[str]) -> list[str]:
     return [*ahead, *found]
 
 
-def _rows_name(lookups: Sequence[Value], value: Value) -> str:
-    """What the rows of a table are called that a field chooses: as the table, where it is read once."""
-    once = sum(other.name == value.name for other in lookups) == 1
-    return value.name if once else f"{value.name}_{lookups.index(value)}"
+def _key(program: Program, value: Value, together: Joint | None) -> str:
+    """By what a formula knows what the rows of a table are called, or what has become of them."""
+    row = program.values[value.args[0]].name
+    return step_name(together.step) if together and together.has(value.name, row) else f"{value.name}[{row}]"
 
 
-def _rows(program: Program, value: Value, rows: Levels, columns: Levels) -> str:
-    """The rows of a table, brought to the common axes: each lies along the levels below its length."""
+def _rows(program: Program, lookups: Sequence[Value], value: Value, rows: Levels, columns: Levels,
+          together: Joint | None) -> tuple[str, str]:
+    """What the rows of a table that a field chooses are called, and they, brought to the common axes: each lies along the
+    levels below its length.
+    """
     table = program.spec.table(value.name)
     field = program.field(program.values[value.args[0]].name)
     block = _block(field, "k")
     if not columns.fixed or len(rows.blocks) > 1 or block is None:
         raise Unsupported(f"rows of table '{table.name}' for columns that are not in whole blocks")
+    once = sum(other.name == value.name for other in lookups) == 1
+    name, text = table.name.value, field.name
+    if together and together.has(name, field.name):
+        name, text, once = together.name, together.code, True
     at = columns.blocks.index(block)
     sizes = [str(a.const // b.const) for a, b in pairwise(columns.blocks)]
-    text = f"{field.name}.unflatten(-1, ({', '.join(['-1', *sizes[:at]])}))" if at else field.name
+    text = f"{text}.unflatten(-1, ({', '.join(['-1', *sizes[:at]])}))" if at else text
     below = f".unflatten(-1, ({', '.join(sizes[at:])}))" if len(sizes) > at + 1 else ""
-    return f"{constant(value.name)}[{text}]{below}"
+    return name if once else f"{name}_{lookups.index(value)}", f"{constant(name)}[{text}]{below}"
 
 
 def _result(program: Program, names: Mapping[str, str]) -> list[str]:
@@ -243,7 +270,7 @@ def _typed(program: Program, field: Field) -> str:
     assert number is not None
     if number.name == "f32" and field.kind == "f32":
         return field.name
-    if number.name in ("f32", "f16", "bf16") or is_read_by_dtype(program, field):
+    if number.name in FLOATS or is_read_by_dtype(program, field):
         return f"{field.name}.float()"
     if number.is_float:
         return f"{number.name}({field.name})"

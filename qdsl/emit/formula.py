@@ -32,16 +32,24 @@ TORCH = Dialect(lambda table, at: f"{constant(table)}[{at}]")
 TRITON = Dialect(lambda table, at: f"tl.load({table} + {at})", divide="tl.div_rn", negate="-1.0 * ")
 
 
-def formula(program: Program, dialect: Dialect = TORCH, names: Mapping[str, str] | None = None, around: int = 0) -> str:
-    """The value of weight [n, k], in the order of operations that the spec wrote.
+def formula(program: Program, dialect: Dialect = TORCH, names: Mapping[str, str] | None = None, around: int = 0,
+            step: int = -1) -> str:
+    """The value of weight [n, k], in the order of operations that the spec wrote, or of a step of it.
 
     `names` says what fields are called; `around` is 2 where the text becomes the left side of a product.
     """
-    return _text(program, len(program.values) - 1, dialect, names or {}, around)
+    return _text(program, step % len(program.values), dialect, names or {}, around)
+
+
+def step_name(number: int) -> str:
+    """The key in `names` of a step that is known already."""
+    return f"step {number}"
 
 
 def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str], around: int) -> str:
     value = program.values[number]
+    if found := names.get(step_name(number)):
+        return found
     if value.op == "float":
         return _text(program, value.args[0], dialect, names, around)
     if value.op == "field":
@@ -109,12 +117,12 @@ def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[s
     """The formula as what it begins with, and the operations that follow, each (op, left, right) with one side empty.
 
     Every step has a value for each weight, so that one tensor can hold them all, one after the other.
-    `names` says what fields, and rows of tables, are called.
+    `names` says what fields, rows of tables, and steps that are known already, are called.
     """
     values = program.values
     at = len(values) - 1
     found: list[tuple[str, str, str]] = []
-    while values[at].op in ("+", "-", "*", "/") and not values[at].is_int:
+    while values[at].op in ("+", "-", "*", "/") and not values[at].is_int and step_name(at) not in names:
         sides = [arg for arg in values[at].args if values[arg].index == values[-1].index]
         if not sides:
             break

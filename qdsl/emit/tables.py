@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from qdsl.emit import joint
 from qdsl.emit.formula import constant, tables
 from qdsl.emit.lines import wrapped
 from qdsl.ir.program import Program
@@ -14,13 +15,14 @@ _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "**": 4}
 
 
 def constants(program: Program) -> list[list[str]]:
-    """Each table that decode reads, and those that it is computed from, in the order of the spec."""
+    """Each table that decode reads, and those that it is computed from, in the order of the spec; then one of joint steps."""
     kinds = tables(program)
     wanted = set(kinds)
     for table in reversed(program.spec.tables):
         if table.name.value in wanted and table.formula is not None:
             wanted |= set(g.names(table.formula))
-    return [_constant(table, kinds) for table in program.spec.tables if table.name.value in wanted]
+    found = [_constant(table, kinds) for table in program.spec.tables if table.name.value in wanted]
+    return [*found, *([line] if (line := joint.table(program)) else [])]
 
 
 def _constant(table: Table, kinds: Mapping[str, str]) -> list[str]:

@@ -176,16 +176,16 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     texts = [_extract(sources[lane.skip].text, lane, cuts) for lane in cuts.lanes]
     narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""
     if len(texts) == 1:
-        return Chain(f"({texts[0]}){narrow}", one.labels)
+        return Chain(f"{'trit' if cuts.part.places else ''}({texts[0]}){narrow}", one.labels)
     place = _place(one.labels, cuts.bits[0])
     listed = ", ".join(texts)
     text = sources[cuts.skips[0]].text
     if len(texts) > 2 and [lane.place for lane in cuts.lanes] == list(range(len(texts))) and len(sources) == 1:
-        listed = f"trit({text}, i) for i in range({len(texts)})"
+        listed = f"{text} * 3 ** i for i in range({len(texts)})"
     elif len(texts) > 2 and len(cuts.bits) == 1 and len(sources) == 1 and cuts.lanes[0].shift == 0 and not cuts.part.places:
         listed = f"{text} >> {cuts.bits[0].stride} * i & {(1 << cuts.part.width) - 1} for i in range({len(texts)})"
-    stacked = Chain(f"torch.stack([{listed}], {place - len(one.labels) - 1}){narrow}",
-                    (*one.labels[:place], BYTES, *one.labels[place:]))
+    text = f"torch.stack([{listed}], {place - len(one.labels) - 1}){narrow}"
+    stacked = Chain(f"trit({text})" if cuts.part.places else text, (*one.labels[:place], BYTES, *one.labels[place:]))
     return stacked.unflatten(place, cuts.bits, [d.extent for d in cuts.bits])
 
 
@@ -215,9 +215,9 @@ def _place(labels: tuple[Label, ...], lane: Digit) -> int:
 
 
 def _extract(text: str, lane: Lane, cuts: Cut) -> str:
-    """`text >> shift & mask`, without the parts that do nothing; or a digit."""
+    """`text >> shift & mask`, without the parts that do nothing; or bytes whose first digit is wanted."""
     if cuts.part.places:
-        return f"trit({text}, {lane.place})"
+        return f"{text} * {3 ** lane.place}" if lane.place else text
     shown = f"{text} >> {lane.shift}" if lane.shift else text
     top = cuts.container == 1 and lane.shift + cuts.part.width == 8
     return shown if top else f"{shown} & {(1 << cuts.part.width) - 1}"
