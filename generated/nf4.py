@@ -3,13 +3,13 @@
     w = levels[q] * s
     float32, rounded after each operation
 
-    s      f32 [N, ceil(K/block)]
+    s      f32 [ceil(N*K/block)]
     q      u4  [N, K]
 
     bitsandbytes: 4.5 bits per weight with block = 64
     planar: 4.5 bits per weight with block = 64
 
-Built from the spec nf4 (sha256 b10fdcdfc0c5bccc) by qdsl 0.1.0.
+Built from the spec nf4 (sha256 f5f4642610e97376) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -31,11 +31,11 @@ LEVELS = Table("f32", -1.0, -0.6961928009986877, -0.5250730514526367, -0.3949174
 
 
 def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N*K/2, 1]; weight_absmax float32 [N, K/block]."""
+    """Fields of weight uint8 [N*K/2, 1]; weight_absmax float32 [ceil(N*K/block)]."""
     r = weight.squeeze(1)
     return {
         "s": weight_absmax,
-        "q": torch.stack([r >> 4, r & 15], -1).flatten(0)[:N * K].unflatten(0, (N, K)),
+        "q": torch.stack([r >> 4, r & 15], -1).flatten()[:N * K].unflatten(0, (N, K)),
     }
 
 
@@ -50,31 +50,32 @@ def pack_bitsandbytes(s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q: Tensor, s: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; s float32 [N, ceil(K/block)]."""
+    """Fields of q int32 [N, 16*ceil(K/128)]; s float32 [N, K/block]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 8, 2))
     return {
-        "s": s,
+        "s": s.flatten(),
         "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K],
     }
 
 
-def pack_planar(s: Tensor, q: Tensor) -> dict[str, Tensor]:
+def pack_planar(s: Tensor, q: Tensor, *, N: int, K: int, block: int) -> dict[str, Tensor]:
     """q, s of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
     r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
     return {
         "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
+        "s": s.unflatten(-1, (N, K // block)),
     }
 
 
 def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = levels[q] * s.  s [N, ceil(K/block)], q [N, K]."""
-    out = out if out is None else out.unflatten(1, (s.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (s.shape[1], -1))
+    """Weights [N, K], float32 rounded after each operation: w = levels[q] * s.  s [ceil(N*K/block)], q [N, K]."""
+    shape = q.shape
+    out = out if out is None else out.view(s.shape[0], -1)
+    q = q.view(torch.int8).reshape(s.shape[0], -1)
     s = s.unsqueeze(-1)
-    return torch.mul(LEVELS[q], s, out=out).flatten(1)
+    return torch.mul(LEVELS[q], s, out=out).view(shape)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -88,10 +89,9 @@ def _dequantize_bitsandbytes(weight, weight_absmax, levels, out, N, K, block, BN
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_absmax += n.to(tl.int64) * (K // block)
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
-    s = tl.load(weight_absmax + k // block, live, 0)
+    s = tl.load(weight_absmax + (k + n * K) // block, live, 0)
     q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
     w = tl.load(levels + q) * s
     tl.store(out + k, w, live)
@@ -106,12 +106,11 @@ def _linear_bitsandbytes(weight, weight_absmax, levels, x, bias, out, N, K, bloc
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    weight_absmax += n.to(tl.int64) * (K // block)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
-        s = tl.load(weight_absmax + k // block, live, 0)
+        s = tl.load(weight_absmax + (k + n * K) // block, live, 0)
         q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += tl.load(levels + q) * s * x_k
@@ -127,7 +126,7 @@ def _dequantize_planar(q, s, levels, out, N, K, block, BN: tl.constexpr, BK: tl.
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    s += n.to(tl.int64) * tl.cdiv(K, block)
+    s += n.to(tl.int64) * (K // block)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     out += n.to(tl.int64) * K
     t = u // 16
@@ -154,7 +153,7 @@ def _linear_planar(q, s, levels, x, bias, out, N, K, block, BN: tl.constexpr, BK
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    s += n.to(tl.int64) * tl.cdiv(K, block)
+    s += n.to(tl.int64) * (K // block)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 128), BK):
@@ -329,14 +328,14 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
-        "s": Field("f32", "N", "ceil(K/block)"),
+        "s": Field("f32", "ceil(N*K/block)"),
         "q": Field("u4", "N", "K"),
     },
     storages={
         "bitsandbytes": Storage(
             tensors={
                 "weight": Stored("u8", "N*K/2", "1"),
-                "weight_absmax": Stored("f32", "N", "K/block", aliases=("weight.absmax",)),
+                "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",)),
             },
             unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, needs_shape=True,
             kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k",
@@ -345,15 +344,15 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "s": Stored("f32", "N", "ceil(K/block)"),
+                "s": Stored("f32", "N", "K/block"),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True, extents=("N", "K", "block"),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                 tables=(LEVELS,),
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("block",))),
         ),
     },
-    decode=decode, cuts=("N", "ceil(K/block)"),
+    decode=decode, cuts=("N", "ceil(N*K/block)"),
 )
 
 FORMAT = Format(
@@ -362,7 +361,7 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
-    digest="b10fdcdfc0c5bccc",
+    digest="f5f4642610e97376",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd, lcm
 
-_AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\()?(?P<dim>N\*K|N|K|1)(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\))\Z")
+_AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\()?(?P<dim>N\*K|N|K|1|[a-z][a-z0-9_]*)"
+                   r"(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\))\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     """words * dim / step elements, where `exact` says that step must divide dim and otherwise the quotient is rounded up.
 
-    `dim` is 'N', 'K', 'N*K' or '1'; `step` is a product of integers and size parameters.
+    `dim` is 'N', 'K', 'N*K', '1' or a size parameter; `step` is a product of integers and size parameters.
     """
 
     dim: str
@@ -33,13 +34,17 @@ class Axis:
 
     def extent(self, n: int, k: int, sizes: Mapping[str, int]) -> int | None:
         """How many elements the axis has; None where an exact step does not divide."""
-        whole = {"N": n, "K": k, "N*K": n * k, "1": 1}[self.dim]
-        by = self.by(sizes)
+        whole, by = self.whole(n, k, sizes), self.by(sizes)
         return None if self.exact and whole % by else -(-whole // by) * self.words
+
+    def whole(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
+        """The dim, as a number."""
+        return {**sizes, "N": n, "K": k, "N*K": n * k, "1": 1}[self.dim]
 
     def solve(self, extent: int) -> int | None:
         """The dim that an extent means, where it can mean only one."""
-        if not self.exact or any(isinstance(part, str) for part in self.step) or extent % self.words:
+        if not self.exact or self.dim not in ("N", "K", "N*K", "1") or extent % self.words or any(
+                isinstance(part, str) for part in self.step):
             return None
         return extent // self.words * self.by({})
 

@@ -30,10 +30,10 @@ SHAPES = ((20, 256), (33, 384), (16, 1152))
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-def shapes_of(case: Case) -> list[tuple[int, int]]:
-    """SHAPES, or whole records."""
-    step = next(step for step in (128, 256) if any(shapes(case, (16,), (3 * step,))))
-    return [(n, -(-k // step) * step) for n, k in SHAPES]
+def shapes_of(case: Case, params: Mapping[str, int | str] | None = None) -> list[tuple[int, int]]:
+    """SHAPES, or whole records, and whole blocks where rows must have them."""
+    step = next(128 << i for i in range(6) if any(shapes(case, (16,), (384 << i,), params)))
+    return [(n if step <= 256 else 16, -(-k // step) * step) for n, k in SHAPES]
 
 
 def choices(case: Case) -> Iterator[Mapping[str, int | str]]:
@@ -103,8 +103,9 @@ def hopper() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_row(case: Case) -> None:
-    shapes = [*shapes_of(case), (16, 1024)]                      # the last: warps share K evenly
     for i, params in enumerate(choices(case)):
+        step = shapes_of(case, params)[0][1]
+        shapes = [*shapes_of(case, params), (16, max(1024, step))]   # the last: warps share K evenly
         check(case, shapes[3], params, 1, DTYPES[i % 2])
         check(case, shapes[i % 3], params, 1, DTYPES[i % 2], bias=i % 2 == 1)
         check(case, shapes[(i + 1) % 3], params, 1, DTYPES[(i + 1) % 2])
@@ -114,15 +115,15 @@ def test_one_row(case: Case) -> None:
 def test_few_rows(case: Case) -> None:
     """Up to 8, and more in blocks of 8."""
     for i, params in enumerate(choices(case)):
-        check(case, shapes_of(case)[i % 3], params, (3, 8, 11)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
-        check(case, shapes_of(case)[(i + 1) % 3], params, (8, 2, 9)[i % 3], DTYPES[(i + 1) % 2])
+        check(case, shapes_of(case, params)[i % 3], params, (3, 8, 11)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
+        check(case, shapes_of(case, params)[(i + 1) % 3], params, (8, 2, 9)[i % 3], DTYPES[(i + 1) % 2])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if lanes_of(case).many], ids=str)
 def test_many_rows(case: Case, hopper: None) -> None:
     for i, params in enumerate(choices(case)):
-        check(case, shapes_of(case)[i % 3], params, (12, 16, 33)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
-        check(case, shapes_of(case)[(i + 1) % 3], params, 9, DTYPES[(i + 1) % 2])
+        check(case, shapes_of(case, params)[i % 3], params, (12, 16, 33)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
+        check(case, shapes_of(case, params)[(i + 1) % 3], params, 9, DTYPES[(i + 1) % 2])
     packed = packed_of(case, shapes_of(case)[0], next(choices(case)))
     assert kernels_of(x_of(9, 256, torch.float16), packed) == {"many"}
     assert kernels_of(x_of(8, 256, torch.float16), packed) == {"few"}

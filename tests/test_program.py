@@ -89,7 +89,7 @@ BREAKS: dict[str, Callable[[Program], Program]] = {
     "subscripts-are-known": lambda p: replace(p, fields=(
         replace(p.fields[0], index=(ix.name("n"), ix.name("t"))), *p.fields[1:])),
     "placements-are-of-fields": with_tensor(lambda p: {"placements": (
-        replace(p.tensors[0].placements[0], tiles=(("n", 1), ("z", 1))), *p.tensors[0].placements[1:])}),
+        replace(p.tensors[0].placements[0], digits=(("n", ""), ("z", ""))), *p.tensors[0].placements[1:])}),
     "slices-say-what-records-say": with_tensor(moved_slice),
     "fields-are-stored-once": lambda p: replace(p, where={"d": ix.name("k")}),
     "values-refer-back": lambda p: value(p, at(p, "*"), args=(len(p.values), 0)),

@@ -17,7 +17,7 @@ def axis_text(extent: Index, words: int = 1) -> str:
     if extent == Index(1):
         return f"{head}1"
     if extent.is_const:
-        raise Unsupported(f"the extent {extent} is not a dim over a step")
+        return f"{words * extent.const}*1"
     atom, coefficient = extent.terms[0]
     if len(extent.terms) == 1 and not extent.const:
         if coefficient != 1:

@@ -54,6 +54,8 @@ def decode(programs: Sequence[Program]) -> Decode:
     fields = tuple(program.fields)
     read = [field for field in fields if field.name in {value.name for value in program.values if value.op == "field"}]
     optional = tuple(f.name for f in fields if any(f.name in p.defaults or f.name in p.where for p in programs))
+    if any(ix.flat_of(index) is not None for field in read for index in field.index):
+        return _flat(program, fields, read, optional)
     lookups = [value for value in program.values if value.op == "table" and len(program.spec.table(value.name).shape) > 1]
     extents = {program.spec.table(value.name).shape[1] for value in lookups}
     rows, columns = (_levels(programs, [*read, *(f for f in fields if f.number is None)], axis, extents) for axis in "nk")
@@ -94,6 +96,42 @@ def _copied(program: Program) -> Field | None:
 
 def _copy(program: Program, field: Field) -> list[str]:
     return [f"{_typed(program, field)} if out is None else out.copy_({field.name})"]
+
+
+def _flat(program: Program, fields: tuple[Field, ...], read: Sequence[Field], optional: tuple[str, ...]) -> Decode:
+    """Decode of fields in blocks of the flat position: rows one after the other, cut into the finest of the blocks.
+
+    What larger blocks share is spread over the finest first.  Blocks are whole, or there is one; of remainders all are whole.
+    """
+    if optional or any(len(program.spec.table(value.name).shape) > 1 for value in program.values if value.op == "table"):
+        raise Unsupported("rows of tables, and fields that may be missing, beside blocks of the flat position")
+    atoms = {field.name: atom for field in read for index in field.index if (atom := ix.flat_of(index)) is not None}
+    finest = min(atoms, key=lambda name: _flat_size(atoms[name].args[1]))
+    first, op = _flat_size(atoms[finest].args[1]), atoms[finest].op
+    sizes = f"{finest}.shape[0], -1" if op == "div" else f"-1, {finest}.shape[0]"
+    full = [field for field in read if field.name not in atoms and field.index]
+    lines = [f"shape = {full[0].name}.shape", f"out = out if out is None else out.view({sizes})"]
+    for field in read:
+        text = _typed(program, field)
+        if field in full:
+            lines.append(f"{field.name} = {text}.reshape({sizes})")
+        elif field.name in atoms:
+            times = _flat_size(atoms[field.name].args[1]) // first
+            text += f".repeat_interleave({times})[:{finest}.shape[0]]" if times > 1 else ""
+            text += ".unsqueeze(-1)" if op == "div" else ""
+            lines += [f"{field.name} = {text}"] if text != field.name else []
+        elif text != field.name:
+            lines.append(f"{field.name} = {text}")
+    order = [line for line in lines if f"{finest} = " not in line[:len(finest) + 3]]
+    lines = [*order, *(line for line in lines if line not in order)]
+    *before, last = _result(program, {})
+    cut = ix.ceil(ix.name("N") * ix.name("K"), atoms[finest].args[1]) if op == "div" else Index(1)
+    return Decode((*lines, *before, f"return {last}.view(shape)"), fields, optional, (Index(1), cut), None)
+
+
+def _flat_size(by: Index) -> int:
+    """The size of a block, or its multiple of a parameter; of what lies at remainders alone there is one."""
+    return by.const if by.is_const else by.terms[0][1]
 
 
 def _ordered(lines: Sequence[str]) -> list[str]:

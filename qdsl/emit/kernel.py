@@ -209,7 +209,7 @@ class Decoder:
         for tensor in self.program.tensors:
             for placement in tensor.placements:
                 if placement.field == field.name:
-                    index = [ix.substitute(i, coordinates, self.tile.facts) for i in field.index]
+                    index = [self.substituted(i, coordinates) for i in field.index]
                     if placement.flat:
                         index = [index[0] * name("K") + index[1]]
                     for ranges in placement.cuts:
@@ -251,14 +251,27 @@ class Decoder:
         """The types of the elements that the field lies in."""
         return {t.element.name for t in self.program.tensors for p in t.placements if p.field == field.name}
 
+    def substituted(self, index: Index, coordinates: Mapping[str, Index]) -> Index:
+        """A subscript for the kernel's coordinates; blocks of the flat position of which rows hold whole ones by rows."""
+        atom = ix.flat_of(index)
+        if atom is not None and atom.op == "div":
+            whole = ix.exact(name("K"), atom.args[1])
+            if any(var.extent == whole for tensor in self.program.tensors for var in tensor.vars):
+                return coordinates["n"] * whole + ix.div(coordinates["k"], atom.args[1], self.tile.facts)
+        return ix.substitute(index, coordinates, self.tile.facts)
+
     # -- slices -------------------------------------------------------------------------------------------------------
 
     def slice(self, field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], index: list[Index],
               guard: str) -> tuple[int, str]:
         """(loop, text) of a slice's bits, or digit; `ranges` are the slices of the same bits for all ranges of elements."""
         facts = self.tile.facts
-        records = {var: ix.div(i, size, facts) for i, (var, size) in zip(index, placement.tiles, strict=True) if var}
-        local = [ix.mod(i, size, facts) for i, (_, size) in zip(index, placement.tiles, strict=True)]
+        records: dict[str, Index] = {}
+        local: list[Index] = []
+        for i, digits, size in zip(index, placement.digits, placement.extents, strict=True):
+            found = _digits(i, [tensor.var(digit).extent if digit else Index(size) for digit in digits], facts)
+            records |= {digit: each for digit, each in zip(digits, found, strict=True) if digit}
+            local.append(found[digits.index("")])
         if not ranges[0].places:
             return self.cut_bits(field, tensor, ranges, records, local, guard)
         whole = [replace(part, width=part.room, places=()) for part in ranges]
@@ -425,6 +438,20 @@ class Decoder:
         """How far a record's words are apart."""
         first, second = (self.address(tensor, {var.name: Index(0) for var in tensor.vars}, Index(i)) for i in (0, 1))
         return second - first
+
+
+def _digits(index: Index, extents: Sequence[Index], facts: Facts) -> list[Index]:
+    """The digits of a number, slowest first, that have these extents; the slowest has no other bound than its own."""
+    found: list[Index] = []
+    for extent in reversed(extents[1:]):
+        high = Index(0, tuple((atom, c) for atom, c in index.terms if atom.op == "mul" and extent in atom.args))
+        if high.terms and not extent.is_const:                   # a multiple of the extent, and what is below it
+            found.insert(0, index - high)
+            index = ix.combine([(other, c) for atom, c in high.terms for other in [atom.args[1 - atom.args.index(extent)]]])
+        else:
+            found.insert(0, ix.mod(index, extent, facts))
+            index = ix.div(index, extent, facts)
+    return [index, *found]
 
 
 def _is_in_integer(field: Field, tensor: Tensor) -> bool:

@@ -19,9 +19,10 @@ from qdsl.emit.codebook import Codebook, codebook
 from qdsl.emit.records import Record
 from qdsl.emit.templates import render
 from qdsl.emit.tensors import is_read_by_dtype
-from qdsl.ir.program import Affine, Field, Program, Terms
+from qdsl.ir import index as ix
+from qdsl.ir.program import Affine, Field, Program, Tensor, Terms
 from qdsl.numbers import Number
-from qdsl.passes.derive_planar import PLANAR, PLANES, coordinate, is_code
+from qdsl.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, is_code
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 LOCALS = frozenset((
@@ -271,17 +272,24 @@ def _alone(program: Program, name: str) -> str | None:
     field = program.field(name)
     for tensor in program.tensors:
         order = [digit for axis in tensor.axes for digit in axis.digits]
-        names = [var for var, _ in tensor.placements[0].tiles if var] if tensor.placements else []
+        names = list(tensor.placements[0].vars) if tensor.placements else []
         if [p.field for p in tensor.placements] == [name] and tensor.words == 1 and [d for d in order if d in names] == names \
-                and tensor.stored is None and all(tile == 1 for _, tile in tensor.placements[0].tiles) \
-                and not tensor.placements[0].flat and all(coordinate(program, i) or str(i) == "k" for i in field.index):
+                and tensor.stored is None and all(tile == 1 for tile in tensor.placements[0].extents) \
+                and not tensor.placements[0].flat and _is_by_rows(program, tensor, field):
             return tensor.name
     return None
 
 
+def _is_by_rows(program: Program, tensor: Tensor, field: Field) -> bool:
+    """Whether a tensor of single elements has them by rows and blocks of columns."""
+    if any(ix.flat_of(index) is not None for index in field.index):
+        return coordinates(program, field) is not None and len(tensor.placements[0].vars) == 2
+    return all(coordinate(program, i) or str(i) == "k" for i in field.index)
+
+
 def _group(program: Program, field: Field, tensor: str) -> Group:
     assert field.number is not None
-    found = dict(pair for index in field.index if (pair := coordinate(program, index)) is not None)
+    found = dict(coordinates(program, field) or [])
     default = program.defaults.get(field.name)
     default = default if default is not None else program.where.get(field.name)
     return Group(argument(field.name), argument(tensor), found.get("n", ""), found.get("k", ""),

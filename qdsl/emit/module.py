@@ -23,7 +23,8 @@ from qdsl.emit.pack import pack_body
 from qdsl.emit.tables import constants
 from qdsl.emit.tensors import Unsupported, is_plain, tensor_dtype
 from qdsl.emit.unpack import unpack_body
-from qdsl.ir.program import Field, Program
+from qdsl.ir import index as ix
+from qdsl.ir.program import Field, Placement, Program, Tensor
 from qdsl.numbers import FLOATS
 from qdsl.passes.check_claims import bits_per_weight
 from qdsl.passes.derive_planar import order_name
@@ -142,9 +143,18 @@ def _pack(program: Program) -> list[str]:
     stored = [f for f in program.fields if f.name not in program.where]
     optional = set(program.defaults)
     arguments = [f"{f.name}: Tensor{' | None' if f.name in optional else ''}" for f in stored]
+    extents = pack_extents(program)
+    arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
     names = ", ".join(tensor.name for tensor in program.tensors)
     return [*wrapped(f"def pack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
             *indent([*_doc(f"{names} of the fields; the inverse of unpack_{program.storage}."), *pack_body(program)])]
+
+
+def pack_extents(program: Program) -> list[str]:
+    """Which of N, K and the sizes pack must be told, because the fields' shapes do not say where digits of a coordinate end."""
+    read = {node.id for node in ast.walk(ast.parse("\n".join(["def pack():", *indent(pack_body(program))])))
+            if isinstance(node, ast.Name)}
+    return [word for word in ("N", "K", *program.sizes) if word in read]
 
 
 def needs_shape(program: Program) -> bool:
@@ -249,7 +259,8 @@ def _variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
     if defaults:
         tail.append("defaults={" + ", ".join(f'"{name}": {value}' for name, value in defaults.items()) + "}")
     if [str(cut) for cut in decoded.cuts] != ["1", "1"]:
-        shown = [dim if str(cut) == "1" else f"ceil({dim}/{cut})" for dim, cut in zip("NK", decoded.cuts, strict=True)]
+        shown = [dim if str(cut) == "1" else axis_text(cut) if "K" in cut.names() else f"ceil({dim}/{cut})"
+                 for dim, cut in zip("NK", decoded.cuts, strict=True)]
         tail.append(f'cuts=("{shown[0]}", "{shown[1]}")')
     if decoded.copies:
         tail.append(f'copies="{decoded.copies}"')
@@ -302,9 +313,21 @@ def _storage(program: Program) -> list[str]:
         tail.append("where=(" + ", ".join(f'"{name}"' for name in program.where) + ("," if len(program.where) == 1 else "") + ")")
     if needs_shape(program):
         tail.append("needs_shape=True")
+    if extents := pack_extents(program):
+        tail.append(f"extents={_tuple(extents)}")
+    everywhere = [atom for field in program.fields for index in field.index if (atom := ix.flat_of(index)) and atom.op == "mod"]
+    if everywhere or not all(placement.plain or _by_rows(tensor, placement)
+                             for tensor in program.tensors for placement in tensor.placements):
+        tail.append("whole=True")
     if order:
         tail.append(f'order="{order}"')
     return [*lines, "    " + ", ".join(tail) + ",", *indent(wrapped("kernels=Kernels(", kernel, "),", level=1)), "),"]
+
+
+def _by_rows(tensor: Tensor, placement: Placement) -> bool:
+    """Whether the slowest digit of the first coordinate is also that of the tensor, so that runs of rows lie together."""
+    first = next((digit for axis in tensor.axes for digit in axis.digits), "")
+    return placement.digits[0][0] == first != "" and all(digits[1:] in ((), ("",)) for digits in placement.digits[1:])
 
 
 def _narrow(program: Program, made: Plan) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from qdsl.emit.digits import Cut, Lane
+from collections.abc import Sequence
+
+from qdsl.emit.digits import Cut, Digit, Lane
 from qdsl.emit.lines import indent, named
 from qdsl.emit.tensors import (
     Unsupported,
@@ -17,12 +19,13 @@ from qdsl.emit.tensors import (
     is_plain,
     is_signed,
     records_name,
-    sizes,
     tensor_dtype,
     to_axes,
     variables,
 )
 from qdsl.emit.views import BYTES, Chain, Label, region
+from qdsl.ir import index as ix
+from qdsl.ir.index import Index
 from qdsl.ir.program import Field, Placement, Program, Tensor
 from qdsl.layout import Slice
 
@@ -50,7 +53,19 @@ def _plain(program: Program, tensor: Tensor) -> Chain:
     if field_dtype(field) != tensor_dtype(tensor):
         cast = "to" if (field_dtype(field), tensor_dtype(tensor)) == ("int32", "int16") else "view"
         text += f".{cast}(torch.{tensor_dtype(tensor)})"
-    return Chain(text, tuple(variables(tensor)))
+    placement = tensor.placements[0]
+    chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(placement.digits))))
+    for axis in reversed(range(len(placement.digits))):
+        names = [name for name in placement.digits[axis] if name]
+        chain = chain.unflatten(axis, names, _sizes(tensor, names))
+    return chain
+
+
+def _sizes(tensor: Tensor, labels: Sequence[Label]) -> list[int | str]:
+    """Extents of digits and of variables; 0 for bytes, and for a variable that is the only one, which torch works out."""
+    several = sum(isinstance(label, str) and label != BYTES for label in labels) > 1
+    return [label.extent if isinstance(label, Digit) else
+            ix.text(tensor.var(label).extent) if several and label != BYTES else 0 for label in labels]
 
 
 def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
@@ -94,7 +109,11 @@ def _allocate(tensor: Tensor, name: str, size: int, filled: bool) -> str:
     """Records for every value of the tensor's variables, zeroed unless every byte is assigned."""
     lengths: dict[str, str] = {}
     for placement in sorted(tensor.placements, key=count):
-        for axis, (var, tile) in enumerate(placement.tiles):
+        for axis, digits in enumerate(placement.digits):
+            if len(digits) > 2 or not placement.plain:
+                lengths.update({var: ix.text(tensor.var(var).extent) for var in digits if var})
+                continue
+            var, tile = placement.tiles[axis]
             length = f"{placement.field}.shape[{axis}]"
             exact = not var or tensor.var(var).exact
             lengths.setdefault(var, length if tile == 1 else f"{length} // {tile}" if exact else f"cdiv({length}, {tile})")
@@ -154,19 +173,33 @@ def _split(program: Program, tensor: Tensor, placement: Placement, cuts: Cut, li
         wanted[-1:] = [wanted[-1][:1], wanted[-1][1:]] if var else [wanted[-1]]
     chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(wanted))))
     for axis in reversed(range(len(wanted))):
-        chain = chain.unflatten(axis, wanted[axis], sizes(wanted[axis]))
+        chain = chain.unflatten(axis, wanted[axis], _sizes(tensor, wanted[axis]))
     if len(cuts.lanes) == 1:
         return chain
     return Chain(named(lines, f"{field.name}_split", chain.text, arguments(program)), chain.labels)
 
 
 def _padded(tensor: Tensor, placement: Placement, field: Field, text: str) -> str:
-    tiles = [0 if not name or tensor.var(name).exact else tile for name, tile in placement.tiles]
+    tiles = [tile if any(not tensor.var(name).exact for name in digits if name) else 0
+             for digits, tile in zip(placement.digits, placement.extents, strict=True)]
     if not any(tiles):
         return text
+    if not placement.plain:
+        whole = [ix.text(_times([tensor.var(name).extent for name in digits if name], tile)) if tile else "" for digits, tile in
+                 zip(placement.digits, tiles, strict=True)]
+        amounts = [f"0, {total} - {'N * K' if placement.flat else ix.text(field.extents[axis])}" if total else "0, 0"
+                   for axis, total in enumerate(whole)]
+        return f"pad({text}, ({', '.join(reversed(amounts))}))"
     lengths = [f"{field.name}.numel()"] if placement.flat else [f"{field.name}.shape[{i}]" for i in range(len(tiles))]
     amounts = [f"0, -{length} % {tile}" if tile else "0, 0" for length, tile in zip(lengths, tiles, strict=True)]
     return f"pad({text}, ({', '.join(reversed(amounts))}))"
+
+
+def _times(extents: list[Index], by: int) -> Index:
+    total = Index(by)
+    for extent in extents:
+        total = total * extent
+    return total
 
 
 def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, order: list[Label], lines: list[str]) -> Chain:

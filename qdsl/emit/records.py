@@ -92,7 +92,7 @@ def _holds_rows(tensor: Tensor) -> bool:
 def _is_tile(tensor: Tensor, placement: Placement) -> bool:
     """Whether a record holds one row of a field, and some of its columns."""
     axes = [axis.digits[0] for axis in tensor.axes if axis.digits]
-    return not placement.flat and [var for var, _ in placement.tiles] == axes and placement.tiles[0][1] == 1
+    return not placement.flat and placement.plain and [var for var, _ in placement.tiles] == axes and placement.tiles[0][1] == 1
 
 
 def _codes(placement: Placement) -> tuple[int, list[int]] | None:

@@ -78,15 +78,16 @@ def arguments(program: Program) -> set[str]:
 def variables(tensor: Tensor) -> list[Label]:
     """A tensor's variables in the order of the coordinates that they carry, rows first."""
     order: list[Label] = []
-    for placement in sorted(tensor.placements, key=lambda p: -len(p.tiles)):
-        order += [name for name, _ in placement.tiles if name and name not in order]
+    for placement in sorted(tensor.placements, key=lambda p: -len(p.digits)):
+        order += [name for name in placement.vars if name not in order]
     return order
 
 
 def element_labels(placement: Placement, cuts: Cut) -> list[list[Label]]:
-    """Per coordinate of a field: the variable, then the digits inside the record, slowest first."""
-    digits = [*cuts.bytes_, *cuts.bits]
-    return [[*([name] if name else []), *coordinate(digits, axis)] for axis, (name, _) in enumerate(placement.tiles)]
+    """Per coordinate of a field: its variables, and where it has its own digit those inside the record, slowest first."""
+    inside = [*cuts.bytes_, *cuts.bits]
+    return [[label for name in digits for label in ([name] if name else coordinate(inside, axis))]
+            for axis, digits in enumerate(placement.digits)]
 
 
 def sizes(labels: list[Label]) -> list[int]:

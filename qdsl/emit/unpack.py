@@ -67,7 +67,10 @@ def unpack_body(program: Program) -> list[str]:
 
 
 def _plain(tensor: Tensor, field: Field) -> str:
-    text = in_order(tensor).text
+    chain = in_order(tensor)
+    for axis, digits in enumerate(tensor.placements[0].digits):
+        chain = chain.flatten(axis, sum(map(bool, digits)), f"axis {axis}")
+    text = chain.text
     if tensor_dtype(tensor) == "int16" and field_dtype(field) == "int32":
         text = f"({text}.to(torch.int32) & 65535)"
     elif tensor_dtype(tensor) != field_dtype(field):
@@ -101,7 +104,7 @@ def _slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence
         texts = [named(lines, f"{field.name}_{part.start}", bare(each.text), taken)
                  for part, each in zip(ranges, chains, strict=True)]
         chain = Chain(f"torch.cat([{', '.join(texts)}], -1)", chain.labels)
-        last = len(placement.tiles) - 1
+        last = len(placement.digits) - 1
         chain = chain.flatten(last, len(chain.labels) - last, f"axis {last}")
     return field_shifted(tensor, field, _cropped(tensor, placement, field, chain.text), -1)
 
@@ -116,6 +119,8 @@ def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, reco
         chain = _lanes(field, tensor, cuts, records, lines, taken)
     wanted = element_labels(placement, cuts)
     chain = chain.permute([label for group in wanted for label in group])
+    if not alone and not placement.plain:
+        raise Unsupported(f"the elements of '{field.name}' in '{tensor.name}' lie in ranges, and records between them")
     if not alone and placement.tiles[-1][0]:
         wanted[-1:] = [wanted[-1][:1], wanted[-1][1:]]
     for axis, group in enumerate(wanted):
@@ -227,8 +232,8 @@ def _cropped(tensor: Tensor, placement: Placement, field: Field, text: str) -> s
     """Without the padding of the last record, where there may be some; flat positions in rows again."""
     if placement.flat:
         return f"{text}[:N * K].unflatten(0, (N, K))"
-    shown = [":" if not name or tensor.var(name).exact else f":{ix.text(extent)}"
-             for (name, _), extent in zip(placement.tiles, field.extents, strict=True)]
+    shown = [":" if all(tensor.var(name).exact for name in digits if name) else f":{ix.text(extent)}"
+             for digits, extent in zip(placement.digits, field.extents, strict=True)]
     return text if set(shown) <= {":"} else f"{text}[{', '.join(shown)}]"
 
 

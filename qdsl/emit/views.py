@@ -31,7 +31,7 @@ class Chain:
             return Chain(f"{self.text}.t()", tuple(order))
         return Chain(f"{self.text}.permute({', '.join(str(self.labels.index(label)) for label in order)})", tuple(order))
 
-    def unflatten(self, axis: int, labels: Sequence[Label], sizes: Sequence[int]) -> Chain:
+    def unflatten(self, axis: int, labels: Sequence[Label], sizes: Sequence[int | str]) -> Chain:
         """One axis as several, or as none where it has one element; a size 0 is left to torch."""
         labels = tuple(labels)
         moved = (*self.labels[:axis], *labels, *self.labels[axis + 1:])
@@ -49,6 +49,8 @@ class Chain:
             return replace(self, labels=labels)
         if count == 0:
             return Chain(f"{self.text}.unsqueeze({first if first < len(self.labels) else -1})", labels)
+        if first == 0 and count == len(self.labels):
+            return Chain(f"{self.text}.flatten()", labels)
         last = "" if first + count == len(self.labels) else f", {first + count - 1}"
         return Chain(f"{self.text}.flatten({first}{last})", labels)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from math import prod
 
+from qdsl.ir.index import flat_of
 from qdsl.ir.program import Program
 from qdsl.ir.text import text
 from qdsl.layout import BYTE, Held, spread, walk
@@ -43,7 +44,7 @@ def subscripts_are_known(program: Program) -> Iterator[str]:
         if len(field.index) != len(field.extents):
             yield f"{field.name} has {len(field.index)} subscripts and {len(field.extents)} extents"
         for index in field.index:
-            if not index.names() <= known:
+            if not index.names() <= known | ({"N", "K"} if flat_of(index) is not None else set()):
                 yield f"{field.name} is subscripted by {index}"
 
 
@@ -56,9 +57,11 @@ def placements_are_of_fields(program: Program) -> Iterator[str]:
         for placement in tensor.placements:
             if placement.field not in fields:
                 yield f"{tensor.name} stores {placement.field}, which is no field"
-            elif not placement.flat and len(placement.tiles) != len(fields[placement.field].index):
-                yield f"{placement.field} in {tensor.name} has {len(placement.tiles)} tiles"
-            if not {name for name, _ in placement.tiles} <= variables:
+            elif not placement.flat and len(placement.digits) != len(fields[placement.field].index):
+                yield f"{placement.field} in {tensor.name} has {len(placement.digits)} tiles"
+            if len(placement.extents) != len(placement.digits) or any(digits.count("") != 1 for digits in placement.digits):
+                yield f"{placement.field} in {tensor.name} has coordinates without a digit for what a record holds"
+            if not set(placement.vars) <= variables:
                 yield f"{placement.field} in {tensor.name} moves with variables that {tensor.name} does not have"
 
 

@@ -72,6 +72,12 @@ class Index:
         return self.const + sum(coefficient * _value(atom, values) for atom, coefficient in self.terms)
 
 
+def flat_of(index: Index) -> Atom | None:
+    """The quotient or remainder of the flat position n * K + k that an index is; None where it is neither."""
+    atom, coefficient = index.terms[0] if len(index.terms) == 1 and not index.const else (None, 0)
+    return atom if atom is not None and coefficient == 1 and atom.op in ("div", "mod") and atom.args[0] == FLAT else None
+
+
 def as_index(value: Index | int) -> Index:
     return Index(value) if isinstance(value, int) else value
 
@@ -158,8 +164,11 @@ def ceil(top: Index, bottom: Index | int) -> Index:
 
 
 def exact(top: Index, bottom: Index | int) -> Index:
-    """Division that must leave no remainder."""
+    """Division that must leave no remainder; of a quotient, which must leave none either, by the product."""
     bottom = as_index(bottom)
+    if len(top.terms) == 1 and not top.const and top.terms[0][1] == 1 and top.terms[0][0].op == "exact":
+        inner, by = top.terms[0][0].args
+        return exact(inner, by * bottom)
     if bottom.is_const and bottom.const and top.const % bottom.const == 0 \
             and all(coefficient % bottom.const == 0 for _, coefficient in top.terms):
         return Index(top.const // bottom.const, tuple((a, c // bottom.const) for a, c in top.terms))
@@ -302,3 +311,6 @@ def _atom_text(atom: Atom, tight: int, cdiv: str) -> str:
     op = {"mul": "*", "div": "//", "mod": "%", "exact": "//"}[atom.op]
     body = f"{text(left, 2, cdiv)} {op} {text(right, 3, cdiv)}"
     return f"({body})" if tight > 2 else body
+
+
+FLAT = name("n") * name("K") + name("k")                         # the position of a weight where rows follow one another

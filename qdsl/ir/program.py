@@ -54,21 +54,35 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a field lies in a tensor: per coordinate (variable, tile), coordinate = tile * variable + local, and slices.
+    """Where a field lies in a tensor: per coordinate its digits, and the slices of a record.
 
+    digits: of a coordinate, slowest first, the names of variables, and '' for what a record holds, extents[axis] elements.
+    ('t', '') is the plain case, coordinate = extent * t + local; ('', 't') a record of elements that are t's extent apart.
     `flat` says that the one coordinate is the position n * K + k of a two-dimensional field.  `slices` is
     empty until the layouts are inferred.
     """
 
     field: str
-    tiles: tuple[tuple[str, int], ...]
+    digits: tuple[tuple[str, ...], ...]
+    extents: tuple[int, ...]
     flat: bool
     slices: tuple[Slice, ...] = ()
 
     @property
-    def extents(self) -> tuple[int, ...]:
-        """The box of elements that one record holds."""
-        return tuple(tile for _, tile in self.tiles)
+    def vars(self) -> tuple[str, ...]:
+        """The variables that carry the field from record to record, those of slower digits first."""
+        return tuple(dict.fromkeys(digit for digits in self.digits for digit in digits if digit))
+
+    @property
+    def plain(self) -> bool:
+        """Whether each coordinate has one variable or none, and a record holds consecutive elements."""
+        return all(digits[1:] in ((), ("",)) and (len(digits) > 1 or not digits[0]) for digits in self.digits)
+
+    @property
+    def tiles(self) -> tuple[tuple[str, int], ...]:
+        """Of a plain placement, per coordinate (variable or '', elements of a record)."""
+        assert self.plain
+        return tuple((digits[0], extent) for digits, extent in zip(self.digits, self.extents, strict=True))
 
     @property
     def ranges(self) -> int:

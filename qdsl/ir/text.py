@@ -66,10 +66,17 @@ def _stored(tensor: Tensor) -> str:
 
 
 def _placement(placement: Placement) -> Iterator[str]:
-    tiles = ", ".join(f"{tile} {name or 'one'}" for name, tile in placement.tiles)
+    tiles = ", ".join(_tile(digits, extent) for digits, extent in zip(placement.digits, placement.extents, strict=True))
     yield f"    {placement.field:<6} {'flat ' if placement.flat else ''}tiles [{tiles}]"
     for part in placement.slices:
         yield f"      bits {part.lo}..{part.lo + part.width - 1} at {part}"
+
+
+def _tile(digits: tuple[str, ...], extent: int) -> str:
+    """A coordinate's elements of a record, and its variables; where others are faster than the record, all digits in order."""
+    if digits[1:] in ((), ("",)):
+        return f"{extent} {digits[0] or 'one'}"
+    return " ".join(digit or str(extent) for digit in digits)
 
 
 def _value(value: Value) -> str:

@@ -8,8 +8,8 @@ Does not: look for strides (infer_layouts).
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
-from qdsl.ir.index import Index
 from qdsl.ir.program import Field, Placement, Program, Tensor
 from qdsl.layout import Clash, coverage, walk
 from qdsl.passes.samples import samples
@@ -63,8 +63,8 @@ def _check_tile(program: Program, tensor: Tensor, placement: Placement, held: di
         problems.add(tensor.record_span, f"'{tensor.name}' stores bit {min(outside)} of '{field.name}', which has "
                                          f"{field.bits} bits")
         return
-    unmoved = [var.name for var in tensor.vars if var.name not in {name for name, _ in placement.tiles}]
-    if unmoved and placement.tiles:
+    unmoved = [var.name for var in tensor.vars if var.name not in placement.vars]
+    if unmoved and placement.digits:
         problems.add(tensor.span, f"'{tensor.name}' stores '{field.name}' again for every '{unmoved[0]}', "
                                   f"which no subscript of '{field.name}' has")
         return
@@ -100,9 +100,9 @@ def _where(field: Field, placement: Placement, clash: Clash) -> list[str]:
 
 
 def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tensor:
-    """Each variable times its tile is the extent of the coordinate, exactly or (ceil) with padding at the end."""
+    """The digits of a coordinate count its elements, exactly or (ceil) with padding at the end, and no more than they must."""
     exact = {var.name: True for var in tensor.vars}
-    used = {name for placement in tensor.placements for name, _ in placement.tiles}
+    used = {name for placement in tensor.placements for name in placement.vars}
     for var in tensor.vars:
         if var.name not in used:
             problems.add(tensor.span, f"variable '{var.name}' of '{tensor.name}' is in no subscript of its record"
@@ -114,19 +114,21 @@ def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tens
         wanted = list(field.extents)
         if placement.flat:
             wanted = [wanted[0] * wanted[1]]
-        for (name, tile), extent in zip(placement.tiles, wanted, strict=True):
-            have = tensor.var(name).extent if name else Index(1)
+        for digits, tile, extent in zip(placement.digits, placement.extents, wanted, strict=True):
+            have = [tensor.var(name).extent for name in digits if name]
             tried = False
             for sample in samples(program, [*extents, *wanted]):
                 tried = True
-                records, elements = have(sample), extent(sample)
+                counts, elements = [each(sample) for each in have], extent(sample)
+                records = prod(counts)
                 if tile * records != elements:
-                    exact[name] = False
-                if -(-elements // tile) != records:
+                    exact.update(dict.fromkeys(filter(None, digits), False))
+                less = min((records - records // count for count in counts if count), default=0)
+                if tile * records < elements or (tile * less >= elements and records):
                     sizes = ", ".join(f"{size} = {value}" for size, value in sample.items())
                     problems.add(tensor.span, f"'{tensor.name}' has {records} records of {tile} '{field.name}' along "
-                                              f"'{name or 'its only record'}', but there are {elements} to store",
-                                 f"at {sizes}")
+                                              f"'{' '.join(filter(None, digits)) or 'its only record'}', but there are "
+                                              f"{elements} to store", f"at {sizes}")
                     return tensor
             if not tried:
                 problems.add(tensor.span, f"there are no N and K at which the extents of '{program.storage}' divide")

@@ -47,7 +47,7 @@ def full_placements(program: Program) -> list[tuple[Tensor, Placement]]:
 def _units(program: Program) -> Units | None:
     full = full_placements(program)
     tiles = {placement.extents for _, placement in full}
-    if not full or len(tiles) > 1 or any(placement.flat or placement.ranges > 1 for _, placement in full):
+    if not full or len(tiles) > 1 or any(placement.flat or not placement.plain or placement.ranges > 1 for _, placement in full):
         return None
     tensor, first = max(full, key=lambda pair: sum(part.width for part in pair[1].slices))
     cut = [split(part, owner.element.bits) for owner, placement in full for part in placement.slices]

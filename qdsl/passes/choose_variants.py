@@ -50,7 +50,7 @@ def _structural(spec: Spec) -> set[str]:
         for tensor in storage.tensors:
             for line in tensor.record:
                 used |= {word for extent in line.extents for word in g.names(extent)}
-                used |= {word for item in line.fields for part in (*item.index, item.lo, item.width) for word in g.names(part)}
+                used |= {word for item in line.fields for part in (item.lo, item.width) for word in g.names(part)}
             for rule in tensor.stored:
                 used |= set(g.names(rule.value)) | {key.value for key, _ in rule.when}
     dims = {dim.name.value: set(g.names(dim.value)) for dim in spec.dims}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import gcd
 
+from qdsl.ir import index as ix
 from qdsl.ir.index import Index
 from qdsl.ir.program import Field, Program
 from qdsl.numbers import Number
@@ -100,7 +101,19 @@ def _is_group(program: Program, field: Field) -> bool:
         return False
     if number.kind == "signed" and number.bits < 8:
         return False
-    return len(field.index) <= 2 and all(coordinate(program, index) is not None for index in field.index)
+    return len(field.index) <= 2 and coordinates(program, field) is not None
+
+
+def coordinates(program: Program, field: Field) -> list[tuple[str, str]] | None:
+    """The axis and the block of every coordinate; blocks of the flat position, of which rows hold whole ones, are of rows too.
+
+    None where a subscript is something else.
+    """
+    flat = [atom for index in field.index if (atom := ix.flat_of(index)) is not None]
+    if flat:
+        return [("n", "1"), ("k", str(flat[0].args[1]).replace(" ", ""))] if flat[0].op == "div" else None
+    found = [coordinate(program, index) for index in field.index]
+    return None if None in found else [pair for pair in found if pair is not None]
 
 
 def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
@@ -140,15 +153,18 @@ def _planes(code: Field, table: str, span: Span) -> Iterator[Tensor]:
 def _plain(program: Program, field: Field, divisor: int, span: Span) -> Tensor:
     """A field alone, rows first; integers below 8 bits in bytes.  K is a multiple of `divisor`."""
     assert field.number is not None
-    found = [pair for index in field.index if (pair := coordinate(program, index)) is not None]
+    found = coordinates(program, field) or []
+    flat = len(field.index) < len(found)                         # then K is a multiple of the block in this storage
     names = {"n": "r", "k": "g"}
     axes, subscripts = [], []
     for axis, block in sorted(found, reverse=True):
         whole = axis.upper()
-        even = axis == "k" and block.isdigit() and divisor % int(block) == 0
+        even = flat or (axis == "k" and block.isdigit() and divisor % int(block) == 0)
         axes.append(f"{names[axis]}<{whole if block == '1' else f'{whole}/{block}' if even else f'ceil({whole}/{block})'}")
     for axis, _ in found:
         subscripts.append(names[axis])
+    if flat:
+        subscripts = [f"K/{found[1][1]}*{names['n']} + {names['k']}"]
     element = field.kind if field.number.is_float else "i8" if field.number.kind == "signed" else "u8"
     spare = 0 if field.number.is_float else 8 - field.number.bits
     item = f"{field.name}[{', '.join(subscripts)}]" if subscripts else field.name

@@ -13,7 +13,7 @@ from itertools import product
 from math import gcd, lcm, prod
 
 from qdsl.ir import index as ix
-from qdsl.ir.index import Facts, Index, name
+from qdsl.ir.index import Atom, Facts, Index, name
 from qdsl.ir.program import Add, Axis, Field, Placement, Program, Tensor, Var
 from qdsl.layout import BASE, DIGIT_BITS, PLACES, Affine, Item, Line, walk
 from qdsl.numbers import Number, number
@@ -100,7 +100,9 @@ class _TensorReader:
         self.problems = problems
         self.fields = {field.name: field for field in program.fields}
         self.constants = {**parameters(program), **{d: i for d, i in program.dims.items() if i.is_const}}
+        self.extents = {"N": name("N"), "K": name("K"), **program.dims}
         self.used: dict[str, list[tuple[Affine, ...]]] = {}
+        self.weights: dict[str, list[tuple[Weights, ...]]] = {}
         self.what = f"the record of '{item.name}'"
 
     def read(self) -> Tensor | None:
@@ -115,7 +117,7 @@ class _TensorReader:
             return None
         bits = sum(part.step for line in lines for part in line.items
                    for _ in range(prod(extent for _, extent in line.loops)))
-        placements = tuple(self.placement(field, forms, lines) for field, forms in self.used.items())
+        placements = tuple(self.placement(field, forms, lines, variables) for field, forms in self.used.items())
         if None in placements:
             return None
         kept = tuple(p for p in placements if p is not None)
@@ -293,12 +295,14 @@ class _TensorReader:
             self.problems.add(item.field.span,
                               f"unknown field '{item.field.name}' in {self.what}{did_you_mean(item.field.name, self.fields)}")
             return None
-        index = [self.linear(scope, expr) for expr in item.index]
+        rows = scope if local else Scope({**scope.names, **self.extents}, self.what, self.problems, self.program.facts)
+        read = [self.linear(rows, expr, names) for expr in item.index]
+        index = [found[0] if found is not None else None for found in read]
         width = field.bits if item.width is None else scope.const(item.width, "a width")
         if None in index or not self.fits(width, field.bits, item.span):
             return None
         assert width is not None
-        lo = self.linear(scope, item.lo) if item.lo is not None else Affine(field.bits - width if item.part == "hi" else 0)
+        lo = self.bit(scope, item.lo) if item.lo is not None else Affine(field.bits - width if item.part == "hi" else 0)
         rank = len(field.index)
         allowed = (0, 1) if local else (rank, 1) if rank == 2 else (rank,)
         if len(index) not in allowed:
@@ -307,6 +311,7 @@ class _TensorReader:
             return None
         if lo is None:
             return None
+        self.weights.setdefault(field.name, []).append(tuple(found[1] for found in read if found is not None))
         forms = tuple(form for form in index if form is not None) or ((Affine(),) if local else ())
         return Item(field.name, (Affine(), *forms) if local else forms, lo, width)
 
@@ -316,33 +321,85 @@ class _TensorReader:
             return False
         return width is not None
 
-    def linear(self, scope: Scope, expr: g.Expr) -> Affine | None:
+    def bit(self, scope: Scope, expr: g.Expr) -> Affine | None:
+        """A bit of an element, which loops may move."""
+        index = scope.index(expr)
+        if index is not None and all(atom.op == "name" for atom, _ in index.terms):
+            return Affine(index.const, tuple((atom.name, coefficient) for atom, coefficient in index.terms))
+        if index is not None:
+            self.problems.add(expr.span, f"a bit is linear in the loops of its line, not {index}")
+        return None
+
+    def linear(self, scope: Scope, expr: g.Expr, names: set[str]) -> tuple[Affine, Weights] | None:
+        """A subscript as the elements of a record, and what variables, and these elements, are multiplied by."""
         index = scope.index(expr)
         if index is None:
             return None
-        if any(atom.op != "name" for atom, _ in index.terms):
-            self.problems.add(expr.span, f"a record's subscript is linear in its variables, not {index}")
-            return None
-        return Affine(index.const, tuple((atom.name, coefficient) for atom, coefficient in index.terms))
+        parts: dict[str, int] = {}
+        units: Weights = {}
+        for factors, coefficient in expanded(index).items():
+            moving = [atom.name for atom in factors if atom.op == "name" and atom.name in names]
+            unit = tuple(atom for atom in factors if atom.op != "name" or atom.name not in names)
+            if len(moving) > 1 or any(Index(0, ((atom, 1),)).names() & names for atom in unit) or "".join(moving) in parts:
+                self.problems.add(expr.span, f"a record's subscript is linear in its variables, not {index}")
+                return None
+            parts["".join(moving)] = coefficient
+            units["".join(moving)] = unit
+        return Affine(parts.pop("", 0), tuple(parts.items())), units
 
-    def placement(self, field: str, forms: list[tuple[Affine, ...]], lines: tuple[Line, ...]) -> Placement | None:
-        """Which variable carries each coordinate from record to record; all items of a field must agree."""
+    def placement(self, field: str, forms: list[tuple[Affine, ...]], lines: tuple[Line, ...], variables: tuple[Var, ...],
+                  ) -> Placement | None:
+        """Which digits carry each coordinate from record to record; all items of a field must agree."""
         loops = {loop for line in lines for loop, _ in line.loops}
-        tiles: list[tuple[str, int]] = []
-        span = self.item.record_text.span
+        digits: list[tuple[str, ...]] = []
+        tiles: list[int] = []
         for axis in range(len(forms[0])):
-            steps = {tuple(term for term in form[axis].terms if term[0] not in loops) for form in forms}
-            if len(steps) > 1:
-                self.problems.add(span, f"items of '{field}' move differently from record to record")
+            units = [form[axis] for form in self.weights.get(field, []) if len(form) == len(forms[0])]
+            moves = [tuple(term for term in form[axis].terms if term[0] not in loops) for form in forms]
+            box = 1 + max(p.index[axis] for p in walk(lines) if p.field == field)
+            if any(unit for each in units for unit in each.values()) or any(len(terms) > 1 for terms in moves):
+                found = self.chain(field, [dict(terms) for terms in moves], units, loops, box, variables)
+            else:
+                found = self.carried(field, moves, box)
+            if found is None:
                 return None
-            moves = steps.pop()
-            if len(moves) > 1:
-                self.problems.add(span, f"a subscript of '{field}' has several variables of the tensor: "
-                                        f"{', '.join(var for var, _ in moves)}")
-                return None
-            tiles.append(moves[0] if moves else ("", 1 + max(p.index[axis] for p in walk(lines) if p.field == field)))
+            digits.append(found[0])
+            tiles.append(found[1])
         flat = len(forms[0]) == 1 and len(self.fields[field].index) == 2
-        return Placement(field, tuple(tiles), flat)
+        return Placement(field, tuple(digits), tuple(tiles), flat)
+
+    def carried(self, field: str, moves: list[tuple[tuple[str, int], ...]], box: int) -> tuple[tuple[str, ...], int] | None:
+        """One variable, whose steps are records, or none."""
+        if len(set(moves)) > 1:
+            self.problems.add(self.item.record_text.span, f"items of '{field}' move differently from record to record")
+            return None
+        return ((moves[0][0][0], ""), moves[0][0][1]) if moves[0] else (("",), box)
+
+    def chain(self, field: str, moves: list[dict[str, int]], units: list[Weights], loops: set[str], box: int,
+              variables: tuple[Var, ...]) -> tuple[tuple[str, ...], int] | None:
+        """Variables and the elements of a record as the digits of one number, each as far apart as all faster ones reach."""
+        span = self.item.record_text.span
+        inside = {unit for each in units for moving, unit in each.items() if not moving or moving in loops}
+        if len({tuple(sorted(terms.items())) for terms in moves}) > 1 or len(inside) > 1 or any(
+                each.get(var) != units[0].get(var) for each in units for var in moves[0]):
+            self.problems.add(span, f"items of '{field}' move differently from record to record")
+            return None
+        left = {var: _product(unit, moves[0][var]) for var, unit in units[0].items() if var in moves[0]}
+        if box > 1 or inside:
+            left[""] = _product(inside.pop() if inside else (), 1)
+        found: list[str] = []
+        reach = Index(1)
+        while left:
+            step = next((digit for digit, weight in left.items() if expanded(weight) == expanded(reach)), None)
+            if step is None:
+                shown = ", ".join(f"'{digit or 'the record'}' by {weight}" for digit, weight in left.items())
+                self.problems.add(span, f"a subscript of '{field}' has digits that are not as far apart as faster ones reach, "
+                                        f"{reach}: {shown}")
+                return None
+            found.insert(0, step)
+            reach = reach * (next(var.extent for var in variables if var.name == step) if step else Index(box))
+            del left[step]
+        return tuple(found if "" in found else [*found, ""]), box
 
     # -- dense records ------------------------------------------------------------------------------------------------
 
@@ -363,6 +420,9 @@ class _TensorReader:
         line = self.item.record[0]
         lines = self.lines((replace(line, loops=line.loops[1:]),), {var.name for var in variables} | {loop.name})
         if lines is None:
+            return None
+        if any(unit for forms in self.weights.values() for form in forms for units in form for unit in units.values()):
+            self.problems.add(self.item.record_text.span, "a stream's subscripts have constant factors")
             return None
         bits = sum(part.step for part in lines[0].items) * prod(e for _, e in lines[0].loops)
         period = lcm(bits, element.bits) // bits
@@ -414,6 +474,32 @@ class _TensorReader:
             return None if amount is None else amount if value.op == "+" else -amount
         self.problems.add(value.span, f"a stored operation must be reversible: {rule.target} plus or minus a constant")
         return None
+
+
+Weights = dict[str, tuple[Atom, ...]]                             # extents that a variable ('' for a number) is multiplied by
+
+
+def expanded(index: Index) -> dict[tuple[Atom, ...], int]:
+    """An index as a sum of products: coefficient by atoms, none of which is a product."""
+    found: dict[tuple[Atom, ...], int] = {(): index.const} if index.const else {}
+    for atom, coefficient in index.terms:
+        parts: dict[tuple[Atom, ...], int] = {(atom,): 1}
+        if atom.op == "mul":
+            left, right = (expanded(argument) for argument in atom.args)
+            parts = {}
+            for (a, x), (b, y) in product(left.items(), right.items()):
+                key = tuple(sorted((*a, *b), key=lambda each: each.key))
+                parts[key] = parts.get(key, 0) + x * y
+        for key, value in parts.items():
+            found[key] = found.get(key, 0) + coefficient * value
+    return {key: value for key, value in found.items() if value}
+
+
+def _product(unit: tuple[Atom, ...], by: int) -> Index:
+    found = Index(by)
+    for atom in unit:
+        found = found * Index(0, ((atom, 1),))
+    return found
 
 
 def _bound(form: Affine, values: Mapping[str, int]) -> Affine:

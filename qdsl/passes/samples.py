@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from math import lcm
 
+from qdsl.ir import index as ix
 from qdsl.ir.index import Atom, Index, substitute
 from qdsl.ir.program import Program
 
@@ -66,6 +67,6 @@ def size_axis(program: Program, size: str) -> str:
     for field in program.fields:
         for index in field.index:
             if size in index.names():
-                return "N" if "n" in index.names() else "K"
+                return "N" if "n" in index.names() and ix.flat_of(index) is None else "K"
     dims = [index for index in program.dims.values() if size in index.names()]
     return "N" if dims and "N" in dims[0].names() else "K"

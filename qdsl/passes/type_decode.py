@@ -235,13 +235,23 @@ def _reach(program: Program, index: tuple[Index, ...]) -> tuple[Index, ...]:
 
 
 def _finer(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...]:
-    """What a value varies over that is made of two others."""
+    """What a value varies over that is made of two others; blocks of the flat position meet single weights and each other."""
+    flat = [i for i in (*a, *b) if ix.flat_of(i) is not None]
+    if flat:
+        every = (ix.name("n"), ix.name("k"))
+        return every if every in (a, b) else (min(flat, key=_flat_size),)
     found: list[Index] = []
     for axis in ("n", "k"):
         both = {i for i in (*a, *b) if axis in i.names()}
         if both:
             found.append(both.pop() if len(both) == 1 else _finest(both, axis))
     return tuple(found)
+
+
+def _flat_size(index: Index) -> int:
+    """The size of a block of the flat position, or its multiple of a parameter."""
+    by = index.terms[0][0].args[1]
+    return by.terms[0][1] if by.terms else by.const
 
 
 def _finest(both: set[Index], axis: str) -> Index:

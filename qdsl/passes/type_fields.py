@@ -34,13 +34,38 @@ def type_fields(program: Program, problems: Problems) -> Program:
     fields = tuple(field for item in program.spec.fields if (field := _field(program, item, problems)) is not None)
     for axis in AXES:
         _check_blocks(program, fields, axis, problems)
+    _check_flat(fields, problems)
     return replace(program, fields=fields)
+
+
+def _check_flat(fields: tuple[Field, ...], problems: Problems) -> None:
+    """Blocks of the flat position nest, and meet single weights and what all weights share, but no blocks of rows or columns."""
+    flat = [(field, atom) for field in fields for index in field.index if (atom := ix.flat_of(index)) is not None]
+    if not flat:
+        return
+    for field in fields:
+        if field.index and ix.flat_of(field.index[0]) is None and field.index != (name("n"), name("k")):
+            problems.add(field.span, f"blocks of the flat position, as those of '{flat[0][0].name}', meet only fields of single "
+                                     f"weights [n, k] and of all []; '{field.name}' is [{', '.join(map(str, field.index))}]")
+    finest = min((atom.args[1] for _, atom in flat), key=lambda by: by.terms[0][1] if by.terms else by.const)
+    for field, atom in flat:
+        if (atom.op, atom.args[1]) != (flat[0][1].op, finest) and (atom.op == "mod" or times(atom.args[1], finest) is None):
+            problems.add(field.span, f"blocks of {atom.args[1]} and of {finest} weights need not nest")
+
+
+def times(size: Index, by: Index) -> int | None:
+    """size / by, where that is an integer."""
+    if size.is_const and by.is_const:
+        return size.const // by.const if by.const and size.const % by.const == 0 else None
+    if len(size.terms) != 1 or len(by.terms) != 1 or size.const or by.const or size.terms[0][0] != by.terms[0][0]:
+        return None
+    return size.terms[0][1] // by.terms[0][1] if size.terms[0][1] % by.terms[0][1] == 0 else None
 
 
 def _check_blocks(program: Program, fields: tuple[Field, ...], axis: str, problems: Problems) -> None:
     """Along an axis, a block whose size is a parameter may meet single weights, and no other block."""
     blocks = {index.terms[0][0].args[1]: field for field in fields for index in field.index
-              if axis in index.names() and index.terms[0][0].op == "div"}
+              if axis in index.names() and index.terms[0][0].op == "div" and ix.flat_of(index) is None}
     named = [block for block in blocks if not block.is_const]
     if named and len(blocks) > 1:
         other = next(field for block, field in blocks.items() if block != named[0])
@@ -103,6 +128,9 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
         return None
     subscripts = tuple(i for i in index if i is not None)
     axes = [axis_of(program, i) for i in subscripts]
+    if any(ix.flat_of(i) is not None for i in subscripts) and len(subscripts) > 1:
+        problems.add(item.typed.span, f"field '{word}' is subscripted by the flat position n * K + k and nothing else")
+        return None
     if axes != sorted(set(axes), key="nk".index):
         problems.add(item.typed.span, f"field '{word}' is subscripted by n and then by k, each at most once")
         return None
@@ -127,11 +155,13 @@ def _index_fields(program: Program) -> dict[str, Index]:
 
 
 def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Problems) -> Index | None:
-    known: Mapping[str, Index] = {"n": name("n"), "k": name("k"), **_index_fields(program), **parameters(program),
-                                  **{d: i for d, i in program.dims.items() if i.is_const}}
+    known: Mapping[str, Index] = {"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
+                                  **parameters(program), **program.dims}
     index = Scope(known, f"a subscript of field '{item.name}'", problems, program.facts).index(expr)
     if index is None:
         return None
+    if _is_flat(program, index):
+        return index
     inner = index
     if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.const and index.terms[0][0].op == "div":
         inner, divisor = index.terms[0][0].args
@@ -139,10 +169,29 @@ def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Proble
             inner = index
     if inner not in (name("n"), name("k"), *(name(field) for field in _index_fields(program) if inner is index)):
         exact = index.terms[0][0].op == "exact" if index.terms else False
-        problems.add(expr.span, f"a subscript of field '{item.name}' is n, k, n // size, k // size or an index field"
+        problems.add(expr.span, f"a subscript of field '{item.name}' is n, k, n // size, k // size, (n*K + k) // size or an "
+                                "index field"
                                 f"{'' if exact else f', not {index}'}", *(["write // for blocks"] if exact else []))
         return None
     return index
+
+
+def _is_flat(program: Program, index: Index) -> bool:
+    """Whether a subscript is (n*K + k) // size, the size a parameter or a number, or (n*K + k) % (N*K / size)."""
+    atom = ix.flat_of(index)
+    if atom is None:
+        return False
+    by = atom.args[1]
+    if atom.op == "mod":
+        inner = by.terms[0][0] if len(by.terms) == 1 and not by.const and by.terms[0][1] == 1 else None
+        whole = name("N") * name("K")
+        return inner is not None and inner.op == "exact" and inner.args[0] == whole and _is_size(program, inner.args[1])
+    return _is_size(program, by)
+
+
+def _is_size(program: Program, size: Index) -> bool:
+    """A number, a size parameter, or a multiple of one."""
+    return size.is_const or (not size.const and len(size.terms) == 1 and str(size.terms[0][0].name) in program.sizes)
 
 
 def axis_of(program: Program, index: Index) -> str:
@@ -160,4 +209,6 @@ def _extent(program: Program, index: Index) -> Index:
     if atom.op == "name":
         return name(AXES[atom.name])
     top, bottom = atom.args
+    if ix.flat_of(index) is not None:
+        return bottom if atom.op == "mod" else ix.ceil(name("N") * name("K"), bottom)
     return ix.ceil(name(AXES[str(top)]), bottom)

@@ -232,7 +232,9 @@ class Format:
         if missing:
             raise FormatError(f"{self.name}: field '{missing[0]}' is missing; given are {', '.join(fields)}")
         self._check_shape(name, layout, shape, sizes)
-        tensors = {key: tensor.contiguous() for key, tensor in layout.pack(**{key: held.get(key) for key in stored}).items()}
+        extents = {key: value for key, value in {**sizes, "N": shape[0], "K": shape[1]}.items() if key in layout.extents}
+        made = layout.pack(**{key: held.get(key) for key in stored}, **extents)
+        tensors = {key: tensor.contiguous() for key, tensor in made.items()}
         return self._packed(name, {**tensors, **extra}, shape, chosen)
 
     def _order_of(self, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],
@@ -282,7 +284,7 @@ class Format:
             raise FormatError(f"{self.name} has no field '{name}'; it has {', '.join(variant.fields)}")
         field = variant.fields[name]
         kind = str(params.get(field.type, field.type))
-        wanted = tuple(-(-(shape[each.dim == "K"] if each.dim != "1" else 1) // each.by(sizes)) for each in field.axes)
+        wanted = tuple(-(-each.whole(*shape, sizes) // each.by(sizes)) for each in field.axes)
         if value.dtype != torch_dtype(kind) or tuple(value.shape) != wanted:
             raise FormatError(f"{self.name}: field '{name}' is {str(value.dtype)[6:]} {list(value.shape)}; the format needs "
                               f"{str(torch_dtype(kind))[6:]} {list(wanted)}")
@@ -437,6 +439,10 @@ class Format:
             why = order.uneven(wide[key], _groups(packed.variant).by(packed.sizes)) if name else "columns are out of order"
             if why:
                 return f"'{key}': {why}"
+        for stored in packed.variant.storages[PLANAR].tensors.values():
+            for each in stored.axes:
+                if each.extent(*packed.shape, packed.sizes) is None:
+                    return f"blocks of {each.by(packed.sizes)} weights go over the ends of rows of {packed.shape[1]}"
         size = sum(tensor.nbytes for tensor in wide.values())
         new = self.empty(packed.shape, PLANAR, "meta", (name,) if index else (), **packed.params).nbytes
         limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12

@@ -108,6 +108,7 @@ class Storage:
 
     where: fields that are not stored because here they always have their default.
     needs_shape: unpack takes N and K, because the last records may hold padding.
+    extents: which of N, K and the size parameters pack takes.  whole: no row lies by itself, so that nothing can be cut.
     order: the tensor that may say in which order columns are stored (runtime/order.py); all else then is of that weight.
     """
 
@@ -117,6 +118,8 @@ class Storage:
     kernels: Kernels
     where: tuple[str, ...] = ()
     needs_shape: bool = False
+    extents: tuple[str, ...] = ()
+    whole: bool = False
     order: str = ""
 
     @property

@@ -117,6 +117,8 @@ class PackedWeight:
 
     def step(self, dim: str) -> int:
         """Rows or columns between two places where the weight can be cut."""
+        if self.layout.whole:
+            return max(1, self.shape[dim == "K"])
         axes = [each for name in self.tensors for each in self.layout.tensors[name].axes]
         fields = [each for field in self.variant.fields.values() for each in field.axes]
         return granule([*axes, *fields], dim, self.sizes, self.shape[1])

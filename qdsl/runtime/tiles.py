@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.arrays import empty
-from qdsl.runtime.layout import Variant
+from qdsl.runtime.layout import Field, Variant
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.shapes import axis
+from qdsl.shapes import axis, granule
 
 TILE = 1 << 19                                                   # weights per tile: few enough for a cache, many enough per call
 
@@ -31,6 +31,9 @@ def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> Non
     part = packed if (start, stop) == (0, packed.shape[0]) else packed.cut("N", start, stop)
     variant = packed.variant
     fields = unpack(part)
+    if axis(variant.cuts[1]).dim == "N*K":
+        _decode_flat(variant, fields, packed.sizes, out)
+        return
     row_cut, column_cut = (axis(text).by(packed.sizes) for text in variant.cuts)
     rows, columns = list(_pieces(part.shape[0], row_cut)), list(_pieces(part.shape[1], column_cut))
     if len(rows) == len(columns) == 1 or not fields.keys().isdisjoint(_indices(variant)):
@@ -40,6 +43,28 @@ def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> Non
         for c0, c1 in columns:
             shown = {name: _rectangle(variant, packed.sizes, name, field, (r0, r1), (c0, c1)) for name, field in fields.items()}
             variant.decode(**shown, out=out[r0:r1, c0:c1])
+
+
+def _decode_flat(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], out: Tensor) -> None:
+    """Rows one after the other: whole blocks, then the short one that is left."""
+    made = out if out.is_contiguous() else empty(out.shape, out.dtype, out.device)
+    pieces = list(_pieces(out.numel(), axis(variant.cuts[1]).by(sizes)))
+    for start, stop in pieces:
+        if len(pieces) == 1:
+            variant.decode(**fields, out=made)
+            break
+        shown = {name: _flat_piece(variant.fields[name], field, start, stop, sizes) for name, field in fields.items()}
+        variant.decode(**shown, out=made.view(-1)[start:stop])
+    if made is not out:
+        out.copy_(made)
+
+
+def _flat_piece(field: Field, values: Tensor, start: int, stop: int, sizes: Mapping[str, int]) -> Tensor:
+    """The values of flat positions [start, stop), which are whole blocks or one."""
+    if len(field.axes) == 2:
+        return values.flatten()[start:stop]
+    by = [each.by(sizes) for each in field.axes]
+    return values[start // by[0]:-(-stop // by[0])] if by else values
 
 
 def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -52,7 +77,7 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
     if not weight.numel():
         return _nothing(variant, variant.encode(weight.new_zeros(max(n, 1), max(k, 1)), **options), sizes, (n, k))
     chosen = [field for field in variant.fields.values() if field.type != "index"]
-    blocks = [next((each.by(sizes) for each in field.axes if each.dim == "N"), n) for field in chosen]
+    blocks = [granule(field.axes, "N", sizes, k) if field.axes and field.axes[0].dim in ("N", "N*K") else n for field in chosen]
     least = max(1, math.lcm(*blocks))
     rows = max(1, TILE // max(1, k) // least) * least
     if rows >= n:

@@ -150,8 +150,7 @@ def refuses(format: Format, storage: str, params: Mapping[str, int | str], shape
     """Whether fields of zeros, whose last blocks may be short, are not packed."""
     sizes = format.sizes(params, shape)
     variant = format.variant(params)
-    whole = {"N": shape[0], "K": shape[1], "N*K": shape[0] * shape[1], "1": 1}
-    fields = {name: torch.zeros([-(-whole[axis.dim] // axis.by(sizes)) for axis in field.axes],
+    fields = {name: torch.zeros([-(-axis.whole(*shape, sizes) // axis.by(sizes)) for axis in field.axes],
                                 dtype=torch_dtype(str(params.get(field.type, field.type))))
               for name, field in variant.fields.items() if name not in variant.storages[storage].where}
     try:

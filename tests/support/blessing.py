@@ -76,7 +76,7 @@ def smallest(case: Case, params: Mapping[str, int | str]) -> tuple[int, int]:
 
     def fits(n: int, k: int, ragged: bool) -> bool:
         sizes = format.sizes(short, (n, k))
-        steps = [({"N": n, "K": k, "N*K": n * k}[axis.dim], axis.by(sizes), axis) for axis in axes]
+        steps = [(axis.whole(n, k, sizes), axis.by(sizes), axis) for axis in axes]
         return all(axis.extent(n, k, sizes) is not None and whole > by and not (
             ragged and by > 1 and not axis.exact and whole % by == 0) for whole, by, axis in steps)
 

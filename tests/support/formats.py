@@ -121,8 +121,7 @@ def field_shape(case: Case, name: str, shape: tuple[int, int], params: Mapping[s
     format = case.module.FORMAT
     chosen = {**case.choice, **(params or {})}
     sizes = format.sizes(chosen, shape)
-    whole = {"N": shape[0], "K": shape[1]}
-    return tuple(-(-whole[each.dim] // each.by(sizes)) for each in format.variant(chosen).fields[name].axes)
+    return tuple(-(-each.whole(*shape, sizes) // each.by(sizes)) for each in format.variant(chosen).fields[name].axes)
 
 
 def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Mapping[str, int | str] | None = None,

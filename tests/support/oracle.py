@@ -175,8 +175,11 @@ def _shape(fields: Mapping[str, Field], field: Field, env: Mapping[str, int]) ->
                 assert extent is not None
                 shape.append(evaluate(extent, env))
         else:
-            assert isinstance(expr, g.Binary) and isinstance(expr.left, g.Name)
-            shape.append(-(-env[{"n": "N", "k": "K"}[expr.left.name]] // evaluate(expr.right, env)))
+            assert isinstance(expr, g.Binary)
+            # The last weight's block is the last, but remainders run through all that there are.
+            whole = evaluate(expr.left, {**env, "n": env["N"] - 1, "k": env["K"] - 1}) + 1
+            by = evaluate(expr.right, env)
+            shape.append(by if expr.op == "%" else -(-whole // by))
     return tuple(shape)
 
 
