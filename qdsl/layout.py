@@ -12,8 +12,9 @@ This module uses the standard library only and knows nothing of formats.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise, product
 from math import gcd, prod
 
@@ -260,12 +261,14 @@ class Piece:
     place: int | None = None
 
 
-def walk(lines: Sequence[Line]) -> Iterator[Piece]:
+@lru_cache(maxsize=32)                                           # every pass walks the records of a program anew
+def walk(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
     """The pieces of a record in storage order; a variable that no loop binds (a tile) counts from 0.
 
     @post pieces are adjacent: the first is at bit 0, each next one where the last ended; digits of a byte are at one bit
     """
     at = 0
+    found: list[Piece] = []
     for number, line in enumerate(lines):
         free = {name for item in line.items for form in (*item.index, item.lo) for name, _ in form.terms}
         values = dict.fromkeys(free, 0)
@@ -274,8 +277,9 @@ def walk(lines: Sequence[Line]) -> Iterator[Piece]:
             values.update(zip(names, counters, strict=True))
             for position, item in enumerate(line.items):
                 index = tuple(form(values) for form in item.index)
-                yield Piece(item.field, index, item.lo(values), item.width, at, number, position, item.place)
+                found.append(Piece(item.field, index, item.lo(values), item.width, at, number, position, item.place))
                 at += item.step
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,18 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 from qdsl.emit.module import module as module_text
+from qdsl.ir.program import Program
 from qdsl.passes import compile_spec
 from qdsl.runtime.format import Format
 from qdsl.spec.source import SpecError
 from tests.support.answers import Answers, differences, kept
+from tests.support.covering import ALL
 from tests.support.formats import SPECS
 from tests.support.mistakes import Mutant, mutants
 
@@ -129,7 +133,7 @@ EQUAL: dict[str, dict[str, str]] = {
 def caught(mutant: Mutant, answers: Answers) -> str:
     """'refused: ...' or 'answers: ...' for a mutant that is caught; 'crash: ...' where the compiler is; '' for one that lives."""
     try:
-        files = module_text(compile_spec(mutant.spec))
+        files = text_of(mutant)
     except SpecError as error:
         return f"refused: {error.problems[0].message}"
     except Exception as error:                                   # no catch: a wrong spec is refused, with its place
@@ -139,6 +143,17 @@ def caught(mutant: Mutant, answers: Answers) -> str:
         return next((f"answers: {difference}" for difference in differences(answers, format)), "")
     except Exception as error:                                   # from the mutant's own text, at work on the answers
         return f"answers: {type(error).__name__}: {error}".split("\n")[0]
+
+
+def text_of(mutant: Mutant) -> Mapping[str, str]:
+    """Its module; of the kernels, the most of the text, the names alone, because nothing calls them (`make test-all`: whole)."""
+    programs = compile_spec(mutant.spec)
+    with patch("qdsl.emit.module.kernels", names_of_kernels) if not ALL else nullcontext():
+        return module_text(programs)
+
+
+def names_of_kernels(program: Program) -> list[str]:
+    return [f"_{kind}_{program.storage} = None" for kind in ("dequantize", "linear", "row", "few", "many", "narrow")]
 
 
 def built(files: Mapping[str, str]) -> Format:

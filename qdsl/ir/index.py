@@ -229,7 +229,9 @@ def _value(atom: Atom, values: Mapping[str, int]) -> int:
         raise ArithmeticError(f"division by zero in {text(Index(0, ((atom, 1),)))}")
     if atom.op == "exact" and left % right:
         raise ArithmeticError(f"{left} is not a multiple of {right}")
-    return {"div": left // right, "mod": left % right, "ceil": -(-left // right), "exact": left // right}[atom.op]
+    if atom.op == "ceil":
+        return -(-left // right)
+    return left % right if atom.op == "mod" else left // right
 
 
 def _split(index: Index, by: int) -> tuple[Index, Index]:

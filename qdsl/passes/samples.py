@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import islice, product
 from math import lcm
 
@@ -13,30 +14,37 @@ from qdsl.ir.program import Program
 MAX_CHOICES = 128
 
 
-def samples(program: Program, extents: list[Index]) -> Iterator[dict[str, int]]:
+def samples(program: Program, extents: Sequence[Index]) -> tuple[Mapping[str, int], ...]:
     """Values for N, K and the size parameters at which every one of `extents` is defined."""
-    listed = {p.name.value: [v for v in p.values if isinstance(v, int)] for p in program.spec.params}
+    listed = {p.name.value: tuple(v for v in p.values if isinstance(v, int)) for p in program.spec.params}
+    return _samples(tuple((size, size_axis(program, size), listed[size]) for size in program.sizes), tuple(extents))
+
+
+@lru_cache(maxsize=32)                                           # tensors of a program have the same extents
+def _samples(sizes: tuple[tuple[str, str, tuple[int, ...]], ...], extents: tuple[Index, ...]) -> tuple[Mapping[str, int], ...]:
+    """`sizes`: each with its axis and its values."""
     read = {word for extent in extents for word in extent.names()}
-    choices = [listed[size] if size in read else listed[size][:1] for size in program.sizes]
-    for values in islice(product(*choices), MAX_CHOICES):
-        whole = {size: size_axis(program, size) for size, value in zip(program.sizes, values, strict=True) if value < 0}
-        sizes = {size: value for size, value in zip(program.sizes, values, strict=True) if value > 0}
-        known = [substitute(extent, {size: Index(value) for size, value in sizes.items()}) for extent in extents]
+    found: list[Mapping[str, int]] = []
+    for values in islice(product(*(listed if size in read else listed[:1] for size, _, listed in sizes)), MAX_CHOICES):
+        chosen = {size: value for (size, _, _), value in zip(sizes, values, strict=True) if value > 0}
+        known = [substitute(extent, {size: Index(value) for size, value in chosen.items()}) for extent in extents]
         rows, columns = (_candidates(divisor_of(axis, known), _large(known)) for axis in ("N", "K"))
         for n, k in sorted(product(rows, columns), key=lambda shape: shape[0] * shape[1]):
-            sample = {"N": n, "K": k, **sizes, **{size: {"N": n, "K": k}[axis] for size, axis in whole.items()}}
+            whole = {size: {"N": n, "K": k}[axis] for size, axis, _ in sizes if size not in chosen}
+            sample = {"N": n, "K": k, **chosen, **whole}
             if _defined(extents, sample):
-                yield sample
+                found.append(sample)
+    return tuple(found)
 
 
-def _defined(extents: list[Index], sample: Mapping[str, int]) -> bool:
+def _defined(extents: Sequence[Index], sample: Mapping[str, int]) -> bool:
     try:
         return all(extent(sample) is not None for extent in extents)
     except ArithmeticError:
         return False
 
 
-def divisor_of(axis: str, extents: list[Index]) -> int:
+def divisor_of(axis: str, extents: Sequence[Index]) -> int:
     """What an axis must be a multiple of, so that every exact division of it by a constant divides."""
     found = 1
     for extent in extents:
@@ -56,7 +64,7 @@ def _candidates(step: int, large: int) -> list[int]:
     return [step * i for i in (*((1, 2, 3, 5) if step > 1 else (1, 2, 3, 8, 33, 64)), large)]
 
 
-def _large(extents: list[Index]) -> int:
+def _large(extents: Sequence[Index]) -> int:
     """A size at which quotients by different constants differ: a multiple of them all, and of more than any record's tile."""
     by = {atom.args[1].const for extent in extents for atom, _ in extent.terms if atom.args and atom.args[1].const > 1}
     return lcm(*by) << 14

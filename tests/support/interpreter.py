@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 
 from qdsl.runtime import PackedWeight
+from tests.support.covering import ALL
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -145,5 +148,59 @@ def _patch() -> None:
     builder.create_dot, builder.binary_op, builder.get_bf16 = create_dot, binary_op, get_bf16
 
 
+def _hasten() -> None:
+    """What the interpreter makes anew for every operation is kept: shapes of tensors, types of blocks, and numpy's types.
+
+    For a function that a kernel calls it patches the language again, and every sum and product of integers it computes twice,
+    the second time in 64 bits to find those that overflow: that is left to `make test-all`.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    np_dtype, patch_lang, block_type = interpreter._get_np_dtype, interpreter._patch_lang, tl.block_type.__init__
+    dtypes: dict[str, np.dtype[Any]] = {}
+    blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+
+    def kept_dtype(kind: Any) -> np.dtype[Any]:
+        word = kind.scalar.name
+        if word not in dtypes:
+            dtypes[word] = np_dtype(kind)
+        return dtypes[word]
+
+    def kept_block(self: Any, element: Any, shape: Any) -> None:
+        key = element.name, tuple([extent if isinstance(extent, int) else extent.value for extent in shape])
+        if key not in blocks:
+            block_type(self, element, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    @cache
+    def shape_of(extents: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.tuple([tl.constexpr(extent) for extent in extents]), tl.constexpr(prod(extents))
+
+    def tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shape_of(tuple(kind.shape) if kind.is_block() else ())
+
+    @cache
+    def languages(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
+    def patched_once(function: Any) -> Any:
+        fresh = any(tl.core.is_builtin(language.load) for language in languages(function))
+        return patch_lang(function) if fresh else interpreter._LangPatchScope()
+
+    broadcast = interpreter.TritonSemantic.broadcast_impl_value
+
+    def same_shape(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        return (left, right) if left.shape is right.shape else broadcast(self, left, right)
+
+    interpreter.TritonSemantic.broadcast_impl_value = same_shape
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=ALL)
+    interpreter._get_np_dtype, interpreter._patch_lang = kept_dtype, patched_once
+    tl.block_type.__init__, tl.tensor.__init__ = kept_block, tensor
+
+
 if INTERPRETED:
     _patch()
+    _hasten()
