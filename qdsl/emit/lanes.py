@@ -167,8 +167,15 @@ class Plan:
     @cached_property
     def outer(self) -> list[Group]:
         """Factors of scale and offset that are the same all along K."""
-        products = [set(map(argument, product)) for _, product in (*self.affine.scale, *self.affine.offset)]
+        products = [{argument(f.removeprefix("/")) for f in product}
+                    for _, product in (*self.affine.scale, *self.affine.offset)]
         return [g for g in self.groups if not g.varies and all(g.name in product for product in products)]
+
+    @property
+    def divisors(self) -> set[str]:
+        """Names of the groups that sums are divided by."""
+        terms = (*self.affine.scale, *self.affine.zero, *self.affine.offset)
+        return {argument(f[1:]) for _, product in terms for f in product if f[0] == "/"}
 
     @property
     def has_few(self) -> bool:
@@ -506,7 +513,9 @@ def _finish(made: Plan, many: bool = False) -> list[str]:
     lines = [line for group in groups for line in _value(group, _constant(group, many))]
     if made.late:
         return [*lines, *_line_of(made, {}, [], "ones", many)]
-    return [*lines, f"sum *= {' * '.join(f'{group.name}_g' for group in groups)}"] if groups else []
+    divided = [f"{group.name}_g" for group in groups if group.name in made.divisors]
+    return [*lines, f"sum *= {_quotient([f'{group.name}_g' for group in groups if group.name not in made.divisors], divided)}"] \
+        if groups else []
 
 
 def _apply(made: Plan, index: str, ones: str, many: bool) -> list[str]:
@@ -542,11 +551,19 @@ def _text(terms: Terms, index: Mapping[str, str], without: list[Group], tight: b
     names = {group.name for group in without}
     text = ""
     for coefficient, product in terms:
-        factors = [f if not held else f"{argument(f)}_g{index.get(argument(f), '')}" for f in product if argument(f) not in names]
+        read = {f: f.removeprefix("/") for f in product}
+        texts = {f: name if not held else f"{argument(name)}_g{index.get(argument(name), '')}"
+                 for f, name in read.items() if argument(name) not in names}
         size = abs(coefficient)
-        shown = " * ".join([*([f"{size}"] if size != 1 or not factors else []), *factors])
+        factors = [texts[f] for f in product if f in texts and f[0] != "/"]
+        shown = _quotient([*([f"{size}"] if size != 1 else []), *factors], [texts[f] for f in product if f in texts and f[0] == "/"])
         text += (" - " if coefficient < 0 else " + ") + shown if text else ("-" if coefficient < 0 else "") + shown
     return f"({text})" if (tight and " " in text) or (text.startswith("-") and tight) else text
+
+
+def _quotient(factors: list[str], divisors: list[str]) -> str:
+    """A product divided by others, one after the other."""
+    return " / ".join([" * ".join(factors) or "1.0", *divisors])
 
 
 def _line(made: Plan) -> str:

@@ -187,7 +187,7 @@ def _encode(program: Program, decoded: Decode) -> list[str]:
         across = [f"rows={_block(program, scale, 'n')}", f"axes={len(scale.index)}"] if scheme.across else []
         fixed += [*across[:1], f"columns={_block(program, scale, 'k')}", *across[1:]]
         fixed += [f"{word}_columns={_block(program, program.field(encode.roles[role]), 'k')}"
-                  for word, role in (("super", "super_scale"), ("shift", "shift")) if role in encode.roles]
+                  for word, role in (("super", "super_scale"), ("shift", "shift")) if role in encode.roles and not scheme.across]
     fixed += [f"{key}={_literal(value)}" for key, value in encode.options.items() if key not in encode.open]
     fixed += [f"{key}={constant(value) if isinstance(value, str) else value}" for key, value in encode.constants.items() if value]
     given = [f'"{key}": {_literal(value)}' for key, value in encode.options.items() if key in encode.open]

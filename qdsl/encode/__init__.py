@@ -7,6 +7,7 @@ from qdsl.encode.level_search import block_levels, kquant_levels
 from qdsl.encode.levels import absmax_level
 from qdsl.encode.minmax import affine, minmax
 from qdsl.encode.nearest import meansign, nearest
+from qdsl.encode.nested import nested_absmax
 
 __all__ = ["absmax", "absmax_level", "affine", "block_levels", "grid_shifts", "grid_signs", "kquant_levels", "kquant_minmax",
-           "kquant_signmax", "meansign", "minmax", "nearest", "signmax"]
+           "kquant_signmax", "meansign", "minmax", "nearest", "nested_absmax", "signmax"]

@@ -157,7 +157,7 @@ class Value:
         return self.range is not None
 
 
-Terms = tuple[tuple[float, tuple[str, ...]], ...]               # a sum of products of fields: coefficient, names
+Terms = tuple[tuple[float, tuple[str, ...]], ...]               # a sum of products of fields: coefficient, names or '/name'
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,8 @@ class Affine:
     @property
     def fields(self) -> tuple[str, ...]:
         """The fields of scale, zero and offset."""
-        return tuple(dict.fromkeys(f for part in (self.scale, self.zero, self.offset) for _, product in part for f in product))
+        parts = (self.scale, self.zero, self.offset)
+        return tuple(dict.fromkeys(f.removeprefix("/") for part in parts for _, product in part for f in product))
 
 
 Constant = int | float | str | tuple[float, ...]

@@ -52,8 +52,8 @@ def check_encode(program: Program, problems: Problems) -> Program:
             problems.add(call.span, f"'{call.name}' needs '{word}'", scheme.summary)
     if problems:
         return program
-    found = (_matched(program, roles, _parsed(pattern), program.values[-1]) for pattern in scheme.patterns)
-    constants = next((each for each in found if each is not None), None)
+    found = ((i, _matched(program, roles, _parsed(pattern), program.values[-1])) for i, pattern in enumerate(scheme.patterns))
+    constants = next(({**each, **({scheme.which: i} if scheme.which else {})} for i, each in found if each is not None), None)
     if constants is None:
         problems.add(call.span, f"'{call.name}' inverts {' or '.join(scheme.patterns)}, and decode is something else")
         return program
@@ -113,7 +113,7 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
                   problems: Problems) -> None:
     """Fields of one level share a subscript; super-blocks are whole blocks of a row, and so are rows of a grid in them.
 
-    Levels are rising integers.
+    Levels are rising integers; a super-scale of blocks of any rows is that of the whole weight.
     """
     for table in program.spec.tables:
         if table.name.value == constants.get("levels") and not (table.is_int and all(a < b for a, b in pairwise(table.values))):
@@ -124,6 +124,8 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
             if program.field(roles[role]).index != program.field(roles[given[0]]).index:
                 problems.add(call.span, f"'{roles[given[0]]}' and '{roles[role]}' belong to different blocks")
     if scheme.across:
+        if "super_scale" in roles and program.field(roles["super_scale"]).index:
+            problems.add(call.span, f"'{call.name}' needs a super-scale of the whole weight, which has no subscript")
         return
     nested = [role for role in ("code", "shift", "scale", "super_scale")[0 if "grid" in constants else 1:] if role in roles]
     sizes = [_length(program.field(roles[role]).index) for role in nested]
@@ -201,10 +203,10 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
 
 
 def _sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value: Value) -> Constants | None:
-    """A sum either way round, a difference as it stands."""
+    """A sum either way round, a difference or a quotient as it stands."""
     sides = [program.values[i] for i in value.args]
     found = _each(program, roles, (pattern.left, pattern.right), sides)
-    return found if found is not None or pattern.op == "-" else _each(program, roles, (pattern.right, pattern.left), sides)
+    return found if found is not None or pattern.op in ("-", "/") else _each(program, roles, (pattern.right, pattern.left), sides)
 
 
 def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:

@@ -18,7 +18,7 @@ from qdsl.ir.program import Affine, Program, Terms, Value
 from qdsl.spec.source import Problems
 
 MAX_TERMS = 16
-_Sum = Mapping[tuple[str, ...], Fraction]                        # coefficient by product of fields, names sorted
+_Sum = Mapping[tuple[str, ...], Fraction]                        # coefficient by product of fields, or '/field', names sorted
 
 
 def factor_decode(program: Program, problems: Problems) -> Program:
@@ -36,6 +36,9 @@ def _affine(program: Program) -> Affine | None:
     if len(read) != 1 or any(sum(name in read for name in product) > 1 for product in whole):
         return None
     code = read.pop()
+    names = {name for product in whole for name in product}
+    if any(name[0] == "/" and (name[1:] == codes[0] or name[1:] in names) for name in names):
+        return None
     scale = {tuple(f for f in product if f != code): c for product, c in whole.items() if code in product}
     rest = {product: c for product, c in whole.items() if code not in product}
     if not scale:
@@ -50,7 +53,7 @@ def _affine(program: Program) -> Affine | None:
 
 
 def _expanded(program: Program) -> _Sum | None:
-    """Decode as a sum of products; None where it divides by a field or a number that is no power of two, or is long."""
+    """Decode as a sum of products; None where it divides by a sum or a number that is no power of two, or is long."""
     found: list[_Sum | None] = []
     for value in program.values:
         args = [part for arg in value.args if (part := found[arg]) is not None]
@@ -81,10 +84,12 @@ def _step(value: Value, args: list[_Sum]) -> _Sum | None:
                 product = tuple(sorted((*a, *b)))
                 total[product] = total.get(product, Fraction(0)) + x * y
         return _kept(total)
-    divisor = right.get((), Fraction(0))
-    if value.op == "/" and list(right) == [()] and frexp(abs(float(divisor)))[0] == 0.5:
-        return _kept({product: c / divisor for product, c in left.items()})
-    return None
+    if value.op != "/" or len(right) != 1:
+        return None
+    (by, divisor), = right.items()
+    if frexp(abs(float(divisor)))[0] != 0.5 or any(name[0] == "/" or "[" in name for name in by):
+        return None
+    return _kept({tuple(sorted((*product, *(f"/{name}" for name in by)))): c / divisor for product, c in left.items()})
 
 
 def _kept(terms: _Sum) -> _Sum | None:

@@ -16,6 +16,8 @@ KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "zero": ("a zero point is an integer", lambda number: not number.is_float),
     "code": ("a code is an integer or a float of at most 8 bits", lambda number: not number.is_float or number.bits <= 8),
     "count": ("expected an unsigned integer of at most 8 bits", lambda number: number.kind == "unsigned" and number.bits <= 8),
+    "nested": ("a scale of two levels is e4m3", lambda number: number.name == "e4m3"),
+    "whole": ("a super-scale of the whole weight is f32", lambda number: number.name == "f32"),
     "small": ("a scale of levels is e8m0h or ue4m3", lambda number: number.name in ("e8m0h", "ue4m3")),
     "bit": ("a sign is u1", lambda number: number.kind == "unsigned" and number.bits == 1),
     "row": ("a code of rows is an unsigned integer", lambda number: number.kind == "unsigned"),
@@ -32,7 +34,7 @@ class Scheme:
     inverts: the decode expressions that it is the inverse of, over roles, constants that may be missing, and tables:
     `level[code]` is a number, `levels[code]` one of rising integers, `grid[code, k]` one of a row; `steps(scale)` is whatever
     depends on that field alone.  importance: it takes one.  own: words that belong to the format, which no caller gives; given:
-    numbers that a caller may give too.
+    numbers that a caller may give too.  which: the argument that says which of `inverts` it is, counted from 0.
     across: a block that shares a scale may lie in several rows of the weight.
     """
 
@@ -44,6 +46,7 @@ class Scheme:
     importance: bool = False
     own: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
+    which: str = ""
     across: bool = True
 
     @property
@@ -79,6 +82,14 @@ SCHEMES = {
                       {"divisor": None, "by": _BY, "ties": _TIES},
                       "scale = the value of largest magnitude, sign and all, / divisor", "scale * (code - offset)",
                       importance=True),
+    "nested_absmax": Scheme({"code": "code", "scale": "nested", "super_scale": "whole"},
+                            ("code", "scale", "super_scale", "divisor", "empty"),
+                            {"divisor": None, "empty": None, "least": None, "by": ("stored", "inverse"), "ties": ("even", "zero"),
+                             "zeros": ("signed", "negative", "positive"), "precision": ("f32", "own")},
+                            "super-scale from the largest magnitude of the weight; scale = largest of the block / divisor, in its "
+                            "units",
+                            ("super_scale * scale * code", "scale / super_scale * code"), own=("precision",),
+                            given=("empty", "least"), which="divided"),
     "absmax_level": Scheme({"code": "count", "scale": "small"}, ("code", "scale"), {},
                            "scale = largest magnitude of the block / largest level; of levels the nearest, of two the first",
                            "scale * factor * level[code]"),

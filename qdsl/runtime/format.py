@@ -234,7 +234,7 @@ class Format:
         self._check_shape(name, layout, shape, sizes)
         extents = {key: value for key, value in {**sizes, "N": shape[0], "K": shape[1]}.items() if key in layout.extents}
         made = layout.pack(**{key: held.get(key) for key in stored}, **extents)
-        tensors = {key: tensor.contiguous() for key, tensor in made.items()}
+        tensors = {key: made[key].contiguous() for key in layout.tensors if key in made}
         return self._packed(name, {**tensors, **extra}, shape, chosen)
 
     def _order_of(self, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],

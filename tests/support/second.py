@@ -348,6 +348,10 @@ class Reading:
         if scheme == "meansign":
             mean = searches.total([abs(v) for v in x[0]]) / np.float32(len(x[0]))
             return [[int(v >= 0) for v in x[0]]], {"scale": [_stored(mean, kinds["scale"])[0]]}
+        if scheme == "nested_absmax":
+            divided = any(isinstance(part, g.Binary) and part.op == "/" for part in _walk(self.spec.decode))
+            codes, scales, above = _nested(x, kinds, divided, given)
+            return codes, {"scale": scales, "super_scale": [above]}
         if scheme == "absmax_level":
             codes, scale_code = _level(x[0], kinds["scale"], [float(v) for v in self._levels()], self._factor())
             return [codes], {"scale": [scale_code]}
@@ -567,6 +571,35 @@ def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int
         code, used = _stored(exact if exact else np.float32(2 ** -23), scale)
         scaled = [v / used for v in x]
     return [_chosen(v, kind, ties, offset, zeros) for v in scaled], code
+
+
+def _nested(x: list[list[np.float32]], kinds: Mapping[str, str], divided: bool, given: Mapping[str, Any],
+            ) -> tuple[list[list[int]], list[int], int]:
+    """Codes of all blocks, their scales' codes, and that of the scale of all, by which the others are multiplied or divided."""
+    one, divisor, top = np.float32(1), np.float32(given["divisor"]), np.float32(448)
+    largest = [max(abs(v) for v in block) for block in x]
+    whole = max(largest)
+    above = one / whole * (divisor * top) if divided else whole / (divisor * top)
+    above = above if np.isfinite(above) else one
+    codes, scales = [], []
+    for block, most in zip(x, largest, strict=True):
+        if divided:
+            exact = above * (most / divisor)
+        else:
+            exact = most / divisor / above if given.get("by") == "inverse" else most / (divisor * above)
+        code, stored = _stored(max(np.float32(given.get("least", 0)), exact) if most else np.float32(0), kinds["scale"])
+        if not stored:
+            code, stored = _stored(np.float32(given["empty"]), kinds["scale"])
+        if given.get("by") == "inverse":
+            factor = (above if divided else one / above) / stored
+            scaled = [v * factor if np.isfinite(factor) else np.float32(0) for v in block]
+        else:
+            unit = stored / above if divided else stored * above
+            scaled = [v / unit if unit else np.float32(0) for v in block]
+        codes.append([_chosen(v, kinds["code"], str(given.get("ties", "even")), 0, str(given.get("zeros", "signed")))
+                      for v in scaled])
+        scales.append(code)
+    return codes, scales, _stored(above, kinds["super_scale"])[0]
 
 
 def _exponent(largest: float, exact: np.float32, divisor: float, kind: str, rule: str) -> int:

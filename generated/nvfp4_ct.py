@@ -1,0 +1,356 @@
+"""nvfp4_ct: NVFP4, 4-bit floats with an 8-bit float per 16 divided by a scale of the whole weight.
+
+    w = s / g * q
+    float32, rounded after each operation
+
+    s      e4m3 [N, K/16]
+    g      f32  []
+    q      e2m1 [N, K]
+
+    compressed_tensors: 4.5 bits per weight
+    planar: 4.5 bits per weight
+
+Built from the spec nvfp4_ct (sha256 9044eecba830ad6b) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import nested_absmax
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
+from qdsl.runtime.numbers import e2m1, e4m3
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor,
+        weight_global_scale: Tensor) -> dict[str, Tensor]:
+    """Fields of weight_packed uint8 [N, K/2]; weight_scale float8_e4m3fn [N, K/16]; weight_global_scale float32 []."""
+    return {
+        "s": weight_scale,
+        "g": weight_global_scale,
+        "q": torch.stack([weight_packed & 15, weight_packed >> 4], -1).flatten(1),
+    }
+
+
+def pack_compressed_tensors(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight_packed, weight_scale, weight_global_scale of the fields; the inverse of unpack_compressed_tensors."""
+    q_split = q.unflatten(-1, (-1, 2))
+    r = q_split[..., 0] | q_split[..., 1] << 4
+    return {
+        "weight_packed": r,
+        "weight_scale": s,
+        "weight_global_scale": g,
+    }
+
+
+def unpack_planar(q: Tensor, g: Tensor, s: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; g float32 []; s float8_e4m3fn [N, K/16]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
+    return {
+        "s": s,
+        "g": g,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, g, s of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {
+        "q": as_type(r, torch.int32).flatten(1),
+        "g": g,
+        "s": s,
+    }
+
+
+def decode(s: Tensor, g: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = s / g * q.  s [N, K/16], g [], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 16))
+    s = e4m3(s).unsqueeze(-1)
+    q = e2m1(q).unflatten(1, (-1, 16))
+    return torch.mul(s / g, q, out=out).flatten(1)
+
+
+def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: super-scale from the largest magnitude of the weight; scale = largest of the
+    block / divisor, in its units.  options: empty, least, by, ties, zeros.
+    """
+    q, s, g = nested_absmax(weight, code="e2m1", scale="e4m3", super_scale="f32", rows=1, columns=16, axes=2, divisor=6,
+            precision="own", divided=1, **{"empty": 0.125, **options})
+    return {"q": q, "s": s, "g": g}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_compressed_tensors(weight_packed, weight_scale, weight_global_scale, out, N, K, BN: tl.constexpr,
+    BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 2 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight_scale += n.to(tl.int64) * (K // 16)
+    g = tl.load(weight_global_scale)
+    weight_packed += n.to(tl.int64) * (K // 2)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 2)
+    s = device.e4m3(tl.load(weight_scale + t // 8, live, 0))
+    q_word = tl.load(weight_packed + t, live, 0)
+    for h in tl.static_range(2):
+        q = device.e2m1(q_word >> 4 * h & 15)
+        w = tl.div_rn(s, g) * q
+        tl.store(out + 2 * t + h, w, live)
+
+
+@triton.jit
+def _linear_compressed_tensors(weight_packed, weight_scale, weight_global_scale, x, bias, out, N, K, BN: tl.constexpr,
+    BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight_scale += n.to(tl.int64) * (K // 16)
+    g = tl.load(weight_global_scale)
+    weight_packed += n.to(tl.int64) * (K // 2)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 2, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 2)
+        s = device.e4m3(tl.load(weight_scale + t // 8, live, 0))
+        q_word = tl.load(weight_packed + t, live, 0)
+        for h in tl.static_range(2):
+            q = device.e2m1(q_word >> 4 * h & 15)
+            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
+            acc += tl.where(live, tl.div_rn(s, g) * q, 0) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_planar(q, g, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    s += n.to(tl.int64) * (K // 16)
+    g1 = tl.load(g)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    out += n.to(tl.int64) * K
+    t = u // 16
+    j = u // 4 % 4
+    c = u % 4
+    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(4):
+        for i in tl.static_range(2):
+            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            s1 = device.e4m3(tl.load(s + 8 * t + 2 * j + h // 2, inside, 0))
+            q1 = device.e2m1(q_word >> 16 * i + 4 * h & 15)
+            w = tl.div_rn(s1, g1) * q1
+            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, g, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    s += n.to(tl.int64) * (K // 16)
+    g1 = tl.load(g)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 16 * tl.cdiv(K, 128), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 16
+        j = u // 4 % 4
+        c = u % 4
+        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+        for h in tl.static_range(4):
+            for i in tl.static_range(2):
+                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+                s1 = device.e4m3(tl.load(s + 8 * t + 2 * j + h // 2, inside, 0))
+                q1 = device.e2m1(q_word >> 16 * i + 4 * h & 15)
+                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
+                acc += tl.where(inside, tl.div_rn(s1, g1) * q1, 0) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, K // 128, chunk, more),
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    return lanes.float_numbers(words[0], 4 * (half % 2) + 8 * i, 2, 1, F)
+
+
+
+
+@triton.jit
+def _few_planar(
+    q, g_, s, x, bias, out, M, N, K, tiles,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s / g * q.
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 16
+    UNIT: tl.constexpr = 16384.0 if F == tl.float16 else 1.0
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 0, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+                s_g = lanes.by_group(s, row, lanes.count(K, 16), chunk, SIZE, 16, "e4m3")
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 0, SIZE, F)
+                    sum *= s_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        row = lanes.rows(first + 16 * r, N, start)
+        g__g = lanes.number(tl.load(g_), 0)
+        sum *= 1.0 / g__g
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q, g_, s, x, bias, out, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s / g * q.
+
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
+    """
+    STEP: tl.constexpr = 16
+    TRIP: tl.constexpr = max(2, STEP // 16)
+    UNIT: tl.constexpr = 16384.0 if F == tl.float16 else 1.0
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 0, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 0, F)
+                s_g = lanes.by_column(s, row, lanes.count(K, 16), chunk, K, STEP, 16, "e4m3")
+                sum *= s_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        row = lanes.rows(first + 16 * r, N)
+        g__g = lanes.number(tl.load(g_), 0)
+        sum *= 1.0 / g__g
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "s": Field("e4m3", "N", "K/16"),
+        "g": Field("f32"),
+        "q": Field("e2m1", "N", "K"),
+    },
+    storages={
+        "compressed_tensors": Storage(
+            tensors={
+                "weight_packed": Stored("u8", "N", "K/2"),
+                "weight_scale": Stored("e4m3", "N", "K/16"),
+                "weight_global_scale": Stored("f32"),
+            },
+            unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
+            kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K/2",
+                last="k"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "16*ceil(K/128)"),
+                "g": Stored("f32"),
+                "s": Stored("e4m3", "N", "K/16"),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, blocks=("16",))),
+        ),
+    },
+    decode=decode, encode=encode,
+    options={"empty": (), "least": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),
+        "zeros": ("signed", "negative", "positive")},
+)
+
+FORMAT = Format(
+    name="nvfp4_ct", title="NVFP4, 4-bit floats with an 8-bit float per 16 divided by a scale of the whole weight",
+    source="compressed-tensors nvfp4-pack-quantized (weight_global_scale)", formula="s / g * q",
+    variants={(): VARIANT},
+    detect={"config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}},
+    digest="9044eecba830ad6b",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

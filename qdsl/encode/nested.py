@@ -1,0 +1,47 @@
+"""Scales of two levels: of a block, in units of one of the whole weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qdsl.encode.blocks import codes, cut_blocks, join_blocks, quotients, shaped
+from qdsl.numbers import number
+from qdsl.runtime.match import torch_dtype
+
+
+def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, rows: int, columns: int, axes: int,
+                  divisor: float, empty: float, least: float = 0, by: str = "stored", ties: str = "even",
+                  zeros: str = "signed", precision: str = "f32", divided: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scales, super-scale) of w = scale * super_scale * code, or, `divided`, of w = scale / super_scale * code.
+
+    The super-scale brings the largest magnitude of all, / divisor, to the largest number of the scale's type; a scale is the
+    largest magnitude of the block / divisor in its units, not below `least`, and where that is 0 it is `empty`.
+    by 'stored': codes are w / (scale * super_scale) (ModelOpt, compressed-tensors); 'inverse': w * (1 / super_scale / scale),
+    and the block's magnitude is divided by the two one after the other (torchao).
+    precision 'own': both are found in the weight's own dtype (compressed-tensors), 'f32': in float32.
+    A weight of zeros has a super-scale of 0, or, `divided`, of 1.
+    """
+    kind = number(scale)
+    assert kind is not None
+    blocks = cut_blocks(weight if precision == "own" else weight.float(), rows, columns)
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    whole = largest.amax()
+    if divided:
+        above = (divisor * kind.largest / whole).float()
+        above = torch.where(torch.isfinite(above), above, 1)
+        exact = above * (largest / divisor)
+    else:
+        above = whole.float() / (divisor * kind.largest)
+        exact = largest / divisor / above if by == "inverse" else largest / (divisor * above)
+    exact = torch.where(largest > 0, exact.clamp(least, kind.largest), 0)
+    stored = exact.to(torch_dtype(scale))
+    found = stored.float()
+    found = torch.where(found == 0, empty, found)
+    if by == "inverse":
+        factor = (above if divided else 1 / above) / found
+        scaled = blocks * torch.where(torch.isfinite(factor), factor, 0)
+    else:
+        scaled = quotients(blocks, found / above if divided else found * above)
+    return join_blocks(codes(scaled, code, ties, zeros=zeros), *weight.shape), \
+        shaped(found.to(torch_dtype(scale)), axes).contiguous(), above.to(torch_dtype(super_scale))
