@@ -99,7 +99,7 @@ class Fit:
     """One way to read the tensors: what each of the storage's is among those given.
 
     as_stored: no tensor has all its axes run together, as some packages do.  exact: all have their very shapes; else axes of
-    one element are more or less than the storage's.
+    one element are more or less than the storage's, experts have an axis for themselves, or records are seen in other shapes.
     """
 
     storage: str
@@ -154,7 +154,7 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     missing = [name for name, stored in layout.items() if not stored.optional and name not in keys]
     if missing:
         raise Misfit(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
-    there = {name: tensors[key] for name, key in keys.items()}
+    there = _rows_of_experts(layout, {name: tensors[key] for name, key in keys.items()})
     chosen, dtypes = _typed(format, layout, label, there, given)
     solved = shape or _solved(layout, label, there)
     found: list[Fit] = []
@@ -169,7 +169,7 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
         complete = {name: own[own.index(values.get(name, own[0]))] for name, own in format.params.items()}
         uses = {name: Use(keys[name], dtypes[name], shapes[name]) for name in there}
         alike = all(_squeezed(shapes[name]) == _squeezed(tensor.shape) for name, tensor in there.items())
-        exact = all(shapes[name] == tensor.shape for name, tensor in there.items())
+        exact = all(shapes[name] == tensors[keys[name]].shape for name in there)
         found.append(Fit(storage, complete, solved, uses, alike, exact))
     if not found:
         raise nearest
@@ -184,6 +184,15 @@ def named(layout: Mapping[str, Stored], tensors: Mapping[str, object]) -> dict[s
         if key is not None:
             found[name] = key
     return found
+
+
+def _rows_of_experts(layout: Mapping[str, Stored], tensors: Mapping[str, Given]) -> dict[str, Given]:
+    """Tensors of experts [E, N, ...] as those of one weight of E * N rows, where all of them have that axis in front."""
+    more = {tensor.shape[0] if len(tensor.shape) == 1 + len(layout[name].axes) > 1 and layout[name].axes[0].dim == "N" else 0
+            for name, tensor in tensors.items()}
+    if len(more) > 1 or 0 in more:
+        return dict(tensors)
+    return {name: Given(tensor.dtype, (tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])) for name, tensor in tensors.items()}
 
 
 def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given],
@@ -234,7 +243,7 @@ def _size_choices(format: Description, given: Mapping[str, int | str]) -> Iterat
 
 def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int],
             sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Exactly the storage's shapes."""
+    """Exactly the storage's shapes.  Records that have the last axis for themselves may be seen in any shape."""
     found: dict[str, tuple[int, ...]] = {}
     for reached, (name, tensor) in enumerate(tensors.items()):
         stored = layout[name]
@@ -242,7 +251,8 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
         if wanted is None:
             bad = next(a for a in stored.axes if a.extent(*shape, sizes) is None)
             raise Misfit(2, f"{label}: {bad.dim} = {shape[bad.dim == 'K']} must be a multiple of {bad.by(sizes)}")
-        if _squeezed(tensor.shape) not in (_squeezed(wanted), _squeezed((prod(wanted),))):
+        records = stored.axes and stored.axes[-1].dim == "1" and wanted[-1] > 1 and prod(tensor.shape) == prod(wanted)
+        if not records and _squeezed(tensor.shape) not in (_squeezed(wanted), _squeezed((prod(wanted),))):
             shown = "".join(f", {key} = {value}" for key, value in sizes.items())
             raise Misfit(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "
                                       f"[{stored.text}] = {list(wanted)} for N = {shape[0]}, K = {shape[1]}{shown}")

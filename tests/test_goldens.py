@@ -6,6 +6,7 @@ tests/data/README.md says which package wrote which file.
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +25,11 @@ from qdsl.generated import (
     int8_tensor,
     int_group,
     nf4,
+    nvfp4_ct,
+    nvfp4_modelopt,
+    ocp_mxfp4,
+    ocp_mxfp6,
+    ocp_mxfp8,
 )
 from qdsl.runtime import PackedWeight, launch
 from tests.support.formats import ROOT, SHIPPED, canonical, module, raw, same_bits
@@ -35,7 +41,15 @@ GGUF = {path.stem: module(path) for path in SHIPPED if "run: k" in path.read_tex
 BY_NAME = (("gptq", int_group), ("autogptq", int_group), ("awq", int_group), ("ct_int8_tensor", int8_tensor),
            ("ct_int8", int8_channel), ("ct_fp8_block", fp8_block), ("ds_fp8_block", fp8_block), ("hf_fp8_block", fp8_block),
            ("ct_fp8_channel", fp8_channel), ("ct_fp8_tensor", fp8_tensor), ("hf_fp8_tensor", fp8_tensor),
-           ("fp8_tensor", fp8_tensor), ("bnb_nf4", nf4))
+           ("fp8_tensor", fp8_tensor), ("bnb_nf4", nf4), ("ct_nvfp4", nvfp4_ct), ("modelopt_nvfp4", nvfp4_modelopt),
+           ("ao_nvfp4", nvfp4_modelopt), ("ct_mxfp4", ocp_mxfp4), ("modelopt_mxfp4", ocp_mxfp4), ("ao_mx_e2m1", ocp_mxfp4),
+           ("gptoss", ocp_mxfp4), ("hf_fp8_expert_fp4", ocp_mxfp4), ("ct_mxfp6", ocp_mxfp6), ("ao_mx_e2m3", ocp_mxfp6),
+           ("ao_mx_e3m2", ocp_mxfp6), ("ct_mxfp8", ocp_mxfp8), ("ao_mx_e4m3", ocp_mxfp8), ("ao_mx_e5m2", ocp_mxfp8))
+# How producers quantize where it is not the format's default.  transformers rounds an inverse first.
+RULES: tuple[tuple[str, dict[str, str]], ...] = (
+    ("hf_", {"by": "inverse"}), ("ct_mxfp8", {"power": "half"}), ("ct_mxfp", {"power": "even"}),
+    ("modelopt_mxfp4", {"power": "up", "ties": "zero", "zeros": "negative"}), ("ao_mx_*_rceil", {"power": "up"}),
+    ("ao_mx_*_ceil", {"power": "ceil"}), ("ao_mx_*_even", {"power": "even"}), ("", {}))
 # The producer stored a zero point of 0 one too small without carrying the borrow: no reader gets its weights back.
 CORRUPT = "autogptq_v1_b4_ge0_g32_N64_K128"
 # Quantized with zero points, which is another scheme than the format's own.
@@ -66,6 +80,19 @@ def storage_of(path: Path) -> str | None:
     return "gptq_v2" if path.name.startswith("gptq") else None
 
 
+def given(path: Path) -> dict[str, str]:
+    """Parameters that the tensors do not say: of codes in bytes their type."""
+    return {"code": path.name.split("_")[2]} if path.name.startswith("ao_mx_") and format_of(path) is not ocp_mxfp4 else {}
+
+
+def weight_of(tensors: dict[str, Tensor]) -> Tensor:
+    """float32 [N, K]; experts one after the other, and of codes with scales what they come to."""
+    if "scale_eff_NG" in tensors:
+        levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        return tensors["scale_eff_NG"].repeat_interleave(16, 1) * levels[tensors["codes"].int()]
+    return tensors["dequant_f32"] if "dequant_f32" in tensors else tensors["dequant_f32_EOI"].flatten(0, 1)
+
+
 def check(module: ModuleType, packed: PackedWeight, weight: Tensor) -> None:
     """Reference and kernel give these weights, and packing the fields gives these bytes."""
     assert same_bits(module.dequantize(packed, torch.float32), weight)
@@ -88,15 +115,16 @@ def kernel(packed: PackedWeight) -> Tensor:
 def test_checkpoint(path: Path) -> None:
     tensors = read(path)
     module = format_of(path)
-    packed = module.wrap(disk(tensors), shape=tuple(tensors["dequant_f32"].shape), storage=storage_of(path))
+    weight = weight_of(tensors)
+    packed = module.wrap(disk(tensors), shape=tuple(weight.shape), storage=storage_of(path), **given(path))
     if path.stem == CORRUPT:
         again = module.pack(module.unpack(packed), storage="gptq_v1", **packed.params)
         assert all(same_bits(again.tensors[name], tensor) for name, tensor in packed.tensors.items())
-        assert not same_bits(module.dequantize(packed), tensors["dequant_f32"])
+        assert not same_bits(module.dequantize(packed), weight)
         return
-    check(module, packed, tensors["dequant_f32"])
+    check(module, packed, weight)
     if "codes" in tensors:
-        assert torch.equal(module.unpack(packed)["q"].int(), tensors["codes"].int())
+        assert torch.equal(module.unpack(packed)["q"].int(), tensors["codes"].int().view(weight.shape))
 
 
 @pytest.mark.parametrize("path", [p for p in CHECKPOINTS if p.name.startswith("gptq")], ids=lambda path: path.stem)
@@ -137,9 +165,9 @@ def test_awq_converts_to_gptq_without_a_change(path: Path) -> None:
 def test_quantizing_gives_the_producers_bytes(path: Path) -> None:
     tensors = read(path)
     module = format_of(path)
-    packed = module.wrap(disk(tensors))
-    options = {"by": "inverse"} if path.name.startswith("hf_") else {}   # transformers rounds an inverse first
-    made = module.quantize(tensors["W"], **packed.params, **options)
+    packed = module.wrap(disk(tensors), **given(path))
+    options = next(rule for pattern, rule in RULES if fnmatch(path.name, f"{pattern}*"))
+    made = module.quantize(tensors["W"], packed.storage, **{**packed.params, **options})
     assert all(same_bits(made.tensors[name], tensor) for name, tensor in packed.tensors.items())
 
 

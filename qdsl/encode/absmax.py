@@ -12,13 +12,15 @@ from qdsl.encode import search
 from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, powers, quotients, shaped, stored_scale
 from qdsl.encode.rows import ends, searched
 from qdsl.encode.search import Floats
+from qdsl.numbers import number
 
 
-def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float, offset: int = 0,
-           by: str = "stored", ties: str = "even", lost: str = "least", least: float = 0, power: str = "", zeros: str = "signed",
-           ) -> tuple[Tensor, Tensor]:
+def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float | None = None,
+           offset: int = 0, by: str = "stored", ties: str = "even", lost: str = "least", least: float = 0, power: str = "",
+           zeros: str = "signed") -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = scale * (code - offset), with scale = largest magnitude / divisor, and not less than `least`.
 
+    divisor: of codes that are floats the largest, where it is not given.
     rows, columns: the block that shares a scale; axes: how many axes the scale field has.
     by 'stored': codes are w / the stored scale (compressed-tensors); 'exact': w * (1 / the exact scale), in float32 (ggml);
     'inverse': divisor * (1 / largest) comes first, codes are w times it, and its reciprocal is stored (transformers).
@@ -29,6 +31,7 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
     """
     blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
+    divisor = _largest(code) if divisor is None else divisor
     if power or scale == "e8m0":
         scaled, stored = _scaled_by_power(blocks, largest, code, scale, divisor, by, least, power or "up")
     else:
@@ -61,6 +64,12 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
         largest[tied] = flat.gather(1, flat.abs().argmax(1, keepdim=True))[:, 0]
     scaled, stored = _scaled(blocks, largest, scale, divisor, offset, by)
     return join_blocks(codes(scaled, code, ties, offset), *weight.shape), shaped(stored, axes).contiguous()
+
+
+def _largest(code: str) -> float:
+    kind = number(code)
+    assert kind is not None and kind.is_float
+    return kind.largest
 
 
 def _scaled(blocks: Tensor, largest: Tensor, scale: str, divisor: float, offset: int, by: str, lost: str = "least",

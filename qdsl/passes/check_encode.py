@@ -65,6 +65,9 @@ def check_encode(program: Program, problems: Problems) -> Program:
     code = program.field(roles["code"]).number
     assert code is not None
     offered = scheme.open(code)
+    for word in () if code.is_float else scheme.of_integers:
+        if word not in options:
+            problems.add(call.span, f"'{call.name}' of codes that are {code.name} needs '{word}'", scheme.summary)
     for key, value in call.keywords:
         words = scheme.words(key.name, code) if scheme.options.get(key.name) else ()
         if key.name in options and scheme.options[key.name] and options[key.name] not in words:

@@ -35,6 +35,7 @@ class Scheme:
     `level[code]` is a number, `levels[code]` one of rising integers, `grid[code, k]` one of a row; `steps(scale)` is whatever
     depends on that field alone.  importance: it takes one.  own: words that belong to the format, which no caller gives; given:
     numbers that a caller may give too.  which: the argument that says which of `inverts` it is, counted from 0.
+    of_integers: what must be given too for codes that are integers.
     across: a block that shares a scale may lie in several rows of the weight.
     """
 
@@ -47,6 +48,7 @@ class Scheme:
     own: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     which: str = ""
+    of_integers: tuple[str, ...] = ()
     across: bool = True
 
     @property
@@ -73,11 +75,11 @@ _OF_INTEGERS = {"ties": _TIES, "power": (), "zeros": ()}
 _BY = ("stored", "exact", "inverse")
 
 SCHEMES = {
-    "absmax": Scheme({"code": "code", "scale": "power"}, ("code", "scale", "divisor"),
+    "absmax": Scheme({"code": "code", "scale": "power"}, ("code", "scale"),
                      {"divisor": None, "by": _BY, "ties": (*_TIES, "zero"), "lost": ("least", "zero"), "least": None,
                       "power": _POWERS, "zeros": ("signed", "negative", "positive")},
                      "scale = largest magnitude of the block / divisor", "scale * (code - offset)", own=("lost",),
-                     given=("divisor", "least")),
+                     given=("divisor", "least"), of_integers=("divisor",)),
     "signmax": Scheme({"code": "code", "scale": "scale"}, ("code", "scale", "divisor"),
                       {"divisor": None, "by": _BY, "ties": _TIES},
                       "scale = the value of largest magnitude, sign and all, / divisor", "scale * (code - offset)",

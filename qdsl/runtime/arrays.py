@@ -64,8 +64,12 @@ def spread(bytes_: Tensor, width: int) -> Tensor:
 
 
 def pad(field: Tensor, amounts: Sequence[int]) -> Tensor:
-    """Zeros after the last elements; amounts as (before, after) pairs from the last axis on."""
-    return torch.nn.functional.pad(field, tuple(amounts)) if any(amounts) else field
+    """Bits of 0 after the last elements; amounts as (before, after) pairs from the last axis on."""
+    if not any(amounts):
+        return field
+    if field.is_floating_point() and field.element_size() == 1:  # E8M0 has no 0
+        return torch.nn.functional.pad(field.view(torch.uint8), tuple(amounts)).view(field.dtype)
+    return torch.nn.functional.pad(field, tuple(amounts))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

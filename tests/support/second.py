@@ -281,7 +281,9 @@ class Reading:
         if self.spec.encode.name == "minmax":
             steps = (1 << int(self.kind(str(self.arguments["code"]))[1:])) - 1
             return -2 * (steps // 2), 2 * (steps - steps // 2)
-        most = int(2 * abs(float(self.arguments.get("divisor", 2048))))
+        kind = self.kind(str(self.arguments["code"]))
+        largest = 2048 if kind[0] != "e" or self.spec.encode.name != "absmax" else _magnitudes(kind)[-1][0]
+        most = int(2 * abs(float(self.arguments.get("divisor", largest))))
         return -most, most
 
     def encode(self, weight: npt.NDArray[np.float32], options: Mapping[str, Any]) -> dict[str, Codes]:
@@ -545,7 +547,8 @@ def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int
     """Codes and the scale's code for scale = largest / divisor, where signmax keeps the sign of the largest."""
     first = max(x, key=abs)                                      # of equals, the first
     largest = first + np.float32(0) if scheme == "signmax" else abs(first)
-    divisor, by, ties = np.float32(given["divisor"]), given.get("by", "stored"), str(given.get("ties", "even"))
+    divisor = np.float32(given["divisor"] if "divisor" in given else _magnitudes(kind)[-1][0])
+    by, ties = given.get("by", "stored"), str(given.get("ties", "even"))
     least = np.float32(given.get("least", 0))
     exact = max(largest / divisor, least)
     zeros = str(given.get("zeros", "signed"))

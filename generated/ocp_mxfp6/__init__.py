@@ -1,0 +1,44 @@
+"""ocp_mxfp6: OCP MXFP6, 6-bit floats with a power of two per 32.
+
+    w = e * q
+    float32, rounded after each operation
+
+    e      e8m0 [N, K/32]
+    q      code [N, K]
+
+    compressed_tensors at code = e2m3: 6.25 bits per weight
+    compressed_tensors at code = e3m2: 6.25 bits per weight
+    torchao at code = e2m3: 8.25 bits per weight
+    torchao at code = e3m2: 8.25 bits per weight
+
+Built from the spec ocp_mxfp6 (sha256 14d3c4a425b1c25e) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from qdsl.runtime import Format
+
+from . import code_e2m3, code_e3m2
+
+FORMAT = Format(
+    name="ocp_mxfp6", title="OCP MXFP6, 6-bit floats with a power of two per 32",
+    source="OCP Microscaling Formats 1.0; compressed-tensors mxfp6-pack, torchao MXTensor", formula="e * q",
+    by=("code",),
+    variants={
+        ("e2m3",): code_e2m3.VARIANT,
+        ("e3m2",): code_e3m2.VARIANT,
+    },
+    params={"code": ("e2m3", "e3m2")},
+    detect={"config": {"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized"}},
+    digest="14d3c4a425b1c25e",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

@@ -1,0 +1,199 @@
+"""ocp_mxfp6 at code = e2m3: OCP MXFP6, 6-bit floats with a power of two per 32.
+
+    w = e * q
+    float32, rounded after each operation
+
+    e      e8m0 [N, K/32]
+    q      code [N, K]
+
+    compressed_tensors: 6.25 bits per weight
+    torchao: 8.25 bits per weight
+
+Built from the spec ocp_mxfp6 (sha256 14d3c4a425b1c25e) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import absmax
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, device, integer
+from qdsl.runtime.numbers import e2m3, e8m0
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
+    """Fields of weight_packed uint8 [N, 24*K/32]; weight_scale uint8 [N, K/32]."""
+    r = weight_packed.unflatten(-1, (-1, 24))
+    q_words = integer(r.unflatten(-1, (8, 3)))
+    return {
+        "e": weight_scale.view(torch.float8_e8m0fnu),
+        "q": torch.stack([q_words >> 6 * i & 63 for i in range(4)], -1).to(torch.uint8).flatten(1),
+    }
+
+
+def pack_compressed_tensors(e: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight_packed, weight_scale of the fields; the inverse of unpack_compressed_tensors."""
+    q_split = q.unflatten(-1, (-1, 8, 4))
+    q_packed = sum(q_split[..., i].to(torch.int32) << 6 * i for i in range(4))
+    r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+    return {
+        "weight_packed": r.flatten(1),
+        "weight_scale": e.view(torch.uint8),
+    }
+
+
+def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """Fields of qdata uint8 [N, K]; scale float8_e8m0fnu [N, K/32]."""
+    return {
+        "e": scale,
+        "q": qdata & 63,
+    }
+
+
+def pack_torchao(e: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """qdata, scale of the fields; the inverse of unpack_torchao."""
+    r = torch.zeros(q.shape[0], q.shape[1], 1, dtype=torch.uint8, device=q.device)
+    r[...] = q.unsqueeze(-1)
+    return {
+        "qdata": r.squeeze(-1),
+        "scale": e,
+    }
+
+
+def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = e * q.  e [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
+    e = e8m0(e).unsqueeze(-1)
+    q = e2m3(q).unflatten(1, (-1, 32))
+    return torch.mul(e, q, out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, code: str, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
+    ties, least, power, zeros.
+    """
+    q, e = absmax(weight, code=code, scale="e8m0", rows=1, columns=32, axes=2, **{"power": "floor", **options})
+    return {"q": q, "e": e}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_compressed_tensors(weight_packed, weight_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight_scale += n.to(tl.int64) * (K // 32)
+    weight_packed += 24 * n.to(tl.int64) * (K // 32)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    e = device.e8m0(tl.load(weight_scale + k // 32, live, 0))
+    q = device.e2m3(device.stream(weight_packed + 24 * (k // 32), 1, 6 * (k % 32), 6, 8, live))
+    w = e * q
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_compressed_tensors(weight_packed, weight_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight_scale += n.to(tl.int64) * (K // 32)
+    weight_packed += 24 * n.to(tl.int64) * (K // 32)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        e = device.e8m0(tl.load(weight_scale + k // 32, live, 0))
+        q = device.e2m3(device.stream(weight_packed + 24 * (k // 32), 1, 6 * (k % 32), 6, 8, live))
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += e * q * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_torchao(qdata, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    scale += n.to(tl.int64) * (K // 32)
+    qdata += n.to(tl.int64) * K
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    e = device.e8m0(tl.load(scale + k // 32, live, 0))
+    q = device.e2m3(tl.load(qdata + k, live, 0) & 63)
+    w = e * q
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_torchao(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    scale += n.to(tl.int64) * (K // 32)
+    qdata += n.to(tl.int64) * K
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        e = device.e8m0(tl.load(scale + k // 32, live, 0))
+        q = device.e2m3(tl.load(qdata + k, live, 0) & 63)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += e * q * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "e": Field("e8m0", "N", "K/32"),
+        "q": Field("code", "N", "K"),
+    },
+    storages={
+        "compressed_tensors": Storage(
+            tensors={
+                "weight_packed": Stored("u8", "N", "24*K/32"),
+                "weight_scale": Stored("u8", "N", "K/32"),
+            },
+            unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
+            kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K", last="k"),
+        ),
+        "torchao": Storage(
+            tensors={
+                "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",)),
+                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",)),
+            },
+            unpack=unpack_torchao, pack=pack_torchao,
+            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k"),
+        ),
+    },
+    decode=decode, encode=encode,
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+        "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
+)

@@ -1,0 +1,48 @@
+"""ocp_mxfp8: OCP MXFP8, 8-bit floats with a power of two per 32.
+
+    w = e * q
+    float32, rounded after each operation
+
+    e      e8m0 [N, ceil(K/32)]
+    q      code [N, K]
+
+    compressed_tensors at code = e4m3: 8.25 bits per weight
+    compressed_tensors at code = e5m2: 8.25 bits per weight
+    torchao at code = e4m3: 8.25 bits per weight
+    torchao at code = e5m2: 8.25 bits per weight
+    torchao_swizzled at code = e4m3: 8.25 bits per weight
+    torchao_swizzled at code = e5m2: 8.25 bits per weight
+    planar at code = e4m3: 8.25 bits per weight
+    planar at code = e5m2: 8.25 bits per weight
+
+Built from the spec ocp_mxfp8 (sha256 3f3d7c294b120a1a) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from qdsl.runtime import Format
+
+from . import code_e4m3, code_e5m2
+
+FORMAT = Format(
+    name="ocp_mxfp8", title="OCP MXFP8, 8-bit floats with a power of two per 32",
+    source="OCP Microscaling Formats 1.0; compressed-tensors mxfp8, ModelOpt MXFP8, torchao MXTensor", formula="e * q",
+    by=("code",),
+    variants={
+        ("e4m3",): code_e4m3.VARIANT,
+        ("e5m2",): code_e5m2.VARIANT,
+    },
+    params={"code": ("e4m3", "e5m2")},
+    detect={"config": {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}},
+    digest="3f3d7c294b120a1a",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear
