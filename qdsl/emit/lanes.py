@@ -556,7 +556,8 @@ def _text(terms: Terms, index: Mapping[str, str], without: list[Group], tight: b
                  for f, name in read.items() if argument(name) not in names}
         size = abs(coefficient)
         factors = [texts[f] for f in product if f in texts and f[0] != "/"]
-        shown = _quotient([*([f"{size}"] if size != 1 else []), *factors], [texts[f] for f in product if f in texts and f[0] == "/"])
+        divisors = [texts[f] for f in product if f in texts and f[0] == "/"]
+        shown = _quotient([*([f"{size}"] if size != 1 else []), *factors], divisors)
         text += (" - " if coefficient < 0 else " + ") + shown if text else ("-" if coefficient < 0 else "") + shown
     return f"({text})" if (tight and " " in text) or (text.startswith("-") and tight) else text
 

@@ -86,10 +86,11 @@ SCHEMES = {
                       importance=True),
     "nested_absmax": Scheme({"code": "code", "scale": "nested", "super_scale": "whole"},
                             ("code", "scale", "super_scale", "divisor", "empty"),
-                            {"divisor": None, "empty": None, "least": None, "by": ("stored", "inverse"), "ties": ("even", "zero"),
-                             "zeros": ("signed", "negative", "positive"), "precision": ("f32", "own")},
-                            "super-scale from the largest magnitude of the weight; scale = largest of the block / divisor, in its "
-                            "units",
+                            {"divisor": None, "empty": None, "least": None, "by": ("stored", "inverse"),
+                             "ties": ("even", "zero"), "zeros": ("signed", "negative", "positive"),
+                             "precision": ("f32", "own")},
+                            "super-scale from the largest magnitude of the weight; scale = largest of the block / divisor, in "
+                            "its units",
                             ("super_scale * scale * code", "scale / super_scale * code"), own=("precision",),
                             given=("empty", "least"), which="divided"),
     "absmax_level": Scheme({"code": "count", "scale": "small"}, ("code", "scale"), {},

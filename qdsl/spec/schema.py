@@ -31,8 +31,8 @@ RESERVED = frozenset({
     "lanes", "Lanes", "many", "narrow", "Narrow", "records", "planar", "codebook", "Table",
     "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
-    "absmax", "absmax_level", "signmax", "minmax", "affine", "meansign", "kquant_minmax", "kquant_signmax", "nearest", "nested_absmax",
-    "block_levels", "kquant_levels", "grid_signs", "grid_shifts",
+    "absmax", "absmax_level", "signmax", "minmax", "affine", "meansign", "kquant_minmax", "kquant_signmax", "nearest",
+    "nested_absmax", "block_levels", "kquant_levels", "grid_signs", "grid_shifts",
     "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
     *FLOATS,
 })
