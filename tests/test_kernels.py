@@ -174,7 +174,8 @@ def has_codes(case: Case) -> bool:
 # columns: their kernels work weight by weight.
 BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "planes.planes", "planes.rows", "q6_k.planar",
              "int_group.planar-bits3-group128", "nf4.bitsandbytes-block64", "q3_k.planar", "q5_0.gguf", "q5_0.planar",
-             "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs")
+             "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs",
+             "ocp_mxfp6.compressed_tensors-codee2m3", "ocp_mxfp6.compressed_tensors-codee3m2")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts loads in the interpreter")
