@@ -14,7 +14,7 @@
     torchao_swizzled: 4.25 bits per weight
     planar: 4.25 bits per weight
 
-Built from the spec ocp_mxfp4 (sha256 94108476eb0b12ae) by qdsl 0.1.0.
+Built from the spec ocp_mxfp4 (sha256 b09c2b1b026b8b02) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -732,10 +732,10 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="ocp_mxfp4", title="OCP MXFP4, 4-bit floats with a power of two per 32",
-    source="OCP Microscaling Formats 1.0; gpt-oss, compressed-tensors mxfp4-pack, ModelOpt, torchao MXTensor, DeepSeek-V4 experts", formula="e * q",
+    source="OCP Microscaling Formats 1.0; compressed-tensors, ModelOpt, gpt-oss, DeepSeek-V4, torchao MXTensor", formula="e * q",
     variants={(): VARIANT},
     detect={"config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}},
-    digest="94108476eb0b12ae",
+    digest="b09c2b1b026b8b02",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap
