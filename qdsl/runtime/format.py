@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qdsl.numbers import number
 from qdsl.runtime import experts, launch, ops, order, tiles
+from qdsl.runtime.adopt import adopt
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Lanes, Storage, Variant
 from qdsl.runtime.linear import mode_of, tile_weights
@@ -401,9 +402,11 @@ class Format:
     def convert(self, packed: PackedWeight, storage: str) -> PackedWeight:
         """The same numbers in another storage, exactly.  Raises FormatError where the other storage cannot hold them.
 
-        Beside both weights it needs memory for a tile of rows, not for the fields of the whole weight.
+        Beside both weights it needs memory for a tile of rows, not for the fields of the whole weight.  A weight of another
+        format with the same codes becomes one of this, where runtime/adopt.py finds no number that would change.
         """
-        self._own(packed)
+        if packed.format is not self:
+            return adopt(self, packed, storage)
         if storage == packed.storage:
             return packed
         found: dict[str, Tensor] = {}
