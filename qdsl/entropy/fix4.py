@@ -1,13 +1,13 @@
-"""fix4: exponents as four bits, their distance from a base, and a list of the few weights that are further away.
+"""fix4: exponents as four bits, their distance from a base, and a list of the few weights whose exponent is another one.
 
 Of a weight [N, K], with K8 = ceil(K / 8):
 
-    codes          i32 [N, K8]     eight codes; bits 4m of the lower half are column 2m, of the upper half column 2m + 1
-    sign_mantissa  u8 [N, 8 * K8]  of each four columns the bytes of 0, 2, 1, 3
-    base           u8 [1]          a code of 0 to 14 is the exponent base + code; 15 is a patch
-    patch_start    i32 [ceil(N / 16) + 1]  where the patches of each 16 rows begin
-    patch_index    i32 [patches]   which weight of those rows: row * K + column, rising
-    patch_bits     u16 [patches]   its pattern
+    codes           i32 [N, K8]     eight codes; bits 4m of the lower half are column 2m, of the upper half column 2m + 1
+    sign_mantissa   u8 [N, 8 * K8]  of each four columns the bytes of 0, 2, 1, 3
+    base            u8 [1]          a code is the exponent base + code
+    patch_start     i32 [ceil(N / 16) + 1]  where the patches of each 16 rows begin
+    patch_index     i32 [patches]   which weight of those rows: row * K + column, rising; its code is 0
+    patch_exponent  u8 [patches]
 
 Where K is no multiple of 8 the columns after K have code and byte 0.  The order of codes and bytes lets a kernel make two
 bfloat16 of a pair at a time.
@@ -26,8 +26,8 @@ from qdsl.entropy.huffman import Words
 from qdsl.entropy.lookup import StreamError
 
 ROWS = 16                                                        # whose patches are listed together
-WINDOW = 15                                                      # exponents that have a code
-NAMES = ("codes", "sign_mantissa", "base", "patch_start", "patch_index", "patch_bits")
+WINDOW = 16                                                      # exponents that have a code
+NAMES = ("codes", "sign_mantissa", "base", "patch_start", "patch_index", "patch_exponent")
 QUAD = (0, 2, 1, 3)
 _TILE = 1 << 16                                                  # weights that are worked on together, in cache
 
@@ -48,7 +48,7 @@ def encode(patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
         rows = slice(start, start + step)
         code = symbols.reshape(n, k)[rows] - np.uint8(base)      # below the base it wraps round, to 240 and more
         far = np.flatnonzero(code >= WINDOW)
-        code.reshape(-1)[far] = WINDOW
+        code.reshape(-1)[far] = 0
         index.append(far + start * k)
         codes[rows] = _nibbles(_padded(code, eights))
         signs[rows] = in_quads(_padded(rest.reshape(n, k)[rows], eights))
@@ -56,7 +56,7 @@ def encode(patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
     block = ROWS * k
     return {"codes": codes.view(np.int32), "sign_mantissa": signs, "base": np.array([base], np.uint8),
             "patch_start": np.searchsorted(flat, np.arange(-(-n // ROWS) + 1) * block).astype(np.int32),
-            "patch_index": (flat % max(1, block)).astype(np.int32), "patch_bits": patterns.reshape(-1)[flat]}
+            "patch_index": (flat % max(1, block)).astype(np.int32), "patch_exponent": symbols[flat]}
 
 
 def in_quads(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -91,9 +91,9 @@ def check(tensors: Tensors, shape: tuple[int, int]) -> None:
     """Tensors for a weight [N, K]: no decoder that follows them leaves them.  Raises StreamError where they do not fit."""
     n, k = shape
     eights, blocks = -(-k // 8), -(-n // ROWS)
-    patches = len(tensors.get("patch_bits", ()))
+    patches = len(tensors.get("patch_exponent", ()))
     wanted = {"codes": ("<i4", (n, eights)), "sign_mantissa": ("u1", (n, 8 * eights)), "base": ("u1", (1,)),
-              "patch_start": ("<i4", (blocks + 1,)), "patch_index": ("<i4", (patches,)), "patch_bits": ("<u2", (patches,))}
+              "patch_start": ("<i4", (blocks + 1,)), "patch_index": ("<i4", (patches,)), "patch_exponent": ("u1", (patches,))}
     for name, (kind, size) in wanted.items():
         if name not in tensors or tensors[name].dtype != kind or tensors[name].shape != size:
             raise StreamError(f"{name} is missing, or not {list(size)} of {kind}")
@@ -113,15 +113,16 @@ def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint16]:
     """The patterns u16 [N, K] of checked tensors."""
     n, k = shape
     out = np.empty(shape, np.uint16)
-    base = np.uint8(tensors["base"][0])
-    step = max(1, _TILE // max(1, k))
+    start = tensors["patch_start"].astype(np.int64)
+    step = ROWS * max(1, _TILE // max(1, ROWS * k))
     for first in range(0, n, step):
-        rows = slice(first, first + step)
+        rows = slice(first, min(n, first + step))
         words = tensors["codes"][rows].view(np.uint32).astype(np.uint64)
-        code = (_apart(words) | _apart(words >> 16) << 8).view(np.uint8)[:, :k] + base
+        symbols = (_apart(words) | _apart(words >> 16) << 8).view(np.uint8)[:, :k] + tensors["base"]
+        blocks = start[first // ROWS:-(-rows.stop // ROWS) + 1]
+        patches = slice(blocks[0], blocks[-1])
+        index = tensors["patch_index"][patches] + np.repeat(np.arange(len(blocks) - 1) * (ROWS * k), np.diff(blocks))
+        symbols.reshape(-1)[index] = tensors["patch_exponent"][patches]
         rest = in_quads(tensors["sign_mantissa"][rows])[:, :k]
-        exponents.join(code.reshape(-1), rest.reshape(-1), out[rows].reshape(-1))
-    start = tensors["patch_start"]
-    block = np.repeat(np.arange(len(start) - 1), np.diff(start)) * (ROWS * k)
-    out.reshape(-1)[block + tensors["patch_index"]] = tensors["patch_bits"]
+        exponents.join(symbols.reshape(-1), rest.reshape(-1), out[rows].reshape(-1))
     return out
