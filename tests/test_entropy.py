@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from qdsl.checkpoint.folder import Folder
-from qdsl.entropy import df11, fix4, hlane
+from qdsl.entropy import df11
+from qdsl.entropy.bfloat16 import FIX4, HLANE
 from qdsl.entropy.huffman import END, Code, canonical_code, df11_code
 from qdsl.entropy.lookup import StreamError, code_of, tables_of
 from tests.support.formats import ROOT
@@ -26,7 +27,7 @@ from tests.support.formats import ROOT
 DATA = ROOT / "tests" / "data"
 CASES = {case["name"]: case for case in json.loads((DATA / "df11" / "manifest.json").read_text())}
 TABLES = json.loads((DATA / "df11" / "code_tables.json").read_text())
-LANES = {"hlane": hlane, "fix4": fix4}
+FORMS = {"hlane": HLANE, "fix4": FIX4}
 
 
 def golden(name: str) -> dict[str, NDArray[Any]]:
@@ -100,7 +101,7 @@ def test_groups_that_df11_cannot_hold(name: str, message: str) -> None:
     patterns = golden(name)["weight_bits"].reshape(1, -1)
     with pytest.raises(StreamError, match=rf"{message}.*hlane or fix4"):
         df11.encode(patterns.reshape(-1))
-    for form in LANES.values():
+    for form in FORMS.values():
         assert np.array_equal(form.decode(form.encode(patterns), patterns.shape), patterns)
 
 
@@ -136,7 +137,7 @@ def test_any_group_round_trips(count: int, threads: int, kinds: int, seed: int) 
 
 # hlane and fix4
 
-@pytest.mark.parametrize("form", LANES)
+@pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=150)
 @given(data=st.data())
 def test_any_weight_round_trips(form: str, data: st.DataObject) -> None:
@@ -145,16 +146,15 @@ def test_any_weight_round_trips(form: str, data: st.DataObject) -> None:
     draw = {"any": lambda: np.random.default_rng(seed).integers(0, 65536, (n, k)).astype(np.uint16),
             "constant": lambda: np.full((n, k), seed % 65536, np.uint16), "normal": lambda: normal(n, k, seed)}
     patterns = draw[data.draw(st.sampled_from(sorted(draw)))]()
-    tensors = LANES[form].encode(patterns)
-    LANES[form].check(tensors, (n, k))
-    assert np.array_equal(LANES[form].decode(tensors, (n, k)), patterns)
+    tensors = FORMS[form].encode(patterns)
+    assert np.array_equal(FORMS[form].decode(tensors, (n, k)), patterns)
 
 
-@pytest.mark.parametrize("form", LANES)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(16, 4096), (3, 8200), (64, 2048), (65536, 1)])
 def test_every_pattern_in_long_rows(form: str, shape: tuple[int, int]) -> None:
     patterns = (np.arange(shape[0] * shape[1]) * 40503 % 65536).astype(np.uint16).reshape(shape)
-    assert np.array_equal(LANES[form].decode(LANES[form].encode(patterns), shape), patterns)
+    assert np.array_equal(FORMS[form].decode(FORMS[form].encode(patterns), shape), patterns)
 
 
 def test_bits_per_weight() -> None:
@@ -170,7 +170,7 @@ def test_bits_per_weight() -> None:
     assert set(weights) == set(wanted)
     for name, patterns in weights.items():
         found = [8 * sum(tensor.nbytes for tensor in tensors.values()) / patterns.size
-                 for tensors in (df11.encode(patterns.reshape(-1)), hlane.encode(patterns), fix4.encode(patterns))]
+                 for tensors in (df11.encode(patterns.reshape(-1)), HLANE.encode(patterns), FIX4.encode(patterns))]
         assert found == pytest.approx(wanted[name], rel=0.003), name
 
 
@@ -191,14 +191,14 @@ def bounded(tensors: dict[str, NDArray[Any]], name: str, random: np.random.Gener
     return found
 
 
-@pytest.mark.parametrize("form", ["df11", *LANES])
+@pytest.mark.parametrize("form", ["df11", *FORMS])
 def test_damaged_tensors_are_refused_or_decoded_within_bounds(form: str) -> None:
     """Each tensor damaged in 150 ways: an answer of the right size or StreamError, never another error, never a hang."""
     patterns = normal(24, 200)
     patterns[3, 7:9] = 0x7F80, 0xFFC1
     patterns = patterns if form != "df11" else normal(24, 200)
     random = np.random.default_rng(1)
-    tensors = df11.encode(patterns.reshape(-1), (), 64) if form == "df11" else LANES[form].encode(patterns)
+    tensors = df11.encode(patterns.reshape(-1), (), 64) if form == "df11" else FORMS[form].encode(patterns)
     refused = 0
     for name in tensors:
         for _ in range(150):
@@ -207,8 +207,7 @@ def test_damaged_tensors_are_refused_or_decoded_within_bounds(form: str) -> None
                 if form == "df11":
                     found = df11.group(damaged, 64).decode().reshape(patterns.shape)
                 else:
-                    LANES[form].check(damaged, patterns.shape)
-                    found = LANES[form].decode(damaged, patterns.shape)
+                    found = FORMS[form].decode(damaged, patterns.shape)
                 assert found.shape == patterns.shape
             except StreamError:
                 refused += 1

@@ -1,16 +1,15 @@
-"""hlane: exponents in a Huffman code of at most eight bits, in lanes that are decoded side by side.
+"""Symbols in a Huffman code of at most eight bits, in lanes that are decoded side by side.
 
-Of a weight [N, K]: a row has R lanes, and lane i the i-th, (R+i)-th, (2R+i)-th, ... run of eight columns.  Columns are cut into C
+Of symbols u8 [N, K]: a row has R lanes, and lane i the i-th, (R+i)-th, (2R+i)-th, ... run of eight columns.  Columns are cut into C
 chunks, each with streams of its own.  32 lanes, of 32 / R rows, are a group; their words of 32 bits take turns, each group as
-many as its longest lane has, so that lanes read side by side.  With runs = ceil(K / (8 * R)):
+many as its longest lane has, so that lanes read side by side.
 
-    words          i32 [words]     word w of lane l of a group is at 32 * (its start + w) + l; the first bit of a code is highest
-    starts         i32 [C, ceil(N / (32 / R))]  of groups, in units of 32 words
-    table          i16 [256]       by eight bits: 128 * exponent + bits of its code
-    sign_mantissa  u8 [N, 8 * R * runs]  of each four columns the bytes of 0, 2, 1, 3
+    words   i32 [words]  word w of lane l of a group is at 32 * (its start + w) + l; the first bit of a code is highest
+    starts  i32 [C, ceil(N / (32 / R))]  of groups, in units of 32 words
+    table   i16 [256]    by eight bits: 128 * symbol + bits of its code
 
-The code is canonical, ties by exponent, so that table is a function of its lengths.  Columns after K hold the exponent of the
-shortest code.  Two turns of 32 words follow the last, so that a lane may read ahead.
+The code is canonical, ties by symbol, so that table is a function of its lengths.  Where K is no multiple of 8 * R the symbol of
+the shortest code follows.  Two turns of 32 words follow the last, so that a lane may read ahead.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.entropy import bits, exponents, lanes
-from qdsl.entropy.fix4 import in_quads
+from qdsl.entropy import bits, lanes
 from qdsl.entropy.huffman import Code, Words, canonical_code
 from qdsl.entropy.lookup import StreamError
 
@@ -31,7 +29,7 @@ LONGEST = 8                                                      # bits of a cod
 GROUP = 32                                                       # lanes, a warp
 RUN = 8                                                          # columns of a lane in a row: their codes fit 64 bits
 AHEAD = 2                                                        # turns after the last
-NAMES = ("words", "starts", "table", "sign_mantissa")
+NAMES = ("words", "starts", "table")
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -42,11 +40,10 @@ def lanes_of(k: int) -> tuple[int, int]:
     return count, max(1, k // 4096)
 
 
-def encode(patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
-    """The tensors of a weight of any patterns u16 [N, K]."""
-    n, k = patterns.shape
+def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """The tensors of u8 [N, K], of which each symbol occurs counts[0..255] times."""
+    n, k = symbols.shape
     per_row, chunks = lanes_of(k)
-    symbols, rest, counts = exponents.split(patterns.reshape(-1))
     code = canonical_code(counts, LONGEST)
     runs = -(-k // (RUN * per_row))                              # of each lane
     bounds = _bounds(runs, chunks)
@@ -58,7 +55,7 @@ def encode(patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
     streams: list[list[NDArray[np.uint32]]] = [[] for _ in bounds]
     sizes: list[list[NDArray[np.int64]]] = [[] for _ in bounds]
     for first in range(0, n, step):
-        part = np.pad(symbols.reshape(n, k)[first:first + step], pad, constant_values=filler)
+        part = np.pad(symbols[first:first + step], pad, constant_values=filler)
         lengths, values = _runs(part, pairs)
         for chunk, (start, stop) in enumerate(bounds):
             shape = (len(part), runs, per_row)
@@ -67,9 +64,8 @@ def encode(patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
             sizes[chunk].append(size)
     turns = np.array([size for each in sizes for part in each for size in part], np.int64)
     words = np.concatenate([*(part for each in streams for part in each), np.zeros(AHEAD * GROUP, np.uint32)])
-    signs = in_quads(np.pad(rest.reshape(n, k), pad))
     return {"words": words.view(np.int32), "starts": (np.cumsum(turns) - turns).astype(np.int32).reshape(chunks, -(-n // rows)),
-            "table": _table(code), "sign_mantissa": signs}
+            "table": _table(code)}
 
 
 def _bounds(runs: int, chunks: int) -> list[tuple[int, int]]:
@@ -116,12 +112,10 @@ def _table(code: Code) -> NDArray[np.int16]:
 
 
 def check(tensors: Tensors, shape: tuple[int, int]) -> Code:
-    """The code of a weight's tensors, which no decoder that follows them leaves.  Raises StreamError where they do not fit."""
+    """The code of tensors for [N, K], which no decoder that follows them leaves.  Raises StreamError where they do not fit."""
     n, k = shape
     per_row, chunks = lanes_of(k)
-    runs = -(-k // (RUN * per_row))
-    wanted = {"words": ("<i4", None), "starts": ("<i4", (chunks, -(-n // (GROUP // per_row)))), "table": ("<i2", (256,)),
-              "sign_mantissa": ("u1", (n, RUN * per_row * runs))}
+    wanted = {"words": ("<i4", None), "starts": ("<i4", (chunks, -(-n // (GROUP // per_row)))), "table": ("<i2", (256,))}
     for name, (kind, size) in wanted.items():
         if name not in tensors or tensors[name].dtype != kind or (size is not None and tensors[name].shape != size):
             raise StreamError(f"{name} is missing, or not {list(size) if size else '[words]'} of {kind}")
@@ -152,13 +146,12 @@ def _code(table: NDArray[np.int16]) -> Code:
     return Code(words)
 
 
-def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint16]:
-    """The patterns u16 [N, K] of a weight.  Raises StreamError where `check` does, and for codes that pass the end of a group."""
+def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
+    """The symbols u8 [N, K].  Raises StreamError where `check` does, and for codes that pass the end of a group."""
     n, k = shape
     code = check(tensors, shape)
-    out = np.empty(shape, np.uint16)
-    if not out.size:
-        return out
+    if not n * k:
+        return np.empty(shape, np.uint8)
     per_row, chunks = lanes_of(k)
     runs, rows = -(-k // (RUN * per_row)), GROUP // per_row
     groups = -(-n // rows)
@@ -173,10 +166,7 @@ def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint16]:
             symbols = _ungrouped(words, bounds[chunk * groups + first:chunk * groups + last + 1], RUN * (stop - start), lookup)
             part = found[first * rows:last * rows, start:stop]
             part[...] = symbols.reshape(-1, per_row, stop - start, RUN).transpose(0, 2, 1, 3)
-    symbols = np.ascontiguousarray(found.reshape(groups * rows, -1)[:n, :k])
-    rest = np.ascontiguousarray(in_quads(tensors["sign_mantissa"])[:, :k])
-    exponents.join(symbols.reshape(-1), rest.reshape(-1), out.reshape(-1))
-    return out
+    return np.ascontiguousarray(found.reshape(groups * rows, -1)[:n, :k])
 
 
 def _ungrouped(words: NDArray[np.uint32], bounds: NDArray[np.int64], count: int, lookup: lanes.Lookup) -> NDArray[np.uint8]:

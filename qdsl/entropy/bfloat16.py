@@ -1,0 +1,57 @@
+"""Whole bfloat16 weights as hlane and fix4: their exponents in a stream, signs and mantissas as they are.
+
+    sign_mantissa  u8 [N, 8 * ceil(K / 8)]  the sign above seven bits; of each four columns the bytes of 0, 2, 1, 3
+
+which lets a kernel make two bfloat16 of a pair of exponents at a time.  Columns after K are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.entropy import exponents, huffman_lanes, window
+from qdsl.entropy.lookup import StreamError
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A format of one stream.  names: what its tensors are called, in the order of the stream's own."""
+    names: tuple[str, ...]
+    own: tuple[str, ...]
+    of: Callable[[NDArray[np.uint8], NDArray[np.int64]], dict[str, NDArray[Any]]]
+    symbols: Callable[[Tensors, tuple[int, int]], NDArray[np.uint8]]
+
+    def encode(self, patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
+        """The tensors of any patterns u16 [N, K]."""
+        found, rest, counts = exponents.split(patterns.reshape(-1))
+        stream = self.of(found.reshape(patterns.shape), counts)
+        n, k = patterns.shape
+        padded = np.pad(rest.reshape(n, k), [(0, 0), (0, -k % 8)])
+        return {**{name: stream[own] for name, own in zip(self.names, self.own, strict=True)}, "sign_mantissa": in_quads(padded)}
+
+    def decode(self, tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint16]:
+        """The patterns u16 [N, K].  Raises StreamError for tensors that do not fit."""
+        n, k = shape
+        rest = tensors.get("sign_mantissa")
+        if rest is None or rest.dtype != np.uint8 or rest.shape != (n, k + -k % 8):
+            raise StreamError(f"sign_mantissa is missing, or not {[n, k + -k % 8]} of u1")
+        found = self.symbols({own: tensors[name] for name, own in zip(self.names, self.own, strict=True) if name in tensors}, shape)
+        out = np.empty(shape, np.uint16)
+        exponents.join(found.reshape(-1), np.ascontiguousarray(in_quads(rest)[:, :k]).reshape(-1), out.reshape(-1))
+        return out
+
+
+def in_quads(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[N, 4 * q] with the second and third of each four bytes exchanged, which undoes itself."""
+    return rows.reshape(len(rows), rows.shape[1] // 4, 4)[..., [0, 2, 1, 3]].reshape(rows.shape)
+
+
+HLANE = Form(("words", "starts", "table"), huffman_lanes.NAMES, huffman_lanes.encode, huffman_lanes.decode)
+FIX4 = Form(("codes", "base", "patch_start", "patch_index", "patch_exponent"), window.NAMES, window.encode, window.decode)
