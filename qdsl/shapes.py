@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd, lcm
 
-_AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\()?(?P<dim>N\*K|N|K|1|[a-z][a-z0-9_]*)"
+_AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\()?(?P<dim>N\*K|N|K|1|\?|[a-z][a-z0-9_]*)"
                    r"(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\))\Z")
 
 
@@ -16,7 +16,8 @@ _AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\()?(?P<dim>N\*K|N|K|1|[a
 class Axis:
     """words * dim / step elements, where `exact` says that step must divide dim and otherwise the quotient is rounded up.
 
-    `dim` is 'N', 'K', 'N*K', '1' or a size parameter; `step` is a product of integers and size parameters.
+    `dim` is 'N', 'K', 'N*K', '1' or a size parameter, or '?' for an extent that these do not decide; `step` is a product of
+    integers and size parameters.
     """
 
     dim: str
@@ -33,7 +34,9 @@ class Axis:
         return value
 
     def extent(self, n: int, k: int, sizes: Mapping[str, int]) -> int | None:
-        """How many elements the axis has; None where an exact step does not divide."""
+        """How many elements the axis has; None where an exact step does not divide, and where N and K do not decide it."""
+        if self.dim == "?":
+            return None
         whole, by = self.whole(n, k, sizes), self.by(sizes)
         return None if self.exact and whole % by else -(-whole // by) * self.words
 
@@ -63,9 +66,11 @@ def axis(text: str) -> Axis:
     return Axis(match["dim"], step, int(match["words"] or 1), match["ceil"] is None, text)
 
 
-def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-    """The shape, or None where N or K does not divide as it must."""
-    found = [axis.extent(n, k, sizes) for axis in axes]
+def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], given: Sequence[int] = (),
+            ) -> tuple[int, ...] | None:
+    """The shape, or None where N or K does not divide as it must.  given: a tensor's own, which decides '?', else 0."""
+    own = given if len(given) == len(axes) else [0] * len(axes)
+    found = [extent if axis.dim == "?" else axis.extent(n, k, sizes) for axis, extent in zip(axes, own, strict=True)]
     return None if None in found else tuple(extent for extent in found if extent is not None)
 
 

@@ -247,7 +247,9 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
     found: dict[str, tuple[int, ...]] = {}
     for reached, (name, tensor) in enumerate(tensors.items()):
         stored = layout[name]
-        wanted = extents(stored.axes, *shape, sizes)
+        if len(tensor.shape) != len(stored.axes) and any(axis.dim == "?" for axis in stored.axes):
+            raise Misfit(2, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs [{stored.text}]")
+        wanted = extents(stored.axes, *shape, sizes, tensor.shape)
         if wanted is None:
             bad = next(a for a in stored.axes if a.extent(*shape, sizes) is None)
             raise Misfit(2, f"{label}: {bad.dim} = {shape[bad.dim == 'K']} must be a multiple of {bad.by(sizes)}")

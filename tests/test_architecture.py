@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "passes": {"spec", "ir", "layout", "numbers"},
     "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
     # the running shore
-    "runtime": {"numbers", "shapes", "stored"},
+    "runtime": {"numbers", "shapes", "stored", "entropy"},
     "encode": {"runtime", "numbers"},
     "entropy": set(),
     "checkpoint": {"runtime", "files", "generated", "processes", "shapes", "stored"},

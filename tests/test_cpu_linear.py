@@ -56,7 +56,7 @@ def in_order(case: Case, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
     fields = case.module.FORMAT.variant(case.choice).fields
     found = {name: value for name, value in random_fields(case, shape, seed).items() if fields[name].type != "index"}
     packed: PackedWeight = case.module.pack(found, storage=case.storage, **case.choice)
-    return packed
+    return packed.open()
 
 
 @pytest.fixture(autouse=True)

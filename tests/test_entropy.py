@@ -6,6 +6,7 @@ tests/data/README.md says where the files of tests/data/df11 are from.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,9 @@ from qdsl.entropy import df11
 from qdsl.entropy.bfloat16 import FIX4, HLANE
 from qdsl.entropy.huffman import END, Code, canonical_code, df11_code
 from qdsl.entropy.lookup import StreamError, code_of, tables_of
+from qdsl.passes.streams import STREAMS
+from qdsl.runtime import FormatError
+from qdsl.runtime.streams import CODINGS
 from tests.support.formats import ROOT
 
 DATA = ROOT / "tests" / "data"
@@ -78,11 +82,10 @@ def test_canonical_codes_are_whole_and_the_shortest_of_their_length(counts: list
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["status"] == "ok"])
 def test_groups_are_those_of_the_package(name: str) -> None:
     case, tensors = CASES[name], golden(name)
-    group = df11.group(tensors, case["threads_per_block"])
-    patterns = group.decode()
+    patterns = df11.decode(tensors)
     assert hashlib.sha256(patterns.astype("<u2").tobytes()).hexdigest() == case["sha256_bf16_le"]
     same(df11.encode(patterns, case["parts"], case["threads_per_block"]), tensors)
-    assert group.shared_memory == case["max_shared_mem"]
+    assert df11.stream_of(tensors, case["threads_per_block"]).shared_memory == case["max_shared_mem"]
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["status"] == "package_raises"])
@@ -91,7 +94,7 @@ def test_groups_that_the_package_cannot_write(name: str) -> None:
     patterns = golden(name)["weight_bits"].reshape(-1)
     threads = CASES[name]["threads_per_block"]
     tensors = df11.encode(patterns, (), threads)
-    assert np.array_equal(df11.group(tensors, threads).decode(), patterns)
+    assert np.array_equal(df11.decode(tensors, threads), patterns)
     assert tensors["luts"][-1][tensors["luts"][:-1]].all()
 
 
@@ -116,7 +119,7 @@ def test_a_folder_of_the_package() -> None:
         bits = sorted(original[name].reshape(-1).tobytes() for name in original.files)
         for leaves in groups.values():
             tensors = {leaf: folder.tensor(full).numpy() for leaf, full in leaves.items() if leaf in df11.NAMES}
-            patterns = df11.group(tensors).decode()
+            patterns = df11.decode(tensors)
             splits = tensors["split_positions"]
             same(df11.encode(patterns, np.diff([0, *splits, len(patterns)]).tolist()), tensors)
             assert all(part.tobytes() in bits for part in np.split(patterns, splits))
@@ -131,7 +134,7 @@ def test_any_group_round_trips(count: int, threads: int, kinds: int, seed: int) 
     patterns = (skew << 7 | random.integers(0, 128, count) | random.integers(0, 2, count) << 15).astype(np.uint16)
     cut = int(random.integers(0, count + 1))
     tensors = df11.encode(patterns, [cut, count - cut], threads)
-    assert np.array_equal(df11.group(tensors, threads).decode(), patterns)
+    assert np.array_equal(df11.decode(tensors, threads), patterns)
     assert tensors["split_positions"].tolist() == [cut]
 
 
@@ -205,7 +208,7 @@ def test_damaged_tensors_are_refused_or_decoded_within_bounds(form: str) -> None
             try:
                 damaged = bounded(tensors, name, random)
                 if form == "df11":
-                    found = df11.group(damaged, 64).decode().reshape(patterns.shape)
+                    found = df11.decode(damaged, 64).reshape(patterns.shape)
                 else:
                     found = FORMS[form].decode(damaged, patterns.shape)
                 assert found.shape == patterns.shape
@@ -235,3 +238,43 @@ def test_the_first_code_stands_where_the_end_is_zero() -> None:
     code = Code({END: (1, 0), 120: (1, 1)})
     tables = tables_of(code)
     assert (tables[0] == 120).all() and dict(code_of(tables).words) == dict(code.words)
+
+
+# In the language
+
+def test_the_codes_of_the_language_are_those_that_run() -> None:
+    assert set(STREAMS) == set(CODINGS)
+    for name, coding in STREAMS.items():
+        assert list(coding.tensors) == list(CODINGS[name].NAMES), name
+        made = CODINGS[name].encode(np.zeros((2, 16), np.uint8), np.bincount([0] * 32, minlength=256))
+        kinds = {"i32": np.int32, "i16": np.int16, "u8": np.uint8}
+        for role, (kind, axes) in coding.tensors.items():
+            assert made[role].dtype == kinds[kind] and made[role].ndim == len(axes), (name, role)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_generated_modules_write_what_whole_formats_are_written_with(form: str) -> None:
+    """Workers that compress checkpoints have no torch, and their own way to the same bytes."""
+    module = importlib.import_module(f"qdsl.generated.{form}")
+    for shape in ((40, 328), (3, 4100)):
+        patterns = normal(*shape)
+        patterns[1, 5:7] = 0x7F80, 0
+        packed = module.pack({"v": torch.from_numpy(patterns.view(np.int16)).view(torch.bfloat16)})
+        made = FORMS[form].encode(patterns)
+        assert packed.tensors.keys() == made.keys()
+        assert all(np.array_equal(packed.tensors[name].numpy(), tensor) for name, tensor in made.items())
+
+
+def test_a_group_of_the_package_is_a_weight() -> None:
+    tensors = {name: torch.from_numpy(tensor) for name, tensor in golden("gauss_s0.02").items() if name in df11.NAMES}
+    module = importlib.import_module("qdsl.generated.df11")
+    count = len(tensors["sign_mantissa"])
+    packed = module.wrap(tensors, shape=(1, count))
+    assert packed.notes == ("tensor 'split_positions' is not part of df11.df11",)
+    patterns = module.dequantize(packed).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(patterns[0], golden("gauss_s0.02")["weight_bits"].reshape(-1))
+    again = module.quantize(module.dequantize(packed))
+    assert all(torch.equal(again.tensors[name], packed.tensors[name]) for name in packed.tensors)
+    tensors["output_positions"][0] = 1
+    with pytest.raises(FormatError, match="the stream of 'exponents' is damaged: positions do not rise from 0"):
+        module.dequantize(module.wrap(tensors, shape=(1, count)))

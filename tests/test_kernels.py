@@ -14,6 +14,7 @@ from tests.support.formats import (
     Case,
     cases,
     field_shape,
+    plain_packed,
     random_fields,
     random_packed,
     raw,
@@ -55,7 +56,7 @@ def dequantized(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> tor
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dequantize_is_exact(case: Case) -> None:
     for number, shape in enumerate(grid(case)):
-        packed = random_packed(case, shape, seed=number).to(DEVICE)
+        packed = random_packed(case, shape, seed=number).open().to(DEVICE)
         assert same_bits(dequantized(packed), case.module.dequantize(packed.to("cpu"), torch.float32).to(DEVICE)), shape
 
 
@@ -63,7 +64,7 @@ def test_dequantize_is_exact(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dequantize_rounds_once(case: Case, dtype: torch.dtype) -> None:
     """To nearest even from the exact float32 weight; results too large for the dtype are infinite in both."""
-    packed = random_packed(case, smallest(case), seed=1).to(DEVICE)
+    packed = random_packed(case, smallest(case), seed=1).open().to(DEVICE)
     exact = case.module.dequantize(packed.to("cpu"), torch.float32)
     assert same_bits(dequantized(packed, dtype).cpu(), exact.to(dtype))
     assert same_bits(case.module.dequantize(packed.to("cpu"), dtype), exact.to(dtype))
@@ -76,7 +77,7 @@ def test_every_block_size(case: Case) -> None:
         for value in format.params[size]:
             params = {**case.choice, size: value}
             shape = next(shapes(case, (32, 72), (96, 320, 512, 1024, 4096), params))
-            packed = random_packed(case, shape, params=params).to(DEVICE)
+            packed = random_packed(case, shape, params=params).open().to(DEVICE)
             assert same_bits(dequantized(packed).cpu(), case.module.dequantize(packed.to("cpu"), torch.float32)), params
 
 
@@ -92,7 +93,7 @@ def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> 
 def test_linear(case: Case) -> None:
     """Within what float32 sums of K terms may lose, against float64; and one rounding to the dtype of x."""
     for number, shape in enumerate(grid(case)):
-        packed = random_packed(case, shape, seed=number).to(DEVICE)
+        packed = random_packed(case, shape, seed=number).open().to(DEVICE)
         weight = case.module.dequantize(packed.to("cpu"), torch.float32).double()
         generator = torch.Generator().manual_seed(number)
         dtype, rows = ((torch.float32, 3), (torch.float16, 1), (torch.bfloat16, 2))[number % 3]
@@ -111,7 +112,7 @@ def test_linear(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_linear_reads_each_weight_where_it_belongs(case: Case) -> None:
     """With one-hot rows of x, linear is dequantize: the same bits, since nothing is summed but zeros."""
-    packed = random_packed(case, smallest(case), seed=2).to(DEVICE)
+    packed = random_packed(case, smallest(case), seed=2).open().to(DEVICE)
     columns = sorted({0, 1, packed.shape[1] // 2, packed.shape[1] - 1} & set(range(packed.shape[1])))
     x = torch.zeros(len(columns), packed.shape[1])
     x[range(len(columns)), columns] = 1
@@ -161,7 +162,7 @@ def holding(case: Case, name: str, values: torch.Tensor) -> Iterator[PackedWeigh
     for part in values[::401 if ALL else 1601].split(1) if count == 1 and not by_rows else [values]:
         if part.numel():
             fields[name] = part.repeat(-(-fields[name].numel() // part.numel()))[:fields[name].numel()].view(fields[name].shape)
-            yield case.module.pack(fields, storage=case.storage, **case.choice)
+            yield plain_packed(case, fields)
 
 
 def has_codes(case: Case) -> bool:
@@ -175,14 +176,15 @@ def has_codes(case: Case) -> bool:
 BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "planes.planes", "planes.rows", "q6_k.planar",
              "int_group.planar-bits3-group128", "nf4.bitsandbytes-block64", "q3_k.planar", "q5_0.gguf", "q5_0.planar",
              "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs",
-             "ocp_mxfp6.compressed_tensors-codee2m3", "ocp_mxfp6.compressed_tensors-codee3m2")
+             "ocp_mxfp6.compressed_tensors-codee2m3", "ocp_mxfp6.compressed_tensors-codee3m2",
+             "df11.df11", "fix4.fix4", "hlane.hlane")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts loads in the interpreter")
 @pytest.mark.parametrize("case", [case for case in CASES if has_codes(case)], ids=str)
 def test_a_word_of_codes_is_loaded_once(case: Case) -> None:
     """Elements of a tensor that hold nothing but values of single weights: loaded once, never once per weight."""
-    packed = random_packed(case, (3, 512) if case.storage == PLANAR else smallest(case))
+    packed = random_packed(case, (3, 512) if case.storage == PLANAR else smallest(case)).open()
     x, product, out = torch.ones(1, packed.shape[1]), torch.empty(1, packed.shape[0]), torch.empty(packed.shape)
     with guarded(packed, out) as dequantize:
         launch.dequantize(packed, out)

@@ -31,7 +31,7 @@ class Bits:
     """All bits of a storage and of its fields as two flat arrays, and which is which by the oracle."""
 
     def __init__(self, case: Case, shape: tuple[int, int], params: dict[str, int | str]) -> None:
-        self.packed = random_packed(case, shape, params=params)
+        self.packed = random_packed(case, shape, params=params).open()
         self.fields = random_fields(case, shape, params=params)
         self.layout = self.packed.layout
         self.shape = shape

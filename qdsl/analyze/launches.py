@@ -27,15 +27,16 @@ def module(name: str) -> ModuleType:
 
 
 def weight(module: ModuleType, shape: tuple[int, int], storage: str | None, params: Mapping[str, int | str]) -> PackedWeight:
-    """A weight [N, K] on the meta device, without the tensors that a storage may lack.  Raises FormatError."""
+    """A weight [N, K] on the meta device, streams decoded, without the tensors that a storage may lack.  Raises FormatError."""
     format = module.FORMAT
     chosen = format.complete(params)
     name, layout = format.storage(storage, chosen)
+    layout, opened = layout.opened, bool(layout.streams)
     sizes = format.sizes(chosen, shape)
     tensors = {key: torch.empty(_extents(f"{format.name}.{name}", stored, shape, sizes), device="meta",
                                 dtype=stored_dtype(str(chosen.get(stored.dtype, stored.dtype))))
                for key, stored in layout.tensors.items() if not stored.optional}
-    return PackedWeight(format, name, tensors, shape, chosen)
+    return PackedWeight(format, name, tensors, shape, chosen, opened=opened)
 
 
 def _extents(label: str, stored: Stored, shape: tuple[int, int], sizes: Mapping[str, int]) -> list[int]:

@@ -24,18 +24,19 @@ from qdsl.emit.tables import constants
 from qdsl.emit.tensors import Unsupported, is_plain, tensor_dtype
 from qdsl.emit.unpack import unpack_body
 from qdsl.ir import index as ix
-from qdsl.ir.program import Field, Placement, Program, Tensor
+from qdsl.ir.program import Field, Placement, Program, Stream, Tensor
 from qdsl.numbers import FLOATS
-from qdsl.passes.check_claims import bits_per_weight
+from qdsl.passes.check_claims import bits_text
 from qdsl.passes.derive_planar import order_name
 from qdsl.passes.samples import size_axis
 from qdsl.passes.schemes import SCHEMES
+from qdsl.passes.streams import STREAMS
 from qdsl.spec.model import Data, Spec
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Table", "Variant", "as_float", "as_type",
-           "base3", "cdiv", "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records", "spread",
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Stream", "Table", "Variant", "as_float",
+           "as_type", "base3", "cdiv", "codebook", "device", "empty", "integer", "lanes", "many", "narrow", "pad", "records", "spread",
            "trit", "workspace")
 
 
@@ -278,9 +279,15 @@ def _defaults(programs: Sequence[Program]) -> dict[str, str]:
 
 def _storage(program: Program) -> list[str]:
     lines = [f'"{program.storage}": Storage(', "    tensors={"]
+    streams = []
     for tensor in program.tensors:
         kind = "index" if is_plain(program, tensor) and program.field(tensor.placements[0].field).number is None else tensor.kind
         axes = "".join(f', "{axis}"' for axis in tensor_axes(tensor))
+        if tensor.stream is not None:
+            lines += _coded(tensor.stream)
+            named = "".join(f', {role}="{each}"' for role, each in tensor.stream.tensors.items())
+            streams.append(f'"{tensor.name}": Stream("{tensor.stream.coding}", Stored("{kind}"{axes}){named})')
+            continue
         aliases = "".join(f'"{alias}", ' for alias in tensor.aliases)
         more = (f", aliases=({aliases.rstrip(' ') if len(tensor.aliases) == 1 else aliases[:-2]})" if aliases else "") + \
             (", optional=True" if tensor.optional else "")
@@ -321,6 +328,8 @@ def _storage(program: Program) -> list[str]:
         tail.append("whole=True")
     if order:
         tail.append(f'order="{order}"')
+    if streams:
+        tail.append(f"streams={{{', '.join(streams)}}}")
     return [*lines, "    " + ", ".join(tail) + ",", *indent(wrapped("kernels=Kernels(", kernel, "),", level=1)), "),"]
 
 
@@ -328,6 +337,15 @@ def _by_rows(tensor: Tensor, placement: Placement) -> bool:
     """Whether the slowest digit of the first coordinate is also that of the tensor, so that runs of rows lie together."""
     first = next((digit for axis in tensor.axes for digit in axis.digits), "")
     return placement.digits[0][0] == first != "" and all(digits[1:] in ((), ("",)) for digits in placement.digits[1:])
+
+
+def _coded(stream: Stream) -> list[str]:
+    """The tensors of an entropy code."""
+    found = []
+    for role, (kind, axes) in STREAMS[stream.coding].tensors.items():
+        shown = "".join(f', "{axis}"' for axis in axes)
+        found.append(f'        "{stream.tensors[role]}": Stored("{kind}"{shown}),')
+    return found
 
 
 def _narrow(program: Program, made: Plan) -> str:
@@ -393,12 +411,11 @@ def _header(programs: Sequence[Program], title: str = "") -> list[str]:
         lines.append(f"    {field.name:<6} {kind:<{width}} [{', '.join(field_axes(programs, field))}]")
     lines.append("")
     for program in programs:
-        bits = bits_per_weight(program)
         differ = len({tuple(p.params.items()) for p in programs}) > 1
         only = f" at {', '.join(f'{k} = {v}' for k, v in program.params.items())}" if differ else ""
         sizes = [f"{p.name} = {p.values[0]}" for p in spec.params if p.name.value in program.sizes]
         with_sizes = f" with {', '.join(sizes)}" if sizes else ""
-        lines.append(f"    {program.storage}{only}: {float(bits):.6g} bits per weight{with_sizes}")
+        lines.append(f"    {program.storage}{only}: {bits_text(program)}{with_sizes}")
     return [*lines, "", f"Built from the spec {spec.name} (sha256 {_digest(spec)}) by qdsl {qdsl.__version__}.",
             "Do not edit: change the spec and run `qdsl build`.", '"""', ""]
 

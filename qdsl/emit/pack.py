@@ -114,7 +114,7 @@ def _allocate(tensor: Tensor, name: str, size: int, filled: bool) -> str:
                 lengths.update({var: ix.text(tensor.var(var).extent) for var in digits if var})
                 continue
             var, tile = placement.tiles[axis]
-            length = f"{placement.field}.shape[{axis}]"
+            length = f"{placement.field}.numel()" if placement.flat else f"{placement.field}.shape[{axis}]"
             exact = not var or tensor.var(var).exact
             lengths.setdefault(var, length if tile == 1 else f"{length} // {tile}" if exact else f"cdiv({length}, {tile})")
     shown = ", ".join([*(lengths[str(var)] for var in variables(tensor)), str(size)])

@@ -9,7 +9,7 @@ from qdsl.emit import picture
 from qdsl.emit.axes import field_axes, field_kinds, tensor_axes
 from qdsl.ir.program import Program
 from qdsl.layout import vector_width
-from qdsl.passes.check_claims import bits_per_weight
+from qdsl.passes.check_claims import bits_per_weight, bits_text
 from qdsl.passes.derive_planar import order_name
 from qdsl.spec.model import Table
 
@@ -53,7 +53,7 @@ def terminal(programs: Sequence[Program]) -> list[str]:
     for param in spec.params:
         lines.append(f"  {param.name}: one of {', '.join(map(str, param.values))}")
     for program in distinct(programs):
-        lines += ["", f"{title(program)}: {float(bits_per_weight(program)):.6g} bits per weight"]
+        lines += ["", f"{title(program)}: {bits_text(program)}"]
         for tensor in program.tensors:
             lines.append(f"  {tensor.name} {tensor.kind} [{', '.join(tensor_axes(tensor))}]")
             for placement in tensor.placements:

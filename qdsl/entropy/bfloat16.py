@@ -34,7 +34,8 @@ class Form:
         stream = self.of(found.reshape(patterns.shape), counts)
         n, k = patterns.shape
         padded = np.pad(rest.reshape(n, k), [(0, 0), (0, -k % 8)])
-        return {**{name: stream[own] for name, own in zip(self.names, self.own, strict=True)}, "sign_mantissa": in_quads(padded)}
+        named = {name: stream[own] for name, own in zip(self.names, self.own, strict=True)}
+        return {**named, "sign_mantissa": in_quads(padded)}
 
     def decode(self, tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint16]:
         """The patterns u16 [N, K].  Raises StreamError for tensors that do not fit."""

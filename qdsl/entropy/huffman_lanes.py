@@ -1,8 +1,8 @@
 """Symbols in a Huffman code of at most eight bits, in lanes that are decoded side by side.
 
-Of symbols u8 [N, K]: a row has R lanes, and lane i the i-th, (R+i)-th, (2R+i)-th, ... run of eight columns.  Columns are cut into C
-chunks, each with streams of its own.  32 lanes, of 32 / R rows, are a group; their words of 32 bits take turns, each group as
-many as its longest lane has, so that lanes read side by side.
+Of symbols u8 [N, K]: a row has R lanes, and lane i the i-th, (R+i)-th, (2R+i)-th, ... run of eight columns.  Columns are cut
+into C chunks, each with streams of its own.  32 lanes, of 32 / R rows, are a group; their words of 32 bits take turns, each group
+as many as its longest lane has, so that lanes read side by side.
 
     words   i32 [words]  word w of lane l of a group is at 32 * (its start + w) + l; the first bit of a code is highest
     starts  i32 [C, ceil(N / (32 / R))]  of groups, in units of 32 words

@@ -107,6 +107,14 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
+class Stream:
+    """The entropy code that holds a tensor's elements (passes/streams.py); tensors: what the storage calls those of the code."""
+
+    coding: str
+    tensors: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """A stored tensor: records of `record_bits`, each along the word digit of an axis, in elements of `element`.
 
@@ -126,6 +134,7 @@ class Tensor:
     aliases: tuple[str, ...]
     span: Span
     record_span: Span
+    stream: Stream | None = None
 
     @property
     def words(self) -> int:

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from qdsl.ir.program import Program
 from qdsl.passes.samples import divisor_of, size_axis
+from qdsl.passes.streams import STREAMS
 from qdsl.spec.source import Problems
 
 
@@ -25,8 +26,15 @@ def check_claims(program: Program, problems: Problems) -> Program:
     return program
 
 
+def bits_text(program: Program) -> str:
+    """Bits per weight as a phrase, which says where a code adds to them as weights are."""
+    coded = [tensor.name for tensor in program.tensors if tensor.stream and not STREAMS[tensor.stream.coding].bits]
+    more = f", and what the code of {coded[0]} takes" if coded else ""
+    return f"{float(bits_per_weight(program)):.6g} bits per weight{more}"
+
+
 def bits_per_weight(program: Program) -> Fraction:
-    """Stored bits per weight of a large matrix of whole blocks, with the default sizes."""
+    """Stored bits per weight of a large matrix of whole blocks, with the default sizes; of a stream what all weights take."""
     extents = [var.extent for tensor in program.tensors for var in tensor.vars]
     sizes = {p.name.value: p.values[0] for p in program.spec.params if p.name.value in program.sizes}
     n, k = (divisor_of(axis, extents) * (1 << 14) for axis in ("N", "K"))
@@ -39,6 +47,6 @@ def bits_per_weight(program: Program) -> Fraction:
         for var in tensor.vars:
             records *= var.extent(env)
         if tensor.vars and not tensor.optional and {v.name for v in tensor.vars}:
-            bits += records * tensor.record_bits
+            bits += records * (STREAMS[tensor.stream.coding].bits if tensor.stream else tensor.record_bits)
     exact = Fraction(bits, n * k)
     return exact.limit_denominator(1 << 12)

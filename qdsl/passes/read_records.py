@@ -14,11 +14,12 @@ from math import gcd, lcm, prod
 
 from qdsl.ir import index as ix
 from qdsl.ir.index import Atom, Facts, Index, name
-from qdsl.ir.program import Add, Axis, Field, Placement, Program, Tensor, Var
+from qdsl.ir.program import Add, Axis, Field, Placement, Program, Stream, Tensor, Var
 from qdsl.layout import BASE, DIGIT_BITS, PLACES, Affine, Item, Line, walk
 from qdsl.numbers import Number, number
 from qdsl.passes.samples import divisor_of, size_axis
 from qdsl.passes.scope import Scope
+from qdsl.passes.streams import STREAMS
 from qdsl.passes.type_fields import AXES, axis_of, group_size, number_of, parameters
 from qdsl.spec import grammar as g
 from qdsl.spec import model
@@ -124,7 +125,38 @@ class _TensorReader:
         kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
         return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element, lines),
                       item.optional is not None, tuple(alias.value for alias in item.aliases), item.name.span,
-                      item.record_text.span)
+                      item.record_text.span, self.stream(element, variables, axes))
+
+    def stream(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...]) -> Stream | None:
+        """The entropy code of the tensor, which holds bytes [N, K], or [N * K]."""
+        call = self.item.stream
+        if call is None:
+            return None
+        coding = STREAMS.get(call.name)
+        if coding is None:
+            self.problems.add(call.span, f"unknown entropy code '{call.name}'{did_you_mean(call.name, STREAMS)}")
+            return None
+        names = {role: role for role in coding.tensors}
+        for value in call.arguments:
+            self.problems.add(value.span, f"arguments of '{call.name}' are named: {', '.join(names)}")
+        for key, value in call.keywords:
+            if key.name not in names:
+                self.problems.add(key.span, f"'{call.name}' has no tensor '{key.name}'{did_you_mean(key.name, names)}")
+            elif not isinstance(value, g.Name):
+                self.problems.add(value.span, f"'{key.name}' is the name of a tensor")
+            else:
+                names[key.name] = value.name
+        others = [each.name.value for storage in self.program.spec.storages if self.item in storage.tensors
+                  for each in storage.tensors if each is not self.item]
+        twice = next((each for each in names.values() if [*names.values(), *others].count(each) > 1), None)
+        if twice is not None:
+            self.problems.add(call.span, f"two tensors of the storage are called '{twice}'")
+        wanted = [name("N") * name("K")] if coding.flat else [name("N"), name("K")]
+        if element.name != "u8" or [var.extent for var in variables] != wanted or len(axes) != len(wanted) \
+                or self.item.optional is not None or self.item.stored or self.item.aliases:
+            shape = "e<N*K" if coding.flat else "n<N, k<K"
+            self.problems.add(call.span, f"'{call.name}' holds the bytes of u8[{shape}], without 'optional', 'stored' and 'aliases'")
+        return Stream(call.name, names)
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 

@@ -3,12 +3,12 @@
 from qdsl.runtime.arrays import as_float, as_type, cdiv, empty, integer, pad, spread, workspace
 from qdsl.runtime.base3 import base3, trit
 from qdsl.runtime.format import Format, Spec
-from qdsl.runtime.layout import Field, Kernels, Lanes, Narrow, Storage, Variant
+from qdsl.runtime.layout import Field, Kernels, Lanes, Narrow, Storage, Stream, Variant
 from qdsl.runtime.module import QuantizedLinear
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tables import Table
 from qdsl.stored import Stored
 
 __all__ = ["Field", "Format", "FormatError", "Kernels", "Lanes", "Narrow", "PackedWeight", "QuantizedLinear", "Spec", "Storage",
-           "Stored", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "integer", "pad", "spread", "trit",
-           "workspace"]
+           "Stored", "Stream", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "integer", "pad", "spread",
+           "trit", "workspace"]

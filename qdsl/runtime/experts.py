@@ -46,6 +46,7 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bia
     of experts one by one.  Raises FormatError where something does not fit.
     """
     experts = len(offsets) - 1
+    packed = packed.open()
     n = _checked(x, packed, experts, bias)
     x, packed = ops.as_stored(ops.autocast(x), packed)           # one order for all experts, as there is one index
     if _is_fused(x, packed, bias, experts):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.numbers import number
-from qdsl.runtime import experts, launch, ops, order, tiles
+from qdsl.runtime import experts, launch, ops, order, streams, tiles
 from qdsl.runtime.adopt import adopt
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Lanes, Storage, Variant
@@ -171,6 +171,7 @@ class Format:
               optional: Sequence[str] = (), **params: int | str) -> PackedWeight:
         """A weight [N, K] of the tensors that its storage would have, on a device that need not hold them, not filled.
 
+        Tensors whose size depends on the weights have no elements.
         optional: which of the tensors that may be missing are there.  Raises FormatError for a shape that does not fit.
         """
         chosen = self.complete(params)
@@ -180,17 +181,17 @@ class Format:
         for key in optional:
             if key not in known:
                 raise FormatError(f"{self.name}.{name} has no optional tensor '{key}'; it has {', '.join(known) or 'none'}")
-        self._check_shape(name, layout, shape, sizes)
+        self._check_shape(name, layout.opened, shape, sizes)
         packed = PackedWeight(self, name, {}, shape, chosen)
         packed.tensors = {key: torch.empty(whole, dtype=dtype, device=device)
                           for key, (dtype, whole) in self.stored(packed).items() if key not in known or key in optional}
         return packed
 
     def stored(self, packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """The dtype and the shape of every tensor that a weight's storage has."""
+        """The dtype and the shape of every tensor that a weight's storage has; extents that depend on the weights are its own."""
         found = {}
         for name, each in packed.layout.tensors.items():
-            shape = extents(each.axes, *packed.shape, packed.sizes)
+            shape = extents(each.axes, *packed.shape, packed.sizes, packed.tensors[name].shape if name in packed.tensors else ())
             assert shape is not None                             # a packed weight has a shape that its storage can hold
             found[name] = (stored_dtype(str(packed.params.get(each.dtype, each.dtype))), shape)
         return found
@@ -199,6 +200,7 @@ class Format:
 
     def unpack(self, packed: PackedWeight) -> dict[str, Tensor]:
         """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; missing optional ones absent."""
+        packed = packed.open()
         layout = packed.layout
         shape = {"N": packed.shape[0], "K": packed.shape[1]} if layout.needs_shape else {}
         fields = layout.unpack(*(packed.tensors.get(name) for name in layout.coded), **shape)
@@ -232,10 +234,11 @@ class Format:
         missing = [key for key in stored if key not in held and key not in variant.defaults]
         if missing:
             raise FormatError(f"{self.name}: field '{missing[0]}' is missing; given are {', '.join(fields)}")
-        self._check_shape(name, layout, shape, sizes)
+        self._check_shape(name, layout.opened, shape, sizes)
         extents = {key: value for key, value in {**sizes, "N": shape[0], "K": shape[1]}.items() if key in layout.extents}
         made = layout.pack(**{key: held.get(key) for key in stored}, **extents)
-        tensors = {key: made[key].contiguous() for key in layout.tensors if key in made}
+        tensors = {key: made[key].contiguous() for key in layout.opened.tensors if key in made}
+        tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors
         return self._packed(name, {**tensors, **extra}, shape, chosen)
 
     def _order_of(self, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],
@@ -378,6 +381,7 @@ class Format:
     def _dequantized(self, packed: PackedWeight, out: Tensor) -> Tensor:
         if not out.numel():
             return out
+        packed = packed.open()
         copied = packed.variant.copies
         if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
             return out.copy_(self.unpack(packed)[copied])
@@ -409,6 +413,8 @@ class Format:
             return adopt(self, packed, storage)
         if storage == packed.storage:
             return packed
+        if packed.layout.streams or self.storage(storage, packed.params)[1].streams:
+            return self.pack(self.unpack(packed), storage=storage, **packed.params)
         found: dict[str, Tensor] = {}
         for start, stop in self._converted_rows(packed, storage):
             if (start, stop) == (0, packed.shape[0]):

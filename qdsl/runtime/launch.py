@@ -58,6 +58,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, in
 
 def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     """The launches of `dequantize`, for tensors on any device, meta too."""
+    packed = packed.open()
     kernels, rows, units = _kernels(packed)
     if not rows or not units:
         return
@@ -71,6 +72,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
 def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False,
                  config: Mapping[str, int] | None = None) -> Iterator[Call]:
     """The launches of `linear`, for tensors on any device, meta too; config: of a kernel for matrix units."""
+    packed = packed.open()
     kernels, rows, units = _kernels(packed)
     if not rows or not x.shape[0]:
         return

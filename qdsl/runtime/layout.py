@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,22 @@ class Kernels:
         return any(not torch.equal(table.values.to(dtype).to(table.values.dtype), table.values) for table in self.tables)
 
 
+@dataclass(frozen=True, slots=True, init=False)
+class Stream:
+    """An entropy code that holds a tensor's elements (qdsl/runtime/streams.py): which, what the tensor would be, and of each of
+    the code's tensors what the storage calls it.
+    """
+
+    coding: str
+    plain: Stored
+    names: Mapping[str, str]
+
+    def __init__(self, coding: str, plain: Stored, **names: str) -> None:
+        object.__setattr__(self, "coding", coding)
+        object.__setattr__(self, "plain", plain)
+        object.__setattr__(self, "names", names)
+
+
 @dataclass(frozen=True, slots=True)
 class Storage:
     """One storage: its tensors in order, and the functions between them and the fields.
@@ -110,6 +126,7 @@ class Storage:
     needs_shape: unpack takes N and K, because the last records may hold padding.
     extents: which of N, K and the size parameters pack takes.  whole: no row lies by itself, so that nothing can be cut.
     order: the tensor that may say in which order columns are stored (runtime/order.py); all else then is of that weight.
+    streams: tensors that unpack takes and pack makes, and that the storage holds in an entropy code.
     """
 
     tensors: Mapping[str, Stored]
@@ -121,6 +138,15 @@ class Storage:
     extents: tuple[str, ...] = ()
     whole: bool = False
     order: str = ""
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+
+    @property
+    def opened(self) -> Storage:
+        """The storage with the tensors that streams hold in their place: what unpack and the kernels take."""
+        inside = {name: key for key, stream in self.streams.items() for name in stream.names.values()}
+        tensors = {inside.get(name, name): self.streams[inside[name]].plain if name in inside else stored
+                   for name, stored in self.tensors.items()}
+        return replace(self, tensors=tensors, streams={})
 
     @property
     def coded(self) -> list[str]:

@@ -44,6 +44,7 @@ def mode_of(quantize_x: bool, batch_invariant: bool) -> str:
 
 
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
+    packed = packed.open()
     if mode == QUANTIZE_X:
         return _narrow_product(x, packed, bias)
     if mode == INVARIANT:
@@ -87,6 +88,7 @@ def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Ten
 
 def _transposed(gradient: Tensor, packed: PackedWeight) -> Tensor:
     """gradient [M, N] @ w: [M, K], summed over tiles in float32, or in float64 for a gradient in float64."""
+    packed = packed.open()
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     wide = gradient.to(dtype)
     total = torch.zeros(gradient.shape[0], packed.shape[1], dtype=dtype, device=gradient.device)

@@ -123,7 +123,8 @@ class QuantizedLinear(nn.Linear):
         """
         given: dict[str, Tensor] = {}
         wrong: list[str] = []
-        wanted = self.format.stored(self._packed)
+        there = {name: state_dict.get(prefix + own) for name, own in self._names.items()}
+        wanted = self.format.stored(self._packed.derive({name: each for name, each in there.items() if isinstance(each, Tensor)}))
         for name, own in self._names.items():
             if prefix + own in state_dict:
                 tensor = _fitted(state_dict[prefix + own], *wanted[name])
@@ -139,6 +140,10 @@ class QuantizedLinear(nn.Linear):
         if wrong:
             error_msgs += wrong
             return
+        for name, tensor in given.items():
+            if tensor.shape != self._held()[name].shape:         # its size depends on the weights
+                room = torch.empty_like(tensor, device=self._held()[name].device)
+                self.register_parameter(self._names[name], nn.Parameter(room, requires_grad=False))
         fitted = {**state_dict, **{prefix + self._names[name]: tensor for name, tensor in given.items()}}
         super()._load_from_state_dict(fitted, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self._look()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qdsl.runtime import streams
 from qdsl.shapes import Axis, granule
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class PackedWeight:
 
     def __init__(self, format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
                  params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(), finite: bool = True,
-                 notes: Sequence[str] = (), names: Mapping[str, str] | None = None) -> None:
+                 notes: Sequence[str] = (), names: Mapping[str, str] | None = None, opened: bool = False) -> None:
         self.format = format
         self.storage = storage
         self.tensors = dict(tensors)
@@ -42,14 +43,15 @@ class PackedWeight:
         self.notes = tuple(notes)
         self.names = dict(names or {})
         self.variant: Variant = format.variant(params)
-        self.layout: Storage = self.variant.storages[storage]
+        self.opened = opened
+        self.layout: Storage = self.variant.storages[storage].opened if opened else self.variant.storages[storage]
         self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
         self._steps: dict[str, int] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What it was made of; the rest follows from the format."""
         return _rebuilt, (self.format, self.storage, self.tensors, self.shape, self.params, self.in_order, self.finite,
-                          self.notes, self.names)
+                          self.notes, self.names, self.opened)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items())
@@ -82,7 +84,18 @@ class PackedWeight:
         """The same parameters with other tensors, unchecked."""
         return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
                             in_order=self.in_order if in_order is None else in_order, finite=self.finite, notes=self.notes,
-                            names=self.names)
+                            names=self.names, opened=self.opened)
+
+    def open(self) -> PackedWeight:
+        """The weight with what streams hold in plain tensors, which can be cut; itself where there are none.
+
+        Raises FormatError for a stream that is damaged.
+        """
+        if not self.layout.streams:
+            return self
+        plain = streams.decode(self.layout, self.tensors, self.shape)
+        tensors = {name: plain[name] if name in plain else self.tensors[name] for name in self.layout.opened.tensors}
+        return PackedWeight(self.format, self.storage, tensors, self.shape, self.params, opened=True)
 
     def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
         """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""
@@ -116,8 +129,8 @@ class PackedWeight:
         return self.derive(tensors, shape)
 
     def step(self, dim: str) -> int:
-        """Rows or columns between two places where the weight can be cut."""
-        if self.layout.whole:
+        """Rows or columns between two places where the weight can be cut; all of them, where streams hold it."""
+        if self.layout.whole or self.layout.streams:
             return max(1, self.shape[dim == "K"])
         axes = [each for name in self.tensors for each in self.layout.tensors[name].axes]
         fields = [each for field in self.variant.fields.values() for each in field.axes]
@@ -136,8 +149,9 @@ class PackedWeight:
 
 def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
              params: Mapping[str, int | str], in_order: frozenset[str], finite: bool, notes: Sequence[str],
-             names: Mapping[str, str]) -> PackedWeight:
-    return PackedWeight(format, storage, tensors, shape, params, in_order=in_order, finite=finite, notes=notes, names=names)
+             names: Mapping[str, str], opened: bool) -> PackedWeight:
+    return PackedWeight(format, storage, tensors, shape, params, in_order=in_order, finite=finite, notes=notes, names=names,
+                        opened=opened)
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:

@@ -62,7 +62,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a storage.  `run` is the shorthand of record tensors: a record holds consecutive elements of that axis."""
+    """One tensor of a storage.  `run` is the shorthand of record tensors: a record holds consecutive elements of that axis.
+
+    `stream` is the entropy code that holds its elements, in tensors of its own.
+    """
 
     name: Text
     shape: Shape | None
@@ -72,6 +75,7 @@ class Tensor:
     optional: Expr | None
     aliases: tuple[Text, ...]
     stored: tuple[Stored, ...]
+    stream: Apply | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ TENSOR_KEYS = {
     "optional": "the tensor may be missing; the expression is then its field's value",
     "aliases": "other names that checkpoints use for the tensor",
     "stored": "a reversible operation between what the record packs and what the file holds",
+    "stream": "the entropy code that holds the tensor's elements, and what its tensors are called",
 }
 
 
@@ -342,7 +343,8 @@ class _Reader:
         return Tensor(name, self.parsed(grammar.shape, self.text(parts.get("tensor"), "tensor")),
                       self.text(parts.get("run"), "run"), record or (), record_text,
                       self.parsed(grammar.expression, self.text(parts.get("optional"), "optional")),
-                      aliases, tuple(rule for item in rules if (rule := self.stored(item)) is not None))
+                      aliases, tuple(rule for item in rules if (rule := self.stored(item)) is not None),
+                      self.parsed(grammar.call, self.text(parts.get("stream"), "stream")))
 
     def stored(self, node: Node) -> Stored | None:
         """`{bits: [2, 4], word: word - 5}`: all keys but the last are conditions on parameters."""

@@ -29,6 +29,7 @@ from tests.support.answers import (
     changed_weight,
     inputs,
     options,
+    packed_again,
     told,
     told_all,
     told_params,
@@ -95,7 +96,7 @@ def beside(case: Case, params: Mapping[str, int | str], shape: tuple[int, int]) 
 def _axes(case: Case, params: Mapping[str, int | str]) -> list[Axis]:
     """The axes of the fields and of the stored tensors."""
     variant = case.module.FORMAT.variant(params)
-    return list({axis.text: axis for stored in (*variant.fields.values(), *variant.storages[case.storage].tensors.values())
+    return list({axis.text: axis for stored in (*variant.fields.values(), *variant.storages[case.storage].opened.tensors.values())
                  for axis in stored.axes if axis.dim != "1"}.values())
 
 
@@ -144,8 +145,8 @@ def _stored(case: Case, params: dict[str, int | str], optional: bool, seed: int)
     """A weight of the generator's bytes."""
     format = case.module.FORMAT
     shape = smallest(case, params)
-    layout = format.variant(params).storages[case.storage]
-    like = random_packed(case, shape, params=params).tensors
+    layout = format.variant(params).storages[case.storage].opened
+    like = random_packed(case, shape, params=params).open().tensors
     absent = [name for name, stored in layout.tensors.items() if stored.optional and not optional]
     made: Answers = {"storage": case.storage, "params": params, "shape": list(shape), "seed": seed}
     made |= {"absent": absent} if absent else {}
@@ -211,7 +212,7 @@ def prove_stored(read: Reading, packed: PackedWeight) -> tuple[dict[str, Tensor]
     made, held = read.pack(field_codes(read, fields), like)
     sizes = {name: oracle.element_bits(read.spec, read.tensors[name], read.params) for name in packed.tensors}
     stored = read.canonical({name: codes(tensor, sizes[name]) for name, tensor in packed.tensors.items()})
-    again = packed.format.pack(fields, storage=packed.storage, **packed.params).tensors
+    again = packed_again(packed, fields)
     for name, size in sizes.items():
         if not np.array_equal(stored[name] & held[name], made[name] & held[name]):
             raise Disagreement(f"{read.spec.name}.{read.storage}: unpack reads '{name}' otherwise than the second reading")
@@ -237,9 +238,9 @@ def prove_refused(read: Reading, format: Format) -> bool:
 
 def prove_quantized(read: Reading, packed: PackedWeight, weight: Tensor, chosen: Mapping[str, Any]) -> None:
     """The quantized fields are those of the second reading of the encode scheme, and are stored as it stores them."""
-    fields, again = prove_stored(read, packed)
+    fields, again = prove_stored(read, packed.open())
     for name, expected in read.encode(weight.numpy(), chosen).items():
         if not np.array_equal(field_codes(read, fields)[name], expected):
             raise Disagreement(f"{read.spec.name}: quantize({chosen or ''}) chooses another '{name}' than the second reading")
-    if told_all(again) != told_all(packed.tensors):
+    if told_all(again) != told_all(packed.open().tensors):
         raise Disagreement(f"{read.spec.name}.{read.storage}: quantize does not write what pack writes")

@@ -102,7 +102,7 @@ def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: 
     """The shapes of a grid that the storage can hold."""
     format = case.module.FORMAT
     chosen = {**case.choice, **(params or {})}
-    layout = format.variant(chosen).storages[case.storage]
+    layout = format.variant(chosen).storages[case.storage].opened
     for n in rows:
         for k in columns:
             sizes = format.sizes(chosen, (n, k))
@@ -175,6 +175,15 @@ def random_packed(case: Case, shape: tuple[int, int], seed: int = 0, params: Map
                   ) -> PackedWeight:
     chosen = {**case.choice, **(params or {})}
     return case.module.pack(random_fields(case, shape, seed, params), storage=case.storage, **chosen)
+
+
+def plain_packed(case: Case, fields: Mapping[str, Tensor]) -> PackedWeight:
+    """Fields as a weight of which streams hold nothing: there are codes that do not hold all values."""
+    layout = case.module.FORMAT.variant(case.choice).storages[case.storage]
+    if not layout.streams:
+        return case.module.pack(fields, storage=case.storage, **case.choice)
+    (field,) = fields.values()
+    return PackedWeight(case.module.FORMAT, case.storage, layout.pack(**fields), tuple(field.shape), case.choice, opened=True)
 
 
 def canonical(packed: PackedWeight) -> dict[str, Tensor]:

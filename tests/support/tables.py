@@ -13,6 +13,7 @@ from qdsl.emit.page import summary
 from qdsl.numbers import FLOATS
 from qdsl.passes import PASSES, choose_variants, compile_spec, read_records
 from qdsl.passes.schemes import SCHEMES
+from qdsl.passes.streams import STREAMS, Coding
 from qdsl.spec import grammar, marked, schema
 from qdsl.spec.schema import load
 
@@ -41,6 +42,16 @@ def floats() -> list[str]:
     return rows(["type", "bits", "sign, exponent, mantissa", "bias", "largest", "specials", "what it is"], (
         [f"`{name}`", str(kind.bits), f"{int(kind.signed)}, {kind.exponent}, {kind.mantissa}", str(kind.bias),
          f"{kind.largest:.6g}", special[kind.specials], kind.source] for name, kind in FLOATS.items()))
+
+
+def streams() -> list[str]:
+    def tensors(coding: Coding) -> str:
+        return ", ".join(f"`{role}` {kind} [{', '.join(axis.removesuffix('*1') for axis in axes)}]"
+                         for role, (kind, axes) in coding.tensors.items())
+
+    return rows(["code", "of", "how", "its tensors"], (
+        [f"`{name}`", "`u8[e<N*K]`" if coding.flat else "`u8[n<N, k<K]`", coding.summary, tensors(coding)]
+        for name, coding in STREAMS.items()))
 
 
 def schemes() -> list[str]:
@@ -138,4 +149,4 @@ def _speed(expected: dict[str, Any] | None, found: dict[str, Any] | None) -> str
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
-        keys, tensor_keys, floats, schemes, limits, reserved, passes, formats, figures, speeds)}
+        keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, figures, speeds)}

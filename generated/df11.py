@@ -1,0 +1,149 @@
+"""df11: DFloat11, bfloat16 without loss, exponents in a Huffman code of at most 32 bits.
+
+    w = v
+    float32, rounded after each operation
+
+    v      bf16 [N, K]
+
+    df11: 8 bits per weight, and what the code of exponents takes
+
+Built from the spec df11 (sha256 0faf6936072cf065) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import nearest
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Stream, Variant, device
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_df11(exponents: Tensor, sign_mantissa: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of exponents uint8 [N*K]; sign_mantissa uint8 [N*K]."""
+    v_high = (exponents)[:N * K].unflatten(0, (N, K))
+    v_low = (sign_mantissa & 127)[:N * K].unflatten(0, (N, K))
+    v_high2 = (sign_mantissa >> 7)[:N * K].unflatten(0, (N, K))
+    return {
+        "v": (v_low.to(torch.int32) | v_high.to(torch.int32) << 7 | v_high2.to(torch.int32)
+            << 15).to(torch.int16).view(torch.bfloat16),
+    }
+
+
+def pack_df11(v: Tensor) -> dict[str, Tensor]:
+    """exponents, sign_mantissa of the fields; the inverse of unpack_df11."""
+    exponents_bytes = (v.view(torch.int16).flatten() >> 7 & 255).to(torch.uint8)
+    sign_mantissa_bytes = torch.zeros(v.numel(), 1, dtype=torch.uint8, device=v.device)
+    sign_mantissa_bytes[...] |= (v.view(torch.int16).flatten() & 127).to(torch.uint8).unsqueeze(-1)
+    sign_mantissa_bytes[...] |= ((v.view(torch.int16).flatten() >> 15) << 7).to(torch.uint8).unsqueeze(-1)
+    return {
+        "exponents": exponents_bytes,
+        "sign_mantissa": sign_mantissa_bytes.squeeze(-1),
+    }
+
+
+def decode(v: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = v.  v [N, K]."""
+    v = v.float()
+    return v if out is None else out.copy_(v)
+
+
+def encode(weight: Tensor) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: each weight is rounded to nearest, ties to even."""
+    v = nearest(weight, code="bf16")
+    return {"v": v}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_df11(exponents, sign_mantissa, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    exponents += n.to(tl.int64) * K
+    sign_mantissa += n.to(tl.int64) * K
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    v_low = (tl.load(sign_mantissa + k, live, 0) & 127).to(tl.int32)
+    v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
+    v_high1 = (tl.load(sign_mantissa + k, live, 0) >> 7 & 1).to(tl.int32)
+    v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    w = v
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_df11(exponents, sign_mantissa, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    exponents += n.to(tl.int64) * K
+    sign_mantissa += n.to(tl.int64) * K
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        v_low = (tl.load(sign_mantissa + k, live, 0) & 127).to(tl.int32)
+        v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
+        v_high1 = (tl.load(sign_mantissa + k, live, 0) >> 7 & 1).to(tl.int32)
+        v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += v * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "v": Field("bf16", "N", "K"),
+    },
+    storages={
+        "df11": Storage(
+            tensors={
+                "luts": Stored("u8", "?", "256*1"),
+                "encoded_exponent": Stored("u8", "?"),
+                "output_positions": Stored("u8", "?"),
+                "gaps": Stored("u8", "?"),
+                "sign_mantissa": Stored("u8", "N*K"),
+            },
+            unpack=unpack_df11, pack=pack_df11, needs_shape=True, streams={"exponents": Stream("huffman_windows",
+                Stored("u8", "N*K"), tables="luts", data="encoded_exponent", positions="output_positions",
+                gaps="gaps")},
+            kernels=Kernels(_dequantize_df11, _linear_df11, rows="N", units="K", last="k"),
+        ),
+    },
+    decode=decode, encode=encode, copies="v",
+)
+
+FORMAT = Format(
+    name="df11", title="DFloat11, bfloat16 without loss, exponents in a Huffman code of at most 32 bits",
+    source="dfloat11 0.5.0 dfloat11_utils.py, encode_weights and get_luts", formula="v",
+    variants={(): VARIANT},
+    digest="0faf6936072cf065",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

@@ -1,0 +1,153 @@
+"""hlane: bfloat16 without loss, exponents in a Huffman code of at most 8 bits, in lanes that are decoded side by side.
+
+    w = v
+    float32, rounded after each operation
+
+    v      bf16 [N, K]
+
+    hlane: 8 bits per weight, and what the code of exponents takes
+
+Built from the spec hlane (sha256 b8487234dec5de68) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import nearest
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Stream, Variant, cdiv, device, pad
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_hlane(exponents: Tensor, sign_mantissa: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of exponents uint8 [N, K]; sign_mantissa uint8 [N, 8*ceil(K/8)]."""
+    sign_mantissa_bytes = sign_mantissa.unflatten(-1, (-1, 8))
+    v_low = (sign_mantissa_bytes.unflatten(-1, (2, 2, 2)) & 127).permute(0, 1, 2, 4, 3).flatten(1)[:, :K]
+    v_high = (sign_mantissa_bytes.unflatten(-1, (2, 2, 2)) >> 7).permute(0, 1, 2, 4, 3).flatten(1)[:, :K]
+    return {
+        "v": (v_low.to(torch.int32) | exponents.to(torch.int32) << 7 | v_high.to(torch.int32)
+            << 15).to(torch.int16).view(torch.bfloat16),
+    }
+
+
+def pack_hlane(v: Tensor) -> dict[str, Tensor]:
+    """exponents, sign_mantissa of the fields; the inverse of unpack_hlane."""
+    exponents_bytes = (v.view(torch.int16) >> 7 & 255).to(torch.uint8)
+    sign_mantissa_bytes = torch.zeros(v.shape[0], cdiv(v.shape[1], 8), 8, dtype=torch.uint8, device=v.device)
+    sign_mantissa_bytes[...] |= (pad(v.view(torch.int16), (0, -v.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 2, 2, 2))
+        & 127).permute(0, 1, 2, 4, 3).to(torch.uint8).flatten(2)
+    sign_mantissa_bytes[...] |= ((pad(v.view(torch.int16), (0, -v.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 2, 2, 2))
+        >> 15) << 7).permute(0, 1, 2, 4, 3).to(torch.uint8).flatten(2)
+    return {
+        "exponents": exponents_bytes,
+        "sign_mantissa": sign_mantissa_bytes.flatten(1),
+    }
+
+
+def decode(v: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = v.  v [N, K]."""
+    v = v.float()
+    return v if out is None else out.copy_(v)
+
+
+def encode(weight: Tensor) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: each weight is rounded to nearest, ties to even."""
+    v = nearest(weight, code="bf16")
+    return {"v": v}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_hlane(exponents, sign_mantissa, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    exponents += n.to(tl.int64) * K
+    sign_mantissa += 8 * n.to(tl.int64) * tl.cdiv(K, 8)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    v_low = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
+        & 127).to(tl.int32)
+    v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
+    v_high1 = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
+        >> 7 & 1).to(tl.int32)
+    v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    w = v
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_hlane(exponents, sign_mantissa, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    exponents += n.to(tl.int64) * K
+    sign_mantissa += 8 * n.to(tl.int64) * tl.cdiv(K, 8)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        v_low = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
+            & 127).to(tl.int32)
+        v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
+        v_high1 = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
+            >> 7 & 1).to(tl.int32)
+        v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += v * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "v": Field("bf16", "N", "K"),
+    },
+    storages={
+        "hlane": Storage(
+            tensors={
+                "words": Stored("i32", "?"),
+                "starts": Stored("i32", "?", "?"),
+                "table": Stored("i16", "256*1"),
+                "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
+            },
+            unpack=unpack_hlane, pack=pack_hlane, needs_shape=True, streams={"exponents": Stream("huffman_lanes",
+                Stored("u8", "N", "K"), words="words", starts="starts", table="table")},
+            kernels=Kernels(_dequantize_hlane, _linear_hlane, rows="N", units="K", last="k"),
+        ),
+    },
+    decode=decode, encode=encode, copies="v",
+)
+
+FORMAT = Format(
+    name="hlane", title="bfloat16 without loss, exponents in a Huffman code of at most 8 bits, in lanes that are decoded side by side",
+    source="this project; the code is described in qdsl/entropy/huffman_lanes.py", formula="v",
+    variants={(): VARIANT},
+    digest="b8487234dec5de68",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear
