@@ -50,8 +50,7 @@ def pack_fix4(v: Tensor) -> dict[str, Tensor]:
 
 def decode(v: Tensor, out: Tensor | None = None) -> Tensor:
     """Weights [N, K], float32 rounded after each operation: w = v.  v [N, K]."""
-    v = v.float()
-    return v if out is None else out.copy_(v)
+    return v.float() if out is None else out.copy_(v)
 
 
 def encode(weight: Tensor) -> dict[str, Tensor]:

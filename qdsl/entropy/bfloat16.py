@@ -43,7 +43,8 @@ class Form:
         rest = tensors.get("sign_mantissa")
         if rest is None or rest.dtype != np.uint8 or rest.shape != (n, k + -k % 8):
             raise StreamError(f"sign_mantissa is missing, or not {[n, k + -k % 8]} of u1")
-        found = self.symbols({own: tensors[name] for name, own in zip(self.names, self.own, strict=True) if name in tensors}, shape)
+        stream = {own: tensors[name] for name, own in zip(self.names, self.own, strict=True) if name in tensors}
+        found = self.symbols(stream, shape)
         out = np.empty(shape, np.uint16)
         exponents.join(found.reshape(-1), np.ascontiguousarray(in_quads(rest)[:, :k]).reshape(-1), out.reshape(-1))
         return out

@@ -155,7 +155,8 @@ class _TensorReader:
         if element.name != "u8" or [var.extent for var in variables] != wanted or len(axes) != len(wanted) \
                 or self.item.optional is not None or self.item.stored or self.item.aliases:
             shape = "e<N*K" if coding.flat else "n<N, k<K"
-            self.problems.add(call.span, f"'{call.name}' holds the bytes of u8[{shape}], without 'optional', 'stored' and 'aliases'")
+            self.problems.add(call.span, f"'{call.name}' holds the bytes of u8[{shape}], and nothing is to be said of them",
+                              "'optional', 'stored' and 'aliases' go with tensors of the file")
         return Stream(call.name, names)
 
     # -- shapes -------------------------------------------------------------------------------------------------------
