@@ -278,3 +278,12 @@ def test_a_group_of_the_package_is_a_weight() -> None:
     tensors["output_positions"][0] = 1
     with pytest.raises(FormatError, match="the stream of 'exponents' is damaged: positions do not rise from 0"):
         module.dequantize(module.wrap(tensors, shape=(1, count)))
+
+
+def test_a_large_weight_changes_its_stream_as_a_whole() -> None:
+    bf16, form, other = (importlib.import_module(f"qdsl.generated.{name}") for name in ("bf16", "hlane", "fix4"))
+    patterns = normal(160, 4096)                                 # more than a tile
+    weight = torch.from_numpy(patterns.view(np.int16)).view(torch.bfloat16)
+    packed = form.convert(bf16.pack({"v": weight}), "hlane")
+    assert np.array_equal(packed.tensors["words"].numpy(), HLANE.encode(patterns)["words"])
+    assert torch.equal(other.dequantize(other.convert(packed, "fix4")), weight)

@@ -74,11 +74,12 @@ def _text(field: Field) -> str:
 
 
 def _rows(format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> Iterator[tuple[int, int]]:
-    """Rows of a tile, whole blocks and records of both storages; all of them where a tensor begins with another axis."""
+    """Rows of a tile, whole blocks and records of both storages; all of them where a tensor is coded or begins otherwise."""
     n, k = packed.shape
     _, layout = format.storage(storage, params)
     axes = [each.axes for each in layout.tensors.values()]
-    if any(each.dim == "N" for some in axes for each in some[1:]) or any(each.dim == "N*K" for some in axes for each in some):
+    if layout.streams or any(each.dim == "N" for some in axes for each in some[1:]) or \
+            any(each.dim == "N*K" for some in axes for each in some):
         return iter([(0, n)])
     steps = granule([each for some in axes for each in some], "N", format.sizes(params, packed.shape), k)
     least = lcm(packed.step("N"), steps)
