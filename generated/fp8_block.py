@@ -410,9 +410,9 @@ VARIANT = Variant(
     storages={
         "safetensors": Storage(
             tensors={
-                "weight": Stored("e4m3", "N", "K"),
+                "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
                 "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)",
-                    aliases=("weight_scale", "scale", "qscale_weight")),
+                    aliases=("weight_scale", "scale", "qscale_weight"), bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
@@ -421,8 +421,8 @@ VARIANT = Variant(
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)"),
-                "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)"),
+                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+                "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
@@ -452,6 +452,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

@@ -370,8 +370,9 @@ VARIANT = Variant(
     storages={
         "safetensors": Storage(
             tensors={
-                "weight": Stored("e4m3", "N", "K"),
-                "weight_scale": Stored("scale_type", aliases=("weight_scale_inv", "scale", "qscale_weight")),
+                "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
+                "weight_scale": Stored("scale_type", aliases=("weight_scale_inv", "scale", "qscale_weight"),
+                    bits=("s[]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
@@ -380,8 +381,8 @@ VARIANT = Variant(
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)"),
-                "s": Stored("scale_type"),
+                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+                "s": Stored("scale_type", bits=("s[]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
@@ -408,6 +409,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

@@ -434,9 +434,9 @@ VARIANT = Variant(
     storages={
         "safetensors": Storage(
             tensors={
-                "weight": Stored("i8", "N", "K"),
-                "weight_scale": Stored("scale_type"),
-                "weight_zero_point": Stored("i8", optional=True),
+                "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
+                "weight_scale": Stored("scale_type", bits=("s[]",)),
+                "weight_zero_point": Stored("i8", optional=True, bits=("z[]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
@@ -445,9 +445,9 @@ VARIANT = Variant(
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)"),
-                "s": Stored("scale_type"),
-                "z": Stored("i8", optional=True),
+                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+                "s": Stored("scale_type", bits=("s[]",)),
+                "z": Stored("i8", optional=True, bits=("z[]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
@@ -474,6 +474,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

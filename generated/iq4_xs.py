@@ -393,16 +393,18 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(
             tensors={
-                "blocks": Stored("u8", "N", "136*K/256"),
+                "blocks": Stored("u8", "N", "136*K/256",
+                    bits=("d[1@0, 136@1]", "sc.at(0):4+32[1@0, 2:4 4:1@1 136@1]",
+                    "sc.at(4):2+16[1@0, 4:2 2:1@1 136@1]", "q+64[1@0, 16:1@1 2:4 8:16@1 136@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k", tables=(LEVELS,)),
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "d": Stored("f16", "N", "K/256"),
-                "sc": Stored("u8", "N", "K/32"),
+                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+                "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+                "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
@@ -427,6 +429,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

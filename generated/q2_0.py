@@ -352,15 +352,15 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(
             tensors={
-                "blocks": Stored("u8", "N", "18*K/64"),
+                "blocks": Stored("u8", "N", "18*K/64", bits=("d[1@0, 18@1]", "q+16[1@0, 4:2 16:1@1 18@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/4", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "16*ceil(K/256)"),
-                "d": Stored("f16", "N", "K/64"),
+                "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+                "d": Stored("f16", "N", "K/64", bits=("d[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
@@ -385,6 +385,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

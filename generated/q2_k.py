@@ -369,18 +369,20 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(
             tensors={
-                "blocks": Stored("u8", "N", "84*K/256"),
+                "blocks": Stored("u8", "N", "84*K/256",
+                    bits=("sc[1@0, 16:1@1 84@1]", "mn+4[1@0, 16:1@1 84@1]", "q+128[1@0, 32:1@1 4:2 2:32@1 84@1]",
+                    "d+640[1@0, 84@1]", "dmin+656[1@0, 84@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/4", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "16*ceil(K/256)"),
-                "d": Stored("f16", "N", "K/256"),
-                "sc": Stored("u8", "N", "K/16"),
-                "dmin": Stored("f16", "N", "K/256"),
-                "mn": Stored("u8", "N", "K/16"),
+                "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+                "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+                "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
+                "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
+                "mn": Stored("u8", "N", "K/16", bits=("mn[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
@@ -404,6 +406,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

@@ -366,17 +366,22 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(
             tensors={
-                "blocks": Stored("u8", "N", "110*K/256"),
+                "blocks": Stored("u8", "N", "110*K/256",
+                    bits=("q.at(0):2+256[1@0, 32:1@1 4:2 2:32@1 110@1]", "q.at(2):1[1@0, 32:1@1 8:1 110@1]",
+                    "sc.at(0):4+768[1@0, 8:1@1 2:4 110@1]", "sc.at(4):2+832[1@0, 4:1@1 4:2 110@1]",
+                    "d+864[1@0, 110@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/8", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/256)"),
-                "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-                "d": Stored("f16", "N", "K/256"),
-                "sc": Stored("u8", "N", "K/16"),
+                "q_0": Stored("i32", "N", "16*ceil(K/256)",
+                    bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+                "q_1": Stored("i32", "N", "16*ceil(K/512)",
+                    bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
+                "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+                "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
@@ -400,6 +405,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

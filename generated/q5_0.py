@@ -368,16 +368,17 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(
             tensors={
-                "blocks": Stored("u8", "N", "22*K/32"),
+                "blocks": Stored("u8", "N", "22*K/32",
+                    bits=("d[1@0, 22@1]", "q.at(0):4+48[1@0, 16:1@1 2:4 22@1]", "q.at(4):1+16[1@0, 8:1 4:1@1 22@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/16", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/128)"),
-                "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-                "d": Stored("f16", "N", "K/32"),
+                "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+                "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
+                "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
@@ -402,6 +403,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

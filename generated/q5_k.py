@@ -460,12 +460,12 @@ VARIANT = Variant(
         ),
         "planar": Storage(
             tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/128)"),
-                "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-                "d": Stored("f16", "N", "K/256"),
-                "sc": Stored("u8", "N", "K/32"),
-                "dmin": Stored("f16", "N", "K/256"),
-                "mn": Stored("u8", "N", "K/32"),
+                "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+                "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
+                "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+                "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
+                "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
+                "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
@@ -489,6 +489,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

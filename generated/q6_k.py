@@ -347,17 +347,19 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(
             tensors={
-                "blocks": Stored("u8", "N", "210*K/256"),
+                "blocks": Stored("u8", "N", "210*K/256",
+                    bits=("q.at(0):4[1@0, 64:1@1 2:4 2:64@1 210@1]", "q.at(4):2+1024[1@0, 32:1@1 4:2 2:32@1 210@1]",
+                    "sc+1536[1@0, 16:1@1 210@1]", "d+1664[1@0, 210@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/4", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/128)"),
-                "q_1": Stored("i32", "N", "16*ceil(K/256)"),
-                "d": Stored("f16", "N", "K/256"),
-                "sc": Stored("i8", "N", "K/16"),
+                "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+                "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
+                "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+                "sc": Stored("i8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
@@ -381,6 +383,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

@@ -341,15 +341,15 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(
             tensors={
-                "blocks": Stored("u8", "N", "34*K/32"),
+                "blocks": Stored("u8", "N", "34*K/32", bits=("d[1@0, 34@1]", "q+16[1@0, 32:1@1 34@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)"),
-                "d": Stored("f16", "N", "K/32"),
+                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+                "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
@@ -374,6 +374,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

@@ -37,18 +37,27 @@ def element_dtype(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Stored:
-    """A stored tensor: element type ('u8', 'i32', 'e4m3', a parameter, or 'index' for a field of that type) and axes."""
+    """A stored tensor: element type ('u8', 'i32', 'e4m3', a parameter, or 'index' for a field of that type) and axes.
+
+    bits: where all its fields lie, as runtime/bits.py reads it; nothing where they do not lie at digits.
+    adds: what an element that the file holds has more than the one whose bits these are.
+    """
 
     dtype: str
     axes: tuple[Axis, ...]
     aliases: tuple[str, ...]
     optional: bool
+    bits: tuple[str, ...]
+    adds: int
 
-    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: bool = False) -> None:
+    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: bool = False, bits: Sequence[str] = (),
+                 adds: int = 0) -> None:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "axes", tuple(map(axis, axes)))
         object.__setattr__(self, "aliases", tuple(aliases))
         object.__setattr__(self, "optional", optional)
+        object.__setattr__(self, "bits", tuple(bits))
+        object.__setattr__(self, "adds", adds)
 
     @property
     def text(self) -> str:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import qdsl
-from qdsl.generated import fp8_channel, int_group, q4_0, q8_0
+from qdsl.generated import fp8_channel, int_group, q4_0, q4_k, q8_0
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight, tiles
-from tests.support.formats import Case, cases, random_packed, same_bits, shuffled_fields
+from tests.support.formats import Case, cases, random_fields, random_packed, same_bits, shuffled_fields
 
 CASES = [case for case in cases() if case.storage != PLANAR and PLANAR in case.module.FORMAT.variant(case.choice).storages]
 # Those that can put columns into groups in any order.
@@ -68,23 +68,25 @@ def test_no_larger_than_promised(case: Case) -> None:
 
 
 def test_repacking_needs_a_tile_beside_both_weights() -> None:
-    packed = q4_0.quantize(torch.randn(2048, 4096))
+    """Of a format whose scales are cut in two, so that it goes through fields."""
+    fields = random_fields(next(case for case in CASES if str(case) == "q4_k.gguf"), (2048, 4096))
+    packed = q4_k.pack(fields)
     allowed = packed.nbytes // 2
     sizes: list[int] = []
-    pack = q4_0.FORMAT.variants[()].storages[PLANAR].pack
+    layout = q4_k.FORMAT.variants[()].storages[PLANAR]
+    pack = layout.pack
 
     def watched(**fields: torch.Tensor) -> dict[str, torch.Tensor]:
         sizes.append(sum(field.nbytes for field in fields.values()))
         return pack(**fields)
 
-    layout = q4_0.FORMAT.variants[()].storages[PLANAR]
     object.__setattr__(layout, "pack", watched)
     try:
-        planar = q4_0.convert(packed, PLANAR)
+        planar = q4_k.convert(packed, PLANAR)
     finally:
         object.__setattr__(layout, "pack", pack)
     assert len(sizes) > 8 and max(sizes) < allowed
-    assert same_bits(q4_0.convert(planar, "gguf").tensors["blocks"], packed.tensors["blocks"])
+    assert same_bits(q4_k.convert(planar, "gguf").tensors["blocks"], packed.tensors["blocks"])
 
 
 def test_what_has_no_planar_form_stays() -> None:

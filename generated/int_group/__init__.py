@@ -22,7 +22,7 @@
     planar at bits = 3: 3.1875 bits per weight with group = 128
     planar at bits = 8: 8.1875 bits per weight with group = 128
 
-Built from the spec int_group (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.
+Built from the spec int_group (sha256 b977b48298f31f34) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -43,7 +43,7 @@ FORMAT = Format(
     params={"bits": (4, 2, 3, 8), "group": (128, 64, 32, -1)},
     sizes={"group": "K"},
     detect={"config": {"quant_method": ["gptq", "awq"], "bits": "bits", "group_size": "group"}},
-    digest="f3ff62b90cb44e5c",
+    digest="b977b48298f31f34",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap
@@ -52,6 +52,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

@@ -12,7 +12,7 @@
     gptq_v1: 3.14844 bits per weight with group = 128
     planar: 3.1875 bits per weight with group = 128
 
-Built from the spec int_group (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.
+Built from the spec int_group (sha256 b977b48298f31f34) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -531,8 +531,8 @@ VARIANT = Variant(
             tensors={
                 "qweight": Stored("i32", "3*K/32", "N"),
                 "qzeros": Stored("i32", "ceil(K/group)", "3*N/32"),
-                "scales": Stored("f16", "ceil(K/group)", "N"),
-                "g_idx": Stored("index", "K", optional=True),
+                "scales": Stored("f16", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional=True, bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v2, pack=pack_gptq_v2,
             kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/32", last="n"),
@@ -541,18 +541,20 @@ VARIANT = Variant(
             tensors={
                 "qweight": Stored("i32", "3*K/32", "N"),
                 "qzeros": Stored("i32", "ceil(K/group)", "3*N/32"),
-                "scales": Stored("f16", "ceil(K/group)", "N"),
-                "g_idx": Stored("index", "K", optional=True),
+                "scales": Stored("f16", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional=True, bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v1, pack=pack_gptq_v1,
             kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/32", last="n"),
         ),
         "planar": Storage(
             tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/256)"),
-                "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-                "s": Stored("f16", "N", "ceil(K/group)"),
-                "z": Stored("u8", "N", "ceil(K/group)"),
+                "q_0": Stored("i32", "N", "16*ceil(K/256)",
+                    bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+                "q_1": Stored("i32", "N", "16*ceil(K/512)",
+                    bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
+                "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "z": Stored("u8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
                 "order": Stored("i32", "K", optional=True),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",

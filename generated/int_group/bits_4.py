@@ -13,7 +13,7 @@
     awq: 4.15625 bits per weight with group = 128
     planar: 4.1875 bits per weight with group = 128
 
-Built from the spec int_group (sha256 f3ff62b90cb44e5c) by qdsl 0.1.0.
+Built from the spec int_group (sha256 b977b48298f31f34) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -97,7 +97,7 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
 
 
 def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """Fields of qweight int32 [K, N/8]; qzeros int32 [ceil(K/group), N/8]; scales float16 [ceil(K/group), N]."""
+    """Fields of qweight int32 [K, N/8]; qzeros int32 [K/group, N/8]; scales float16 [K/group, N]."""
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     q_bytes = qweight_bytes.unflatten(-1, (2, 2))
     qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
@@ -609,38 +609,38 @@ VARIANT = Variant(
     storages={
         "gptq_v2": Storage(
             tensors={
-                "qweight": Stored("i32", "K/8", "N"),
-                "qzeros": Stored("i32", "ceil(K/group)", "N/8"),
-                "scales": Stored("f16", "ceil(K/group)", "N"),
-                "g_idx": Stored("index", "K", optional=True),
+                "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
+                "qzeros": Stored("i32", "ceil(K/group)", "N/8", bits=("z[8:4 1@1, 1@0]",)),
+                "scales": Stored("f16", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional=True, bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v2, pack=pack_gptq_v2,
             kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/8", last="n"),
         ),
         "gptq_v1": Storage(
             tensors={
-                "qweight": Stored("i32", "K/8", "N"),
-                "qzeros": Stored("i32", "ceil(K/group)", "N/8"),
-                "scales": Stored("f16", "ceil(K/group)", "N"),
-                "g_idx": Stored("index", "K", optional=True),
+                "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
+                "qzeros": Stored("i32", "ceil(K/group)", "N/8", bits=("z[8:4 1@1, 1@0]",), adds=-0x11111111),
+                "scales": Stored("f16", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional=True, bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v1, pack=pack_gptq_v1,
             kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/8", last="n"),
         ),
         "awq": Storage(
             tensors={
-                "qweight": Stored("i32", "K", "N/8"),
-                "qzeros": Stored("i32", "ceil(K/group)", "N/8"),
-                "scales": Stored("f16", "ceil(K/group)", "N"),
+                "qweight": Stored("i32", "K", "N/8", bits=("q[2:16 4:4 1@1, 1@0]",)),
+                "qzeros": Stored("i32", "K/group", "N/8", bits=("z[2:16 4:4 1@1, 1@0]",)),
+                "scales": Stored("f16", "K/group", "N", bits=("s[1@1, 1@0]",)),
             },
             unpack=unpack_awq, pack=pack_awq, where=("g",),
             kernels=Kernels(_dequantize_awq, _linear_awq, rows="N/8", units="K", last="n", sums=8),
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "s": Stored("f16", "N", "ceil(K/group)"),
-                "z": Stored("u8", "N", "ceil(K/group)"),
+                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+                "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "z": Stored("u8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
                 "order": Stored("i32", "K", optional=True),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import qdsl
 from qdsl.emit.axes import axis_text, field_axes, field_kinds, tensor_axes
+from qdsl.emit.bits import bits_texts
 from qdsl.emit.decode import Decode, decode
 from qdsl.emit.formula import constant, tables
 from qdsl.emit.kernel import tile
@@ -245,7 +246,7 @@ def _variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
         lines.append(f'        "{field.name}": Field("{field.kind}"{axes}{groups}),')
     lines += ["    },", "    storages={"]
     for program in programs:
-        lines += indent(_storage(program), 2)
+        lines += indent(_storage(program, len(programs) > 1), 2)
     lines.append("    },")
     tail = ["decode=decode"] + (["encode=encode"] if first.encode is not None else [])
     if first.encode is not None:
@@ -277,7 +278,8 @@ def _defaults(programs: Sequence[Program]) -> dict[str, str]:
     return found
 
 
-def _storage(program: Program) -> list[str]:
+def _storage(program: Program, several: bool) -> list[str]:
+    """several: the format has other storages too, between which bits move."""
     lines = [f'"{program.storage}": Storage(', "    tensors={"]
     streams = []
     for tensor in program.tensors:
@@ -291,6 +293,10 @@ def _storage(program: Program) -> list[str]:
         aliases = "".join(f'"{alias}", ' for alias in tensor.aliases)
         more = (f", aliases=({aliases.rstrip(' ') if len(tensor.aliases) == 1 else aliases[:-2]})" if aliases else "") + \
             (", optional=True" if tensor.optional else "")
+        bits = bits_texts(program, tensor) if several else []
+        more += f", bits=({', '.join(map(_quoted, bits))}{',' if len(bits) == 1 else ''})" if bits else ""
+        adds = tensor.stored.amount if several and tensor.stored is not None and tensor.stored.field is None else 0
+        more += f", adds={adds:#x}" if adds else ""
         lines.append(f'        "{tensor.name}": Stored("{kind}"{axes}{more}),')
     order = order_name(program)
     lines += [f'        "{order}": Stored("i32", "K", optional=True),'] if order else []
@@ -375,7 +381,8 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
     if spec.detect:
         lines.append(f"    detect={_data(dict(spec.detect))},")
     lines.append(f'    digest="{_digest(spec)}",')
-    surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "planar", "linear", "grouped_linear", "Linear"]
+    surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "requantize", "planar", "linear", "grouped_linear",
+               "Linear"]
     return [*lines, ")", "SPEC = FORMAT.spec", *(f"{name} = FORMAT.{name}" for name in surface)]
 
 

@@ -79,7 +79,8 @@ def _scaled(blocks: Tensor, largest: Tensor, scale: str, divisor: float, offset:
         factor = torch.where(largest == 0, torch.ones_like(largest), divisor / largest)
         factor = factor.clamp(max=1 / least) if least else factor
         return blocks * factor, stored_scale(1 / factor, scale)
-    exact = (largest / divisor).clamp_(min=least)
+    exact = largest / divisor
+    exact = exact.clamp_(min=least) if least else exact          # a scale may be negative
     if by == "exact":
         stored = stored_scale(exact, scale)
         factor = torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)

@@ -98,7 +98,17 @@ def codes(values: Tensor, code: str, ties: str, offset: int = 0, zeros: str = "s
         whole = _away(values).add_(offset)
     else:
         whole = values.add_(offset + 0.5).floor_()
-    return whole.to(torch_dtype(code))
+    return _cast(whole, code)
+
+
+def _cast(whole: Tensor, code: str) -> Tensor:
+    """Integers as codes; by way of int8 where these are bytes, to which torch casts floats five times as fast as to uint8."""
+    kind = number(code)
+    if kind is None or torch_dtype(code) != torch.uint8:
+        return whole.to(torch_dtype(code))
+    if kind.high < 128:
+        return whole.to(torch.int8).view(torch.uint8)
+    return whole.sub_(128).to(torch.int8).view(torch.uint8).bitwise_xor_(128)
 
 
 def _away(values: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.layout import Field, Kernels, Lanes, Narrow, Storage, Stream, Variant
 from qdsl.runtime.module import QuantizedLinear
 from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.requantize import Report
 from qdsl.runtime.tables import Table
 from qdsl.stored import Stored
 
-__all__ = ["Field", "Format", "FormatError", "Kernels", "Lanes", "Narrow", "PackedWeight", "QuantizedLinear", "Spec", "Storage",
-           "Stored", "Stream", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "integer", "pad", "spread",
-           "trit", "workspace"]
+__all__ = ["Field", "Format", "FormatError", "Kernels", "Lanes", "Narrow", "PackedWeight", "QuantizedLinear", "Report", "Spec",
+           "Storage", "Stored", "Stream", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "integer", "pad",
+           "spread", "trit", "workspace"]

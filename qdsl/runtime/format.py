@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.numbers import number
-from qdsl.runtime import experts, launch, ops, order, streams, tiles
+from qdsl.runtime import convert, experts, launch, ops, order, streams, tiles
 from qdsl.runtime.adopt import adopt
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Lanes, Storage, Variant
@@ -20,7 +20,8 @@ from qdsl.runtime.linear import mode_of, tile_weights
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.module import QuantizedLinear, linear_class
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.shapes import Axis, extents, granule
+from qdsl.runtime.requantize import Report, compare
+from qdsl.shapes import Axis, extents
 from qdsl.stored import Description
 
 PLANAR = "planar"                                                # the storage that the compiler derives
@@ -406,25 +407,32 @@ class Format:
     def convert(self, packed: PackedWeight, storage: str) -> PackedWeight:
         """The same numbers in another storage, exactly.  Raises FormatError where the other storage cannot hold them.
 
-        Beside both weights it needs memory for a tile of rows, not for the fields of the whole weight.  A weight of another
-        format with the same codes becomes one of this, where runtime/adopt.py finds no number that would change.
+        Tensors that both storages hold alike are shared.  Beside both weights it needs memory for a tile, not for fields.
+        A weight of another format with the same codes becomes one of this, where runtime/adopt.py finds no number that would
+        change.
         """
         if packed.format is not self:
             return adopt(self, packed, storage)
         if storage == packed.storage:
             return packed
-        if packed.layout.streams or self.storage(storage, packed.params)[1].streams:
-            return self.pack(self.unpack(packed), storage=storage, **packed.params)
-        found: dict[str, Tensor] = {}
-        for start, stop in self._converted_rows(packed, storage):
-            if (start, stop) == (0, packed.shape[0]):
-                return self.pack(self.unpack(packed), storage=storage, **packed.params)
-            part = self.pack(self.unpack(packed.cut("N", start, stop)), storage=storage, **packed.params)
-            found = found or self._room(part, packed.shape)
-            whole = part.derive(found, packed.shape).cut("N", start, stop)
-            for name, tensor in part.tensors.items():
-                whole.tensors[name].copy_(tensor)
-        return self._packed(storage, found, packed.shape, packed.params)
+        try:
+            self.storage(storage, packed.params)
+            self._check_shape(storage, packed.variant.storages[storage], packed.shape, packed.sizes)
+            return self._packed(storage, convert.convert(self, packed, storage), packed.shape, packed.params)
+        except FormatError as error:
+            offer = "; requantize makes another weight, and says how far it is off"
+            raise FormatError(str(error) + (offer if packed.variant.encode is not None else "")) from None
+
+    def requantize(self, packed: PackedWeight, other: Format | None = None, storage: str | None = None, **options: Any,
+                   ) -> tuple[PackedWeight, Report]:
+        """The weight that this one stands for, quantized in another format or anew in this one, and how far that is off.
+
+        For what `convert` refuses, because numbers would change; storage and options are those of `quantize`.  Needs memory
+        for the weight in float32.  Raises FormatError where `quantize` does.
+        """
+        weight = self.dequantize(packed, torch.float32)
+        made = (other or self).quantize(weight, storage, **options)
+        return made, compare(weight, made)
 
     def planar(self, packed: PackedWeight) -> PackedWeight:
         """The weight in the storage of the kernels for matrix units, exactly; the same object where it has no such form.
@@ -456,23 +464,6 @@ class Format:
         new = self.empty(packed.shape, PLANAR, "meta", (name,) if index else (), **packed.params).nbytes
         limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12
         return f"{size} bytes would become {new}" if new > size * limit else ""
-
-    def _converted_rows(self, packed: PackedWeight, storage: str) -> Iterator[tuple[int, int]]:
-        """Rows that are converted together: whole blocks and records of both storages."""
-        self.storage(storage, packed.params)
-        other = PackedWeight(self, storage, {}, packed.shape, packed.params)
-        layout = other.layout.tensors
-        least = math.lcm(packed.step("N"), granule([axis for each in layout.values() for axis in each.axes], "N", packed.sizes,
-                                                   packed.shape[1]))
-        n, k = packed.shape
-        rows = max(1, tiles.TILE // max(1, k) // least) * least
-        return ((start, min(n, start + rows)) for start in range(0, n, rows)) if n > rows else iter([(0, n)])
-
-    def _room(self, part: PackedWeight, shape: tuple[int, int]) -> dict[str, Tensor]:
-        """The tensors of a whole weight, not filled, of which a part has some rows."""
-        wanted = self.stored(part.derive({}, shape))
-        return {name: torch.empty(wanted[name][1], dtype=tensor.dtype, device=tensor.device)
-                for name, tensor in part.tensors.items()}
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
                batch_invariant: bool = False) -> Tensor:

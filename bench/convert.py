@@ -1,0 +1,45 @@
+"""Changes of storage on one thread; MB/s are 1e6 bytes of the bfloat16 weight per second, as in the peers' figures.
+
+Those were measured elsewhere, with two threads, and not here: 160 for GPTQ's words turned over, 43 to 206 between others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.figure import Figure, rates
+from bench.timing import Side, WrongResult, calls
+from bench.weights import BF16_BYTES, SHAPE, format_of, packed
+
+PARAMS: dict[str, Any] = {"bits": 4, "group": 128}
+GOALS = {("awq", "gptq_v2"): 6000, ("gptq_v2", "awq"): 6000}                                       # MB/s
+
+
+def figures(rounds: int) -> Iterator[Figure]:
+    """int4, group 128, between all storages; and columns that are gathered by their groups (act-order)."""
+    form = format_of("int_group")
+    names = list(form.variant(form.complete(PARAMS)).storages)
+    pairs = [(source, result) for source in names for result in names if source != result and "gptq_v1" not in (source, result)]
+    for source, result in pairs:
+        [seconds] = calls([Side(convert, {"source": source, "result": result})], rounds)
+        yield Figure(f"convert int4 {source} to {result}", "MB/s", rates(BF16_BYTES / 1e6, seconds), GOALS.get((source, result)),
+                     note="of bf16 weight; peers 43 to 206")
+    [seconds] = calls([Side(convert, {"source": "gptq_v2", "result": "planar", "act_order": True})], rounds)
+    yield Figure("convert int4 gptq_v2 with act-order to planar", "MB/s", rates(BF16_BYTES / 1e6, seconds), note="of bf16 weight")
+
+
+def convert(source: str, result: str, act_order: bool = False) -> Callable[[], dict[str, Tensor]]:
+    """A change of storage, all checks included; the way back has to give the same tensors."""
+    form, weight = format_of("int_group"), packed("int_group", source, **PARAMS)
+    if act_order:
+        columns = torch.randperm(SHAPE[1], generator=torch.Generator().manual_seed(0))
+        index = (torch.arange(SHAPE[1], dtype=torch.int32) // PARAMS["group"])[columns]
+        weight = form.wrap({**weight.tensors, "g_idx": index}, storage=source, **PARAMS)
+    back = form.convert(form.convert(weight, result), source)
+    if not all(torch.equal(back.tensors[name], tensor) for name, tensor in weight.tensors.items()):
+        raise WrongResult(f"{source} to {result} and back is another weight")
+    return lambda: form.convert(weight, result).tensors

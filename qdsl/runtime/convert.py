@@ -1,0 +1,209 @@
+"""A weight in another storage of its format, with the same numbers.
+
+Tensors whose bits lie at digits in both storages are moved by words (runtime/transpose.py), those that are alike are shared,
+and what is left goes through the fields, in tiles of rows where that is most of the weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qdsl.numbers import number
+from qdsl.runtime import order, tiles, transpose
+from qdsl.runtime.arrays import empty
+from qdsl.runtime.bits import Piece, Placed, pieces, place
+from qdsl.runtime.packed import PackedWeight
+from qdsl.shapes import granule
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
+
+
+def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Tensor]:
+    """The tensors of a weight in another storage.  Raises FormatError where it cannot hold them."""
+    other = PackedWeight(format, storage, {}, packed.shape, packed.params)
+    streams = packed.layout.streams or other.layout.streams
+    found = {} if streams else by_words(format, packed, other)
+    return found or by_fields(format, packed, other)
+
+
+# -- by words ---------------------------------------------------------------------------------------------------------
+
+
+def by_words(format: Format, packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
+    """The tensors of the storage of `other`, most of them moved by words; none where that is no way to make them."""
+    ordered = _ordered(packed, other)
+    if ordered is None or not math.prod(packed.shape):
+        return {}
+    found, columns = ordered
+    change = _Change(packed, other, format.stored(other), columns)
+    for name in change.wanted:
+        if name not in found and (tensor := change.tensor(name)) is not None:
+            found[name] = tensor
+    left = change.left(found)
+    if left and (columns is not None or change.size(left) > sum(tensor.nbytes for tensor in found.values())):
+        return {}
+    found.update(change.rest(found) if left else {})
+    return {name: found[name] for name in other.layout.tensors if name in found}
+
+
+def _ordered(packed: PackedWeight, other: PackedWeight) -> tuple[dict[str, Tensor], Tensor | None] | None:
+    """The tensors that say where columns are, and where each column is stored now if they move.
+
+    None where the other storage has columns in order and these are not.
+    """
+    index = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index"]
+    into = [name for name, stored in other.layout.tensors.items() if stored.dtype == "index"]
+    group = next((field.groups.by(packed.sizes) for field in packed.variant.fields.values() if field.groups is not None), 1)
+    if packed.order is not None:
+        if other.layout.order:
+            return {other.layout.order: packed.order}, None
+        return ({into[0]: order.index_of(packed.order, group)}, order.places(packed.order)) if into else None
+    if into or all(name in packed.in_order for name in index):
+        return {}, None
+    if not other.layout.order or order.uneven(packed.tensors[index[0]], group):
+        return None
+    found = order.by_groups(packed.tensors[index[0]])
+    return {other.layout.order: found}, found.long()
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A piece of `width` bits of a stored tensor, and where it goes.  by: the tensor's name; moves: its columns move, too."""
+
+    by: str
+    source: Placed
+    result: Placed
+    width: int
+    moves: bool
+
+    @property
+    def plan(self) -> transpose.Plan:
+        made = transpose.plan(self.source, self.result, self.width)
+        assert made is not None
+        return made
+
+
+@dataclass
+class _Change:
+    """From one storage to another, whose tensors are `wanted`; columns: where each column is stored now, if they move."""
+
+    packed: PackedWeight
+    other: PackedWeight
+    wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    columns: Tensor | None
+
+    @cached_property
+    def held(self) -> dict[str, tuple[Piece, ...]]:
+        """What the tensors of the source hold; nothing, of those whose bits do not lie at digits."""
+        return {name: pieces(self.packed.layout.tensors[name].bits) for name in self.packed.tensors
+                if name != self.packed.layout.order}
+
+    def tensor(self, name: str) -> Tensor | None:
+        """A tensor of the result; None where moves of words do not make it."""
+        stored, (dtype, shape) = self.other.layout.tensors[name], self.wanted[name]
+        moves = [self._move(piece, name) for piece in pieces(stored.bits)]
+        known = [move for move in moves if move is not None]
+        if not known or len(known) < len(moves) or (len(known) > 1 and not all(_is_whole(move.plan) for move in known)):
+            return None
+        one = known[0]
+        before = self.packed.tensors[one.by]
+        adds = self.packed.layout.tensors[one.by].adds
+        if len(known) == 1 and one.source == one.result and not one.moves and adds == stored.adds \
+                and (before.dtype, tuple(before.shape)) == (dtype, shape) and before.is_contiguous():
+            return before
+        filled = sum(move.plan.filled for move in known) == 8 * dtype.itemsize * math.prod(shape)
+        made = empty(shape, dtype, before.device)
+        if not filled:
+            made.view(torch.uint8).zero_()
+        if not all(self._fill(made, move) for move in known):
+            return None
+        return made.add_(stored.adds) if stored.adds else made
+
+    def _move(self, piece: Piece, name: str) -> _Move | None:
+        by, before = next(((by, each) for by, held in self.held.items() for each in held if each.key == piece.key), ("", piece))
+        if not by:
+            return None
+        field = self.packed.variant.fields[piece.field]
+        known = number(str(self.packed.params.get(field.type, field.type)))
+        width = piece.width or (known.bits if known is not None else 32)
+        sizes = self.packed.sizes
+        extents = [-(-axis.whole(*self.packed.shape, sizes) // axis.by(sizes)) for axis in field.axes]
+        tensor, (dtype, shape) = self.packed.tensors[by], self.wanted[name]
+        source = place(before, tensor.shape, 8 * tensor.element_size(), extents)
+        result = place(piece, shape, 8 * dtype.itemsize, extents)
+        if source is None or result is None or transpose.plan(source, result, width) is None:
+            return None
+        moves = self.columns is not None and any(axis.text == "K" for axis in field.axes)
+        return _Move(by, source, result, width, moves)
+
+    def _fill(self, made: Tensor, move: _Move) -> bool:
+        tensor = self.packed.tensors[move.by].contiguous()
+        adds = self.packed.layout.tensors[move.by].adds
+        tensor = tensor - adds if adds else tensor
+        if move.moves and self.columns is not None:
+            return transpose.gather(move.source, move.result, move.width, self.columns, tensor, made)
+        transpose.move(move.plan, tensor, made)
+        return True
+
+    # -- what is left -------------------------------------------------------------------------------------------------
+
+    def left(self, moved: Mapping[str, Tensor]) -> list[str]:
+        """Tensors that are made from fields: those that the result must have, and those whose fields are there to be stored."""
+        used = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
+        open_ = any(not held or not {piece.field for piece in held} <= used | set(self.other.layout.where)
+                    for held in self.held.values())
+        return [name for name, stored in self.other.layout.tensors.items()
+                if name not in moved and name != self.other.layout.order and (open_ or not stored.optional)]
+
+    def size(self, names: Sequence[str]) -> int:
+        """Bytes of tensors of the result."""
+        return sum(math.prod(self.wanted[name][1]) * self.wanted[name][0].itemsize for name in names)
+
+    def rest(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that are left, by way of their fields; what is moved is without numbers there."""
+        done = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
+        given = [tensor.to("meta") if tensor is not None and (held := self.held[name]) and {p.field for p in held} <= done
+                 else tensor for name in self.packed.layout.coded for tensor in [self.packed.tensors.get(name)]]
+        n, k = self.packed.shape
+        fields = self.packed.layout.unpack(*given, **({"N": n, "K": k} if self.packed.layout.needs_shape else {}))
+        extents = {key: value for key, value in {**self.packed.sizes, "N": n, "K": k}.items() if key in self.other.layout.extents}
+        made = self.other.layout.pack(**{name: fields.get(name) for name in self.packed.variant.fields
+                                         if name not in self.other.layout.where}, **extents)
+        return {name: tensor.contiguous() for name, tensor in made.items() if name not in moved}
+
+
+def _is_whole(plan: transpose.Plan) -> bool:
+    """Whether a plan writes no bits but those of its piece."""
+    return not plan.clear and all(axis.source is not None for axis in plan.axes)
+
+
+# -- by fields --------------------------------------------------------------------------------------------------------
+
+
+def by_fields(format: Format, packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
+    """Unpacked and packed; beside both weights this needs memory for a tile of rows, not for the fields of the whole weight."""
+    n, k = packed.shape
+    axes = [axis for stored in other.layout.tensors.values() for axis in stored.axes]
+    least = n if other.layout.whole or packed.layout.streams or other.layout.streams else math.lcm(packed.step("N"), granule(axes, "N", packed.sizes, k))
+    rows = max(1, tiles.TILE // max(1, k) // least) * least
+    if rows >= n:
+        return format.pack(format.unpack(packed), storage=other.storage, **packed.params).tensors
+    found: dict[str, Tensor] = {}
+    for start in range(0, n, rows):
+        stop = min(n, start + rows)
+        part = format.pack(format.unpack(packed.cut("N", start, stop)), storage=other.storage, **packed.params)
+        wanted = format.stored(other)
+        found = found or {name: torch.empty(wanted[name][1], dtype=tensor.dtype, device=tensor.device)
+                          for name, tensor in part.tensors.items()}
+        whole = part.derive(found, packed.shape).cut("N", start, stop)
+        for name, tensor in part.tensors.items():
+            whole.tensors[name].copy_(tensor)
+    return found
