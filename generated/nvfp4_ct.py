@@ -312,9 +312,9 @@ VARIANT = Variant(
     storages={
         "compressed_tensors": Storage(
             tensors={
-                "weight_packed": Stored("u8", "N", "K/2"),
-                "weight_scale": Stored("e4m3", "N", "K/16"),
-                "weight_global_scale": Stored("f32"),
+                "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+                "weight_scale": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
+                "weight_global_scale": Stored("f32", bits=("g[]",)),
             },
             unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
             kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K/2",
@@ -322,9 +322,9 @@ VARIANT = Variant(
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "g": Stored("f32"),
-                "s": Stored("e4m3", "N", "K/16"),
+                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+                "g": Stored("f32", bits=("g[]",)),
+                "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
@@ -350,6 +350,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

@@ -668,8 +668,8 @@ VARIANT = Variant(
     storages={
         "compressed_tensors": Storage(
             tensors={
-                "weight_packed": Stored("u8", "N", "K/2"),
-                "weight_scale": Stored("u8", "N", "K/32"),
+                "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+                "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
             kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K/2",
@@ -677,48 +677,51 @@ VARIANT = Variant(
         ),
         "modelopt": Storage(
             tensors={
-                "weight": Stored("u8", "N", "K/2"),
-                "weight_scale": Stored("u8", "N", "K/32"),
+                "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+                "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_modelopt, pack=pack_modelopt,
             kernels=Kernels(_dequantize_modelopt, _linear_modelopt, rows="N", units="K/2", last="k"),
         ),
         "gpt_oss": Storage(
             tensors={
-                "blocks": Stored("u8", "N", "K/32", "16*1", aliases=("gate_up_proj_blocks", "down_proj_blocks")),
-                "scales": Stored("u8", "N", "K/32", aliases=("gate_up_proj_scales", "down_proj_scales")),
+                "blocks": Stored("u8", "N", "K/32", "16*1", aliases=("gate_up_proj_blocks", "down_proj_blocks"),
+                    bits=("q[1@0, 2:4 16:1@2 1@1]",)),
+                "scales": Stored("u8", "N", "K/32", aliases=("gate_up_proj_scales", "down_proj_scales"),
+                    bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_gpt_oss, pack=pack_gpt_oss,
             kernels=Kernels(_dequantize_gpt_oss, _linear_gpt_oss, rows="N", units="K/2", last="k"),
         ),
         "deepseek": Storage(
             tensors={
-                "weight": Stored("i8", "N", "K/2"),
-                "weight_scale_inv": Stored("e8m0", "N", "K/32", aliases=("scale",)),
+                "weight": Stored("i8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+                "weight_scale_inv": Stored("e8m0", "N", "K/32", aliases=("scale",), bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_deepseek, pack=pack_deepseek,
             kernels=Kernels(_dequantize_deepseek, _linear_deepseek, rows="N", units="K/2", last="k"),
         ),
         "torchao": Storage(
             tensors={
-                "qdata": Stored("u8", "N", "K/2", aliases=("_weight_qdata",)),
-                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",)),
+                "qdata": Stored("u8", "N", "K/2", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 1@1]",)),
+                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
             kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K/2", last="k"),
         ),
         "torchao_swizzled": Storage(
             tensors={
-                "qdata": Stored("u8", "N", "16*K/32", aliases=("_weight_qdata",)),
-                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512*1", aliases=("_weight_scale",)),
+                "qdata": Stored("u8", "N", "16*K/32", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 16:1@1 16@1]",)),
+                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512*1", aliases=("_weight_scale",),
+                    bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, needs_shape=True,
             kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K/2", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "e": Stored("e8m0", "N", "K/32"),
+                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+                "e": Stored("e8m0", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
@@ -744,6 +747,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

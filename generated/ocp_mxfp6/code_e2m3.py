@@ -179,15 +179,15 @@ VARIANT = Variant(
         "compressed_tensors": Storage(
             tensors={
                 "weight_packed": Stored("u8", "N", "24*K/32"),
-                "weight_scale": Stored("u8", "N", "K/32"),
+                "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
             kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K", last="k"),
         ),
         "torchao": Storage(
             tensors={
-                "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",)),
-                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",)),
+                "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
             kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k"),

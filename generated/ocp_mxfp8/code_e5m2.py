@@ -448,32 +448,33 @@ VARIANT = Variant(
     storages={
         "compressed_tensors": Storage(
             tensors={
-                "weight": Stored("code", "N", "K"),
-                "weight_scale": Stored("u8", "N", "K/32"),
+                "weight": Stored("code", "N", "K", bits=("q[1@0, 1@1]",)),
+                "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
             kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K", last="k"),
         ),
         "torchao": Storage(
             tensors={
-                "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",)),
-                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",)),
+                "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
             kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k"),
         ),
         "torchao_swizzled": Storage(
             tensors={
-                "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",)),
-                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512*1", aliases=("_weight_scale",)),
+                "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512*1", aliases=("_weight_scale",),
+                    bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, needs_shape=True,
             kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)"),
-                "e": Stored("e8m0", "N", "ceil(K/32)"),
+                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+                "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
