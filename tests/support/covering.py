@@ -1,7 +1,8 @@
 """A few formats that stand for all: between them their functions have every line that there is, whatever is named there.
 
 Tests that are dear run over these, and over every format where QDSL_TEST_ALL is set (`make test-all`); a format that is not
-among them has no line of its own, and is tested over less.
+among them has no line of its own, and is tested over less.  Where shapes alone are tried, the lines that count are those that
+depend on them (WALK).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from keyword import iskeyword
 from types import FunctionType, ModuleType
 from typing import Any
@@ -17,6 +19,10 @@ from typing import Any
 from tests.support.formats import Case
 
 ALL = bool(os.environ.get("QDSL_TEST_ALL"))
+# Lines that say which weights a program takes, which of them there are, and where results go: any but those that read a weight.
+WALK = re.compile(r"^(?!.*(tl\.load|device\.(?!store_sums)))"
+                  r".*(tl\.(store|arange|program_id|zeros|sum)\b|store_sums|\bfor\b|<|cdiv)")
+EVERY = re.compile("")
 
 
 def kernels(case: Case, *kinds: str) -> list[Any]:
@@ -25,11 +31,11 @@ def kernels(case: Case, *kinds: str) -> list[Any]:
     return [kernel for kind in kinds for kernel in (getattr(held, kind, None) or getattr(held.lanes, kind, None),) if kernel]
 
 
-def covering(cases: Sequence[Case], functions: Callable[[Case], Sequence[Any]]) -> list[Case]:
-    """Cases, most lines first, whose functions have between them all lines that the functions of all cases have."""
+def covering(cases: Sequence[Case], functions: Callable[[Case], Sequence[Any]], which: re.Pattern[str] = EVERY) -> list[Case]:
+    """Cases, most lines first, whose functions have between them all lines (or `which`) that the functions of all cases have."""
     if ALL:
         return list(cases)
-    lines = {case: {line for function in functions(case) for line in lines_of(function)} for case in cases}
+    lines = {case: {line for function in functions(case) for line in lines_of(function) if which.search(line)} for case in cases}
     left = set().union(*lines.values())
     found: list[Case] = []
     while left:
@@ -38,7 +44,8 @@ def covering(cases: Sequence[Case], functions: Callable[[Case], Sequence[Any]]) 
     return found
 
 
-def lines_of(function: Any) -> Iterator[str]:
+@cache
+def lines_of(function: Any) -> tuple[str, ...]:
     """Lines of a function, and of those of its module that it calls, with names in order of appearance and 0 for numbers."""
     plain: FunctionType = getattr(function, "fn", function)
     scope = plain.__globals__
@@ -49,9 +56,11 @@ def lines_of(function: Any) -> Iterator[str]:
             return "0"
         return text if iskeyword(text) or isinstance(scope.get(text), ModuleType) else names.setdefault(text, f"v{len(names)}")
 
+    found: list[str] = []
     for line in inspect.getsource(plain).split('"""')[-1].splitlines():
         names: dict[str, str] = {}
-        yield re.sub(r"(?<![\w.])\w+", word, line.strip())
+        found.append(re.sub(r"(?<![\w.])\w+", word, line.strip()))
     for name in plain.__code__.co_names:
         if hasattr(scope.get(name), "fn"):
-            yield from lines_of(scope[name])
+            found += lines_of(scope[name])
+    return tuple(found)

@@ -112,9 +112,14 @@ def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: 
 
 def smallest(case: Case, tiles: int = 1, params: Mapping[str, int | str] | None = None) -> tuple[int, int]:
     """A small shape with about `tiles` records along each axis."""
+    n, k = _least(case, tuple((params or {}).items()))
+    return n * tiles, k * tiles
+
+
+@cache
+def _least(case: Case, params: tuple[tuple[str, int | str], ...]) -> tuple[int, int]:
     grid = tuple(range(1, 65)) + tuple(64 * i for i in range(2, 41))
-    least = next((n, k) for k in grid for n in grid if (n, k) in set(shapes(case, (n,), (k,), params)))
-    return least[0] * tiles, least[1] * tiles
+    return next((n, k) for k in grid for n, k in shapes(case, grid, (k,), dict(params)))
 
 
 def field_shape(case: Case, name: str, shape: tuple[int, int], params: Mapping[str, int | str] | None = None) -> tuple[int, ...]:
