@@ -18,7 +18,7 @@ CASES = [case for case in cases() if case.storage != PLANAR and PLANAR in case.m
 # Those that can put columns into groups in any order.
 ORDERED = [case for case in CASES if "index" in {
     stored.dtype for stored in case.module.FORMAT.variant(case.choice).storages[case.storage].tensors.values()}]
-SHAPE = (96, 512)
+SHAPE = (128, 512)
 
 
 def params(case: Case) -> Iterator[dict[str, int | str]]:
