@@ -9,7 +9,7 @@
     safetensors: 8.00195 bits per weight with bn = 128, bk = 128
     planar: 8.00195 bits per weight with bn = 128, bk = 128
 
-Built from the spec fp8_block (sha256 df62f900521fa09c) by qdsl 0.1.0.
+Built from the spec fp8_block (sha256 ad7898e74d9e54f5) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -442,8 +442,10 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"bn": (128, 64, 32, 1), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16", "e8m0")},
     sizes={"bn": "N", "bk": "K"},
-    detect={"config": {"quant_method": "fp8", "weight_block_size": ["bn", "bk"]}},
-    digest="df62f900521fa09c",
+    detect={"config": [{"quant_method": "fp8", "weight_block_size": ["bn", "bk"]},
+        {"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "block",
+        "block_structure": ["bn", "bk"]}]},
+    digest="ad7898e74d9e54f5",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

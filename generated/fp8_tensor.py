@@ -9,7 +9,7 @@
     safetensors: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec fp8_tensor (sha256 2fa7163e9c4950fe) by qdsl 0.1.0.
+Built from the spec fp8_tensor (sha256 84f86ddf6f6b93cb) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -399,8 +399,10 @@ FORMAT = Format(
     source="AutoFP8, ModelOpt FP8, compressed-tensors float-quantized (tensor)", formula="q * s",
     variants={(): VARIANT},
     params={"scale_type": ("f32", "bf16", "f16", "e8m0")},
-    detect={"config": {"quant_method": "fp8", "weight_block_size": "null"}},
-    digest="2fa7163e9c4950fe",
+    detect={"config": [{"quant_method": "fp8", "weight_block_size": "null"},
+        {"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "tensor"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"}]},
+    digest="84f86ddf6f6b93cb",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

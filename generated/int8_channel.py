@@ -10,7 +10,7 @@
     safetensors: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec int8_channel (sha256 ca1ab8c1ed580a57) by qdsl 0.1.0.
+Built from the spec int8_channel (sha256 36e3083e0ed285ce) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -473,8 +473,8 @@ FORMAT = Format(
     source="compressed-tensors int-quantized (channel)", formula="(q - z) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
-    detect={"config": {"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "channel"}},
-    digest="ca1ab8c1ed580a57",
+    detect={"config": [{"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "channel"}]},
+    digest="36e3083e0ed285ce",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

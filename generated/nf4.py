@@ -9,7 +9,7 @@
     bitsandbytes: 4.5 bits per weight with block = 64
     planar: 4.5 bits per weight with block = 64
 
-Built from the spec nf4 (sha256 f5f4642610e97376) by qdsl 0.1.0.
+Built from the spec nf4 (sha256 529819eb58aef536) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -361,7 +361,10 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
-    digest="f5f4642610e97376",
+    detect={"config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"},
+        "tensors": {"weight.quant_state.bitsandbytes__nf4": {"quant_type": "nf4", "blocksize": "block",
+        "shape": ["N", "K"]}}},
+    digest="529819eb58aef536",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -235,7 +235,7 @@ def _param(text: str) -> tuple[str, int | str]:
 @app.command()
 def inspect(file: Annotated[Path, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
                                                       "of them.", show_default=False)], as_json: Json = False) -> None:
-    """List what lies in a checkpoint: tensors, types, bits per weight, sums, metadata, and what is wrong."""
+    """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong."""
     from qdsl.checkpoint.contents import contents, lines
 
     with _reported():

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from qdsl import places
 from qdsl.checkpoint import safetensors
-from qdsl.checkpoint.detect import params_of
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.layers import layers
 from qdsl.emit.build import build
 from qdsl.files import write_text
 from qdsl.numbers import number
@@ -102,13 +102,11 @@ def _checkpoint(modules: Mapping[str, ModuleType], matrices: Mapping[str, Tensor
     say(f"wrote     {out / 'config.json'}, {out / 'model.safetensors'}: FP8 E4M3 in blocks of 128 x 128")
     errors: dict[str, float] = {}
     with Folder(out) as folder:
-        params = params_of(fp8.SPEC.detect, fp8.SPEC.params, folder.config)
-        assert params is not None
-        for layer, names in folder.layers().items():
-            if "weight_scale_inv" in names:
-                packed = fp8.wrap({leaf: folder.tensor(name) for leaf, name in names.items()}, **params)
-                error = errors[f"{layer}.weight"] = _linear_error(fp8, packed, matrices[f"{layer}.weight"])
-                say(f"linear    {layer}.weight {list(packed.shape)}: {error:.1%} rms from the original weight in float64")
+        for found in layers(folder).layers:
+            params = dict(found.params)
+            packed = fp8.wrap({own: folder.tensor(name) for own, name in found.tensors.items()}, **params)
+            error = errors[f"{found.name}.weight"] = _linear_error(fp8, packed, matrices[f"{found.name}.weight"])
+            say(f"linear    {found.name}.weight {list(packed.shape)}: {error:.1%} rms from the original weight in float64")
     return {"folder": str(out), "params": params, "linear_error": errors}
 
 

@@ -37,7 +37,7 @@ def test_the_checkpoint_is_as_vendors_ship_it(result: tuple[Path, dict, list[str
         scale = tensors[f"{name}_scale_inv"]
         assert scale.dtype == torch.float32 and scale.shape == (-(-n // 128), -(-k // 128))
     assert tensors["encoder.layer.0.attention.self.query.bias"].dtype == torch.bfloat16
-    assert found["checkpoint"]["params"] == {"bn": 128, "bk": 128}
+    assert found["checkpoint"]["params"] == {"bn": 128, "bk": 128, "scale_type": "f32"}
     assert found["checkpoint"]["linear_error"].keys() == found["weights"].keys()
     assert all(0 < error < 0.05 for error in found["checkpoint"]["linear_error"].values())
 

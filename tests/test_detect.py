@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from qdsl.checkpoint.detect import params_of, settings
+from qdsl.checkpoint.detect import readings
+from qdsl.checkpoint.quantization import quantization
 from tests.support.formats import SHIPPED, module
 
 MODULES = {path.stem: module(path) for path in SHIPPED}
@@ -28,9 +30,27 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, dict[str, int | str]]] = {
 }
 
 
-def found(config: dict[str, Any]) -> dict[str, dict[str, int | str]]:
+def params_of(rules: Mapping[str, Any], params: Mapping[str, Sequence[int | str]], settings: Mapping[str, Any]) -> object:
+    """The parameters that the first rule gives whose values the format has."""
+    for reading in readings(rules.get("config"), list(params), settings):
+        given = reading.values.items()
+        if all(any(value == each and type(value) is type(each) for each in params[name]) for name, value in given):
+            return reading.values
+    return None
+
+
+def settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config says of some layer."""
+    own = config.get("quantization_config")
+    if not isinstance(own, dict):
+        return {}
+    return dict(quantization(own, "config.json", "").scheme("model.layers.0.mlp.up_proj").settings or {})
+
+
+def found(config: dict[str, Any]) -> dict[str, object]:
     """The formats that a config is of, with their parameters."""
-    answers = {name: params_of(m.SPEC.detect, m.SPEC.params, config) for name, m in MODULES.items()}
+    said = settings(config)
+    answers = {name: params_of(m.SPEC.detect, m.SPEC.params, said) for name, m in MODULES.items()}
     return {name: params for name, params in answers.items() if params is not None}
 
 
@@ -56,14 +76,27 @@ def test_what_is_of_no_format_is_of_none(config: dict[str, Any]) -> None:
 
 def test_booleans_are_compared_as_such() -> None:
     rules = {"config": {"symmetric": True, "bits": "bits"}}
-    config = {"quantization_config": {"symmetric": True, "bits": 4}}
-    assert params_of(rules, {"bits": (4, 8)}, config) == {"bits": 4}
-    assert params_of(rules, {"bits": (4, 8)}, {"quantization_config": {"symmetric": False, "bits": 4}}) is None
+    assert params_of(rules, {"bits": (4, 8)}, {"symmetric": True, "bits": 4}) == {"bits": 4}
+    assert params_of(rules, {"bits": (4, 8)}, {"symmetric": False, "bits": 4}) is None
+    assert params_of(rules, {"bits": (1, 8)}, {"symmetric": True, "bits": True}) is None
 
 
-def test_several_groups_are_not_one() -> None:
-    """compressed-tensors may quantize layers differently; no one of its groups speaks for all."""
+def test_groups_have_their_own_settings() -> None:
+    """compressed-tensors may quantize layers differently: the group that names a layer speaks for it."""
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
-    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {
-        "a": {"weights": weights}, "b": {"weights": {**weights, "num_bits": 4}}}}}
-    assert "num_bits" not in settings(config) and found(config) == {}
+    groups = {"a": {"weights": weights, "targets": ["re:.*up_proj", "model.head"]},
+              "b": {"weights": {**weights, "num_bits": 4}, "targets": ["Linear"], "format": "y"}}
+    said = quantization({"quant_method": "compressed-tensors", "format": "x", "config_groups": groups}, "", "")
+    found = {}
+    for name in ("mlp.up_proj", "model.head", "mlp.down_proj"):
+        scheme = said.scheme(name)
+        assert scheme.settings is not None
+        found[name] = (scheme.by, scheme.settings["num_bits"], scheme.settings["format"])
+    assert found == {"mlp.up_proj": ("a", 8, "x"), "model.head": ("a", 8, "x"), "mlp.down_proj": ("b", 4, "y")}
+
+
+def test_a_word_that_is_a_parameters_name_is_still_a_word() -> None:
+    rules = {"config": [{"strategy": "group", "size": "group", "storage": "packed"}, {"strategy": "channel"}]}
+    assert params_of(rules, {"group": (32, 64)}, {"strategy": "group", "size": 64}) == {"group": 64}
+    assert params_of(rules, {"group": (32, 64)}, {"strategy": "channel"}) == {}
+    assert params_of(rules, {"group": (32, 64)}, {"strategy": "group"}) is None

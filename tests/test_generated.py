@@ -29,7 +29,8 @@ SURFACE = ("wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linea
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
+    files = (path for path in sorted(folder.rglob("*.*")) if path.suffix in (".py", ".json"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4711"])

@@ -96,7 +96,8 @@ def test_a_wheel_holds_the_package_its_formats_and_their_specs(wheel: Path) -> N
     """All of them, byte for byte, with the kernels' templates; and nothing of the tests."""
     with zipfile.ZipFile(wheel) as archive:
         held = {name: archive.read(name) for name in archive.namelist()}
-    wanted = {f"qdsl/{path.relative_to(ROOT)}": path for path in [*(ROOT / "generated").rglob("*.py"), *SHIPPED]}
+    shipped = [path for path in (ROOT / "generated").rglob("*.*") if path.suffix in (".py", ".json")]
+    wanted = {f"qdsl/{path.relative_to(ROOT)}": path for path in [*shipped, *SHIPPED]}
     assert [name for name, path in wanted.items() if held.get(name) != path.read_bytes()] == []
     code = [path.relative_to(ROOT).as_posix() for path in tracked() if path.is_relative_to(ROOT / "qdsl")]
     assert "qdsl/emit/skeletons/linear.py.jinja" in code and sorted(set(code) - held.keys()) == []
@@ -118,9 +119,11 @@ def test_the_command_of_a_wheel_finds_its_specs(installed: Path) -> None:
     listed = python(installed, "-m", "qdsl", "list", "--json")
     assert listed.returncode == 0 and all(f'"name": "{name}"' in listed.stdout for name in NAMES), listed.stderr
     built = python(installed, "-m", "qdsl", "build", "q4_0", "-o", "out")
-    assert (built.returncode, built.stdout) == (0, f"written  {Path('out', 'q4_0.py')}\n"), built.stderr
-    written = installed.parent / "elsewhere" / "out" / "q4_0.py"
-    assert written.read_bytes() == (ROOT / "generated" / "q4_0.py").read_bytes()
+    assert built.returncode == 0, built.stderr
+    assert built.stdout == "".join(f"written  {Path('out', name)}\n" for name in ("q4_0.py", "q4_0.json"))
+    for name in ("q4_0.py", "q4_0.json"):
+        written = installed.parent / "elsewhere" / "out" / name
+        assert written.read_bytes() == (ROOT / "generated" / name).read_bytes()
     checked = python(installed, "-m", "qdsl", "build", "--all", "--check")
     assert (checked.returncode, checked.stdout) == (0, ""), checked.stderr
 

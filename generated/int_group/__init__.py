@@ -22,7 +22,7 @@
     planar at bits = 3: 3.1875 bits per weight with group = 128
     planar at bits = 8: 8.1875 bits per weight with group = 128
 
-Built from the spec int_group (sha256 b977b48298f31f34) by qdsl 0.1.0.
+Built from the spec int_group (sha256 65fba60bfdc509a0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -42,8 +42,18 @@ FORMAT = Format(
     },
     params={"bits": (4, 2, 3, 8), "group": (128, 64, 32, -1)},
     sizes={"group": "K"},
-    detect={"config": {"quant_method": ["gptq", "awq"], "bits": "bits", "group_size": "group"}},
-    digest="b977b48298f31f34",
+    detect={"config": [{"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": "bits", "group_size": "group",
+        "storage": "gptq_v2"},
+        {"quant_method": "gptq", "checkpoint_format": ["gptq", "null"], "bits": "bits", "group_size": "group",
+        "storage": "gptq_v1"},
+        {"quant_method": "awq", "version": ["gemm", "null"], "bits": "bits", "group_size": "group", "storage": "awq"}],
+        "words": [{"bits": 2, "qzeros": "0xaaaaaaaa", "storage": "gptq_v2"},
+        {"bits": 4, "qzeros": "0x88888888", "storage": "gptq_v2"},
+        {"bits": 8, "qzeros": "0x80808080", "storage": "gptq_v2"},
+        {"bits": 2, "qzeros": "0x55555555", "storage": "gptq_v1"},
+        {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
+        {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}]},
+    digest="65fba60bfdc509a0",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -12,7 +12,7 @@
     gptq_v1: 2.14062 bits per weight with group = 128
     planar: 2.1875 bits per weight with group = 128
 
-Built from the spec int_group (sha256 b977b48298f31f34) by qdsl 0.1.0.
+Built from the spec int_group (sha256 65fba60bfdc509a0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -12,7 +12,7 @@
     gptq_v1: 3.14844 bits per weight with group = 128
     planar: 3.1875 bits per weight with group = 128
 
-Built from the spec int_group (sha256 b977b48298f31f34) by qdsl 0.1.0.
+Built from the spec int_group (sha256 65fba60bfdc509a0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -13,7 +13,7 @@
     awq: 4.15625 bits per weight with group = 128
     planar: 4.1875 bits per weight with group = 128
 
-Built from the spec int_group (sha256 b977b48298f31f34) by qdsl 0.1.0.
+Built from the spec int_group (sha256 65fba60bfdc509a0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

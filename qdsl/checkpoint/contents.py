@@ -13,7 +13,9 @@ from typing import Any
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import Entry
+from qdsl.checkpoint.survey import survey, tables
 
 ARRAY_SHOWN = 8                                                  # elements of a metadata array
 TEXT_SHOWN = 100                                                 # characters of a string, in a line of text
@@ -36,11 +38,13 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def _of_safetensors(path: Path) -> dict[str, Any]:
-    with Folder(path) as folder:
+    """Layers, and the tensors one by one; what a folder's index names may be missing."""
+    with Folder(path, partial=True) as folder:
         tensors = [_entry(name, folder.entry(name)) for name in folder.names()]
-        pairs = {key: text for name in folder.names() for key, text in folder.file(name).header.metadata.items()}
+        pairs = {key: text for file in folder.files() for key, text in file.header.metadata.items()}
         return {"file": str(path), "format": "safetensors", "files": len(folder.shards), **_totals(tensors), "notes": [],
-                "metadata": {key: {"type": "string", "value": text} for key, text in pairs.items()}, "tensors": tensors}
+                "metadata": {key: {"type": "string", "value": text} for key, text in pairs.items()},
+                **survey(folder, layers(folder)), "tensors": tensors}
 
 
 def _gguf_tensor(tensor: GgufTensor) -> dict[str, Any]:
@@ -100,14 +104,20 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     files = f" in {found['files']} files" if found["files"] > 1 else ""
     head = f"{escaped(found['file'])}: {kind}{files}, {total['tensors']} tensors, {total['weights']} weights, " \
            f"{_size(total['nbytes'])}, {_bits(total['bits_per_weight'])} bits per weight"
-    tensors = [[escaped(each["name"]), each["type"], _shape(each), _bits(each["bits_per_weight"]), _size(each["nbytes"]),
-                each.get("problem", "")] for each in found["tensors"]]
+    tensors = [] if "layers" in found else [
+        [escaped(each["name"]), each["type"], _shape(each), _bits(each["bits_per_weight"]), _size(each["nbytes"]),
+         each.get("problem", "")] for each in found["tensors"]]
+    surveyed = [line for heads, rows, right in (tables(found) if "layers" in found else [])
+                for line in _block(heads, [[escaped(cell) for cell in row] for row in rows], right)]
+    settings = [[escaped(each["source"]), escaped(each["method"]), _settings(each["settings"])]
+                for each in found.get("quantization", [])]
     types = [[each["type"], str(each["tensors"]), str(each["weights"]), _bits(each["bits_per_weight"]), _size(each["nbytes"])]
              for each in found["types"]]
     metadata = [[escaped(key), value["type"], _value(value)] for key, value in found["metadata"].items()]
     return [head, *(f"note: {escaped(note)}" for note in found["notes"]),
             *([f"{found['problems']} tensors cannot be read"] if found["problems"] else []),
             *_block(["metadata", "type", "value"], metadata, ""),
+            *_block(["quantization", "", "settings"], settings, ""), *surveyed,
             *_block(["tensor", "type", "shape", "bits", "size", ""], tensors, "   >>"),
             *_block(["type", "tensors", "weights", "bits", "size"], types, " >>>>")]
 
@@ -124,6 +134,12 @@ def _value(value: Mapping[str, Any]) -> str:
     rest = ["..."] if value["count"] > len(value["first"]) else []
     texts = [repr(each) if isinstance(each, str) else str(each) for each in value["first"]]
     return f"{value['count']}: " + escaped(", ".join([*texts, *rest]), TEXT_SHOWN)
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    """Those that are words or numbers."""
+    return escaped(", ".join(f"{key} = {value}" for key, value in settings.items() if key != "quant_method" and (
+        isinstance(value, int | str) or (isinstance(value, list) and all(type(each) is int for each in value)))), TEXT_SHOWN)
 
 
 def _shape(tensor: Mapping[str, Any]) -> str:

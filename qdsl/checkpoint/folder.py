@@ -23,12 +23,15 @@ _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 class Folder:
     """A checkpoint folder, or a single .safetensors file with the config.json beside it.
 
-    The headers of all files are read at once, the tensors when asked for.
+    The headers of all files are read at once, the tensors when asked for.  partial: files that the index names may be missing;
+    `missing` then says which tensor lies in which of them.
     Raises CheckpointError for anything that is wrong in the files, OSError when they cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, partial: bool = False) -> None:
         self.path = Path(path)
+        self.partial = partial
+        self.missing: dict[str, str] = {}
         self.root = self.path if self.path.is_dir() else self.path.parent
         placed = self._index()
         self.shards = [self.root / name for name in sorted(set(placed.values()))] or self._found()
@@ -70,6 +73,10 @@ class Folder:
             raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
         return self._files[name]
 
+    def files(self) -> list[TensorFile]:
+        """The files, those that hold tensors."""
+        return list(dict.fromkeys(self._files.values()))
+
     def layers(self) -> dict[str, dict[str, str]]:
         """Tensor names by layer: layers()['model.layers.0.mlp.up_proj']['weight_scale_inv'] is the full name."""
         layers: dict[str, dict[str, str]] = {}
@@ -81,10 +88,14 @@ class Folder:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json, {} if there is none.  Raises CheckpointError when it is not a strict JSON object."""
-        path = self.root / "config.json"
+        return self.json("config.json")
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder, {} if it is not there.  Raises CheckpointError when it is not a strict JSON object."""
+        path = self.root / name
         if not path.exists():
             return {}
-        return _read_object(path, CONFIG_LIMIT, constants=True)  # Nemotron-H and Mamba 2 have an Infinity there
+        return _read_object(path, CONFIG_LIMIT, constants=True)  # Nemotron-H and Mamba 2 have an Infinity in config.json
 
     def _index(self) -> dict[str, str]:
         """Tensor name -> file name, as the index says; empty where there is none."""
@@ -98,9 +109,12 @@ class Folder:
             if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
                 raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shown(str(shard))} is not the name of a "
                                       "safetensors file in this folder")
-            if not (self.root / shard).exists():
-                raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shard} is missing")
-        return placed
+        there = {shard: (self.root / shard).exists() for shard in set(placed.values())}
+        self.missing = {name: shard for name, shard in placed.items() if not there[shard]}
+        if self.missing and not (self.partial and any(there.values())):
+            name, shard = next(iter(self.missing.items()))
+            raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shard} is missing")
+        return {name: shard for name, shard in placed.items() if there[shard]}
 
     def _check(self, placed: dict[str, str]) -> None:
         """Every tensor lies where the index says."""

@@ -50,6 +50,11 @@ def element_bits(dtype: str) -> int:
     return _DTYPES[dtype][0]
 
 
+def torch_name(dtype: str) -> str:
+    """What torch calls a dtype; of those that it lacks, as safetensors does."""
+    return _DTYPES[dtype][1] or dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a file: dtype as safetensors calls it, and its bytes [start, stop) from the start of the file."""
@@ -280,6 +285,13 @@ class TensorFile:
         if name not in self.header.tensors:
             raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
         return self.header.tensors[name]
+
+    def start(self, name: str, limit: int) -> bytes:
+        """The first bytes of a tensor, at most `limit`.  Raises CheckpointError for an unknown name or a closed file."""
+        entry = self.entry(name)
+        if self._map is None:
+            raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
+        return self._map[entry.start:min(entry.stop, entry.start + limit)]
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, without copying where its bytes are aligned.

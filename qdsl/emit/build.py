@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from qdsl.emit.description import description
 from qdsl.emit.module import module
 from qdsl.files import write_text
 from qdsl.passes import compile_spec
@@ -27,8 +28,9 @@ class BuildError(Exception):
 
 
 def files_of(spec: Path | str, name: str | None = None) -> dict[str, str]:
-    """The generated files of a spec by their paths below the output folder.  Raises SpecError."""
-    return module(compile_spec(load(spec, name)))
+    """The generated files of a spec by their paths below the output folder, code first.  Raises SpecError."""
+    programs = compile_spec(load(spec, name))
+    return {**module(programs), f"{programs[0].spec.name}.json": description(programs)}
 
 
 def build(spec: Path | str, out: Path, *, write: bool = True) -> Iterator[Written]:

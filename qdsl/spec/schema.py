@@ -23,6 +23,7 @@ _FLOAT = re.compile(r"-?(0|[1-9][0-9]{0,8})(\.[0-9]{1,20})?(e[-+]?[0-9]{1,2})?\Z
 _LOWER = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
+_HEX = re.compile(r"0x[0-9a-f]{8}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
 RESERVED = frozenset({
     "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
@@ -59,6 +60,8 @@ DETECT_KEYS = {
     "gguf": "the name of the GGML type",
     "safetensors": "the dtype of a safetensors file",
     "config": "settings that a checkpoint's quantization_config must have",
+    "tensors": "small tensors beside a weight that say its parameters and shape",
+    "words": "words that tell storages apart which fit alike",
 }
 TENSOR_KEYS = {
     "tensor": "type and axes, such as 'i32[t<K/8 word, n<N]'",
@@ -209,6 +212,7 @@ class _Reader:
         encode = self.parsed(grammar.call, self.text(parts.get("encode"), "encode"))
         claims = tuple(self.claims(parts.get("claims")))
         detect = self.rules(self.keys(parts["detect"], DETECT_KEYS, "detect")) if "detect" in parts else {}
+        self.detection(parts.get("detect"), params, storages)
         self.unique([*(p.name for p in params), *(d.name for d in dims), *(t.name for t in tables), *(f.name for f in fields)])
         self.arguments(params, tables, storages)
         if name is None or decode is None or decode_text is None:
@@ -355,6 +359,26 @@ class _Reader:
         value = self.parsed(grammar.expression, self.text(node, "the stored value"))
         when = tuple((key, self.values(values, "a condition")) for key, values in conditions)
         return None if value is None else Stored(when, target, value)
+
+    def detection(self, node: Node | None, params: Iterable[Param], storages: Iterable[Storage]) -> None:
+        """Rules of `detect` are mappings, and speak of storages that there are; `words` of parameters and tensors, too."""
+        known = [storage.name.value for storage in storages]
+        tensors = {tensor.name.value for storage in storages for tensor in storage.tensors}
+        listed = [(key.value, rule) for key, value in (node.items if isinstance(node, Mapping) else ())
+                  for rule in (value.items if isinstance(value, Sequence) else (value,)) if key.value in ("config", "words")]
+        for key, rule in listed:
+            if not isinstance(rule, Mapping):
+                self.problems.add(rule.span, f"a rule of '{key}' is a mapping")
+                continue
+            for name, value in rule.items:
+                word = value.value if isinstance(value, Text) else ""
+                if name.value == "storage" and word not in known:
+                    self.problems.add(value.span, f"there is no storage '{word}'{did_you_mean(word, known)}")
+                elif key == "words" and name.value in tensors and not _HEX.match(word):
+                    self.problems.add(value.span, "a word has 32 bits, as 0x88888888")
+                elif key == "words" and name.value not in ("storage", *(p.name.value for p in params), *tensors):
+                    near = did_you_mean(name.value, tensors)
+                    self.problems.add(name.span, f"'{name}' is neither a parameter nor a tensor{near}")
 
     def rules(self, items: dict[str, Node]) -> dict[str, Data]:
         return {key: self.plain(value) for key, value in items.items()}

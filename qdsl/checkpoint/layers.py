@@ -1,0 +1,423 @@
+"""Which layers of a checkpoint are quantized, and how: by their tensors first, by its config where those leave something open.
+
+A module is quantized if the tensors of some storage are there.  Their dtypes and shapes decide format, storage and parameters
+as `wrap` decides them; settings choose among what fits, and what they say otherwise is a contradiction.  Nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qdsl.checkpoint.descriptions import descriptions
+from qdsl.checkpoint.detect import Reading, from_tensors, readings, same
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.quantization import Quantization, Scheme, quantizations
+from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json, torch_name
+from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, named
+
+SMALL = 1 << 16                                                  # bytes of a tensor that are looked at
+NUMBERS = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}
+PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module that is quantized, or that has tensors of one that is and is none.
+
+    tensors: those of the storage, by its own names for them -> their names in the checkpoint.  shape: (N, K); experts: how many
+    such weights lie one after the other along a first axis of every tensor, None without that axis.  settings: tensors that
+    say no more than the fields above do.  others: tensors of the module besides, by the last parts of their names: bias, scales
+    of activations.  by: the config's rule or group for the layer.  problems: what its files say otherwise.
+    why: the reason why it is not recognised; format and storage are '' then.
+    """
+
+    name: str
+    format: str = ""
+    storage: str = ""
+    params: Mapping[str, int | str] = field(default_factory=dict)
+    shape: tuple[int, int] = (0, 0)
+    experts: int | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
+    by: str = ""
+    problems: tuple[str, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A module whose weight is a plain matrix.  by: the config's rule for that; problem: what speaks against it."""
+
+    name: str
+    by: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A checkpoint's layers that are quantized, and all other tensors, in the order of the files.
+
+    left: modules whose weights are plain matrices.  problems: what is wrong with no single layer.
+    """
+
+    layers: list[Layer]
+    plain: list[str]
+    left: list[Left]
+    quantizations: list[Quantization]
+    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """One way to read a module's tensors."""
+
+    format: Description
+    fit: Fit
+    experts: int | None
+
+    @property
+    def label(self) -> str:
+        return f"{self.format.name}.{self.fit.storage}" + "".join(f" {key}={value}" for key, value in self.fit.params.items())
+
+
+def layers(folder: Folder, formats: Sequence[Description] | None = None) -> Layers:
+    """The layers of a folder, by the formats that ship or those given.
+
+    Raises CheckpointError where a file that says settings is none.  What is wrong with a layer is in it.
+    """
+    known = [each for each in (descriptions() if formats is None else formats) if "safetensors" not in each.detect]
+    found = quantizations(folder)
+    return _Finder(folder, known, found).layers()
+
+
+class _Finder:
+    def __init__(self, folder: Folder, formats: Sequence[Description], found: Sequence[Quantization]) -> None:
+        self.folder = folder
+        self.formats = formats
+        self.found = list(found)
+        self.says = found[0] if found else None
+        self.leaves = _Leaves(formats)
+        self.saying = {leaf: rule for each in formats for leaf, rule in each.detect.get("tensors", {}).items()}
+        self.agreeing: dict[tuple[int, int], tuple[Sequence[_Candidate], Mapping[str, Any],
+                                                   tuple[list[_Candidate], list[_Candidate]]]] = {}
+        self.fitting: dict[tuple[object, ...], list[_Candidate] | Misfit] = {}
+
+    def layers(self) -> Layers:
+        modules = self.leaves.modules([*self.folder.names(), *self.folder.missing])
+        found = {name: self._layer(name, tensors) for name, tensors in modules.items()}
+        used = {self._kind(leaf, modules[name][leaf]) for name, layer in found.items() if layer is not None
+                for leaf in modules[name] if modules[name][leaf] in layer.tensors.values()}
+        layers = {name: layer or self._remains(name, modules[name], used) for name, layer in found.items()}
+        kept = {name: layer for name, layer in layers.items() if layer is not None}
+        held = {full for layer in kept.values() for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
+        plain = [name for name in self.folder.names() if name not in held]
+        left = self._left({name: tensors for name, tensors in modules.items() if name not in kept}, kept)
+        return Layers(list(kept.values()), plain, left, self.found, self._problems(kept))
+
+    def _layer(self, name: str, tensors: Mapping[str, str]) -> Layer | None:
+        """The module as a layer; None where it holds plain tensors alone."""
+        there = {leaf: full for leaf, full in tensors.items() if full not in self.folder.missing}
+        try:
+            candidates = self._candidates(there)
+        except CheckpointError as error:                         # what should be JSON is none
+            return Layer(name, others=there, why=str(error))
+        if candidates is None:
+            return None
+        scheme = self.says.scheme(name) if self.says else Scheme({})
+        if isinstance(candidates, Misfit):
+            return Layer(name, others=there, by=scheme.by, why=self._lost(tensors) or str(candidates))
+        return self._chosen(name, there, candidates, scheme)
+
+    def _remains(self, name: str, tensors: Mapping[str, str], used: Container[tuple[str, str, int]]) -> Layer | None:
+        """A module that has tensors as quantized layers have, though it is none: a scale without codes."""
+        there = {leaf: full for leaf, full in tensors.items() if full not in self.folder.missing}
+        if not any(self._kind(leaf, full) in used for leaf, full in there.items()):
+            return None
+        return Layer(name, others=there, why=self._lost(tensors) or str(self._nearest(self._given(there), {})))
+
+    def _lost(self, tensors: Mapping[str, str]) -> str:
+        """What of a module lies in files that are not there."""
+        return "; ".join(f"'{leaf}' lies in {self.folder.missing[full]}, which is missing" for leaf, full in tensors.items()
+                         if full in self.folder.missing)
+
+    def _kind(self, leaf: str, full: str) -> tuple[str, str, int]:
+        entry = self.folder.entry(full)
+        return leaf, entry.dtype, len(entry.shape)
+
+    # -- plain tensors ------------------------------------------------------------------------------------------------
+
+    def _left(self, modules: Mapping[str, Mapping[str, str]], layers: Mapping[str, Layer]) -> list[Left]:
+        """Modules with plain matrices; suspicious are those that no rule leaves alone, and whose like are quantized elsewhere."""
+        quantized = {_alike(name) for name, layer in layers.items() if layer.format}
+        found = []
+        for name, tensors in modules.items():
+            full = tensors.get("weight", "")
+            if not full or full in self.folder.missing or len(self.folder.entry(full).shape) < 2:
+                continue
+            scheme = self.says.scheme(name) if self.says else Scheme({})
+            problem = ""
+            if scheme.settings is not None and self.says is not None and _alike(name) in quantized:
+                problem = f"plain, though {self.says.source} has no rule for that, and others of its kind are quantized"
+            found.append(Left(name, scheme.by if scheme.settings is None else "", problem))
+        return found
+
+    def _problems(self, layers: Mapping[str, Layer]) -> list[str]:
+        problems = [problem for each in self.found for problem in each.problems]
+        if self.says is not None and not layers:
+            problems.append(f"{self.says.source} says {_brief(self.says.settings)}, but no tensor is quantized")
+        problems += [problem for each in self.found[1:] for problem in _differing(self.found[0], each)]
+        shards = dict.fromkeys(self.folder.missing.values())
+        return [*problems, *(f"{shard} is missing, with {list(self.folder.missing.values()).count(shard)} tensors"
+                             for shard in shards)]
+
+    # -- what fits ----------------------------------------------------------------------------------------------------
+
+    def _candidates(self, tensors: Mapping[str, str]) -> list[_Candidate] | Misfit | None:
+        """Every way to read a module's tensors, or why there is none; None where they are plain."""
+        given = self._given(tensors)
+        if all(tensor.dtype in PLAIN or leaf not in self.leaves.names for leaf, tensor in given.items()):
+            return None
+        contents = self._contents(tensors)
+        key = (*sorted(given.items(), key=lambda item: item[0]), *((leaf, repr(content)) for leaf, content in contents.items()))
+        if key not in self.fitting:
+            self.fitting[key] = self._ways(given, contents) or self._nearest(given, contents)
+        return self.fitting[key]
+
+    def _contents(self, tensors: Mapping[str, str]) -> dict[str, Any]:
+        """What small tensors say: JSON where a format's rule for them is of JSON, else numbers."""
+        found = {}
+        for leaf, full in tensors.items():
+            if leaf in self.saying:
+                data, dtype = self.folder.file(full).start(full, SMALL), self.folder.entry(full).dtype
+                if isinstance(self.saying[leaf], Mapping):
+                    found[leaf] = strict_json(data, f"{self.folder.file(full).path}: tensor {shown(full)}", depth=8)
+                elif dtype in NUMBERS and len(data) <= 64:
+                    numbers = list(struct.unpack(f"<{len(data) // struct.calcsize(NUMBERS[dtype])}{NUMBERS[dtype]}", data))
+                    found[leaf] = numbers[0] if len(numbers) == 1 else numbers
+        return found
+
+    def _given(self, tensors: Mapping[str, str]) -> dict[str, Given]:
+        entries = {leaf: self.folder.entry(full) for leaf, full in tensors.items()}
+        return {leaf: Given(torch_name(entry.dtype), entry.shape) for leaf, entry in entries.items()}
+
+    def _ways(self, given: Mapping[str, Given], contents: Mapping[str, Any]) -> list[_Candidate]:
+        """All formats' ways, or those that a tensor of settings speaks of."""
+        found: list[_Candidate] = []
+        for format in self.formats:
+            with suppress(Misfit):
+                found += _ways(format, given, contents)
+        return [each for each in found if contents.keys() & each.format.detect.get("tensors", {}).keys()] or found
+
+    def _nearest(self, given: Mapping[str, Given], contents: Mapping[str, Any]) -> Misfit:
+        """Why tensors are of no format, by the one that they come nearest to."""
+        misses: list[tuple[int, int, Misfit]] = []
+        for format in self.formats:
+            try:
+                _ways(format, given, contents)
+            except Misfit as miss:
+                misses.append((miss.reached, _nearness(format, given), miss))
+        return max(misses, key=lambda each: each[:2], default=(0, 0, Misfit(0, "no format is known")))[2]
+
+    # -- what settings say --------------------------------------------------------------------------------------------
+
+    def _chosen(self, name: str, tensors: Mapping[str, str], candidates: Sequence[_Candidate], scheme: Scheme) -> Layer:
+        """The one way to read a layer that its settings leave, else the reason why there are several."""
+        settings = scheme.settings if scheme.settings is not None else self.says.settings if self.says else {}
+        strong, weak = self._agreeing(candidates, settings)
+        telling = [each for each in candidates if self._tells(each, tensors)]
+        said = settings and any("config" in each.format.detect for each in candidates)
+        problems = [self._disagreement(candidates[0], settings)] if said and not strong and not weak else []
+        if strong and telling and not any(each in strong for each in telling):
+            problems.append(f"{self.says.source if self.says else ''} says {strong[0].label}, but its words are those of "
+                            f"{telling[0].label}")
+        alike = [each for each in telling if not weak or any(each.fit.params == other.fit.params for other in weak)]
+        pool = strong or alike or weak or list(candidates)
+        least = min(map(_oddness, pool))
+        pool = [each for each in pool if _oddness(each) == least]
+        ways = list(dict.fromkeys(f"{each.format.name}.{each.fit.storage}" for each in pool))
+        if len(ways) > 1:
+            return Layer(name, others=tensors, by=scheme.by, why=f"the tensors fit {' and '.join(ways)}, and nothing says which")
+        best = _with_defaults(pool)
+        if best is None:
+            return Layer(name, others=tensors, by=scheme.by,
+                         why=f"the tensors fit {' and '.join(each.label for each in pool)}, and nothing says which")
+        if scheme.settings is None:
+            problems = [f"its config leaves it as it is, by {scheme.by}"]
+        uses = {own: tensors[use.name] for own, use in best.fit.tensors.items()}
+        settle = tuple(tensors[leaf] for leaf in best.format.detect.get("tensors", {})
+                       if leaf in tensors and tensors[leaf] not in uses.values())
+        others = {leaf: full for leaf, full in tensors.items() if full not in (*uses.values(), *settle)}
+        return Layer(name, best.format.name, best.fit.storage, best.fit.params, best.fit.shape, best.experts, uses, settle,
+                     others, scheme.by, tuple(problems))
+
+    def _agreeing(self, candidates: Sequence[_Candidate], settings: Mapping[str, Any],
+                  ) -> tuple[list[_Candidate], list[_Candidate]]:
+        """Those for which some rule gives every parameter that it speaks of their value; then those that weak rules choose."""
+        key = id(candidates), id(settings)                       # most layers share both
+        if key not in self.agreeing:
+            self.agreeing[key] = candidates, settings, self._agreed(candidates, settings)
+        return self.agreeing[key][2]
+
+    def _agreed(self, candidates: Sequence[_Candidate], settings: Mapping[str, Any]) -> tuple[list[_Candidate], list[_Candidate]]:
+        for equal in (_is, _means):
+            found = [(each, reading.weak) for each in candidates for reading in self._readings(each, settings)
+                     if all(equal(each, name, value) for name, value in reading.values.items())]
+            if found:
+                return [each for each, weak in found if not weak], [each for each, weak in found if weak]
+        return [], []
+
+    def _tells(self, candidate: _Candidate, tensors: Mapping[str, str]) -> bool:
+        """Whether all words of a tensor are the one that the format's storage has there more often than not."""
+        for rule in candidate.format.detect.get("words", []):
+            words = {own: word for own, word in rule.items() if own in candidate.fit.tensors}
+            if rule.get("storage") == candidate.fit.storage and all(
+                    candidate.fit.params.get(name, value) == value for name, value in rule.items() if name not in words):
+                return all(self._is_filled(tensors[candidate.fit.tensors[own].name], int(str(word), 16))
+                           for own, word in words.items())
+        return False
+
+    def _is_filled(self, full: str, word: int) -> bool:
+        data = self.folder.file(full).start(full, SMALL)
+        return len(data) > 0 and data == word.to_bytes(4, "little") * (len(data) // 4)
+
+    def _readings(self, candidate: _Candidate, settings: Mapping[str, Any]) -> list[Reading]:
+        format = candidate.format
+        return [each for each in readings(format.detect.get("config"), list(format.params), settings)
+                if each.storage in ("", candidate.fit.storage)]
+
+    def _disagreement(self, candidate: _Candidate, settings: Mapping[str, Any]) -> str:
+        """What settings say that the tensors do not bear out."""
+        assert self.says is not None
+        for reading in self._readings(candidate, settings):
+            wrong = {reading.keys[name] for name, value in reading.values.items() if not _means(candidate, name, value)}
+            said = ", ".join(f"{key} = {settings[key]}" for key in sorted(wrong))
+            return f"{self.says.source} says {said}; the tensors fit {candidate.label}"
+        return f"{self.says.source} says {_brief(settings)}; the tensors fit {candidate.label}"
+
+
+def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str, Any]) -> list[_Candidate]:
+    """Every way to read tensors as a format's, as one weight or as those of experts.  Raises Misfit."""
+    shape, params = _told(format, contents)
+    for experts in _experts(format, given):
+        with suppress(Misfit):
+            return [_Candidate(format, fit, experts) for fit in fits(format, {
+                leaf: replace(tensor, shape=tensor.shape[1:]) if tensor.shape[:1] == (experts,) else tensor
+                for leaf, tensor in given.items()}, shape, params=params)]
+    return [_Candidate(format, fit, None) for fit in fits(format, given, shape, params=params)]
+
+
+def _told(format: Description, contents: Mapping[str, Any]) -> tuple[tuple[int, int] | None, dict[str, int | str]]:
+    """(N, K) and parameters that small tensors say, None and those that they leave open missing.  Raises Misfit."""
+    said = from_tensors(format.detect.get("tensors", {}), [*format.params, "N", "K"], contents)
+    if said is None:
+        raise Misfit(1, f"{format.name}: {', '.join(contents)} says that it is of another format")
+    for name, value in said.items():
+        whole = name in ("N", "K")
+        if type(value) not in (int, str) or (value < 0 if whole else value not in format.params[name]):
+            raise Misfit(2, f"{format.name}: {', '.join(contents)} says {name} = {value}")
+    shape = (said.pop("N"), said.pop("K")) if {"N", "K"} <= said.keys() else None
+    return shape, said
+
+
+def _nearness(format: Description, given: Mapping[str, Given]) -> int:
+    """How many tensors one of the format's storages knows by name and dtype."""
+    return max(sum(given[key].dtype in [element_dtype(str(kind)) for kind in format.params.get(layout[name].dtype,
+                                                                                            (layout[name].dtype,))]
+                   for name, key in named(layout, given).items())
+               for storages in format.variants.values() for layout in storages.values())
+
+
+def _experts(format: Description, given: Mapping[str, Given]) -> list[int]:
+    """The first extent of all tensors of a storage, where they have an axis more than it."""
+    found = []
+    for storages in format.variants.values():
+        for layout in storages.values():
+            keys = named(layout, given)
+            firsts = {given[key].shape[:1] if len(given[key].shape) == 1 + len(layout[name].axes) else ()
+                      for name, key in keys.items()}
+            if len(firsts) == 1 and all(stored.optional or name in keys for name, stored in layout.items()):
+                found += list(next(iter(firsts)))
+    return list(dict.fromkeys(found))
+
+
+def _differing(first: Quantization, other: Quantization) -> list[str]:
+    """Settings of which two places say different things."""
+    return [f"{other.source} says {key} = {value}, {first.source} {first.settings[key]}" for key, value in other.settings.items()
+            if isinstance(value, int | str) and first.settings.get(key) is not None and not same(value, first.settings[key])]
+
+
+def _oddness(candidate: _Candidate) -> tuple[bool, int]:
+    """Of formats that fit alike: the one with the tensors' very shapes, then that without blocks; a single scale is for all."""
+    return not candidate.fit.exact, len(candidate.format.sizes)
+
+
+def _is(candidate: _Candidate, name: str, value: object) -> bool:
+    """Whether a candidate's parameter is a value."""
+    own = candidate.fit.params[name]
+    return type(value) is type(own) and value == own
+
+
+def _means(candidate: _Candidate, name: str, value: object) -> bool:
+    """Whether it means the same: a block of a whole axis may be said in numbers, or as -1."""
+    if name not in candidate.format.sizes or type(value) is not int:
+        return _is(candidate, name, value)
+    said, own = (candidate.format.numbers(each, candidate.fit.shape)[name] for each in ({name: value}, candidate.fit.params))
+    return said == own
+
+
+def _with_defaults(pool: Sequence[_Candidate]) -> _Candidate | None:
+    """The only candidate, or the one in which parameters that are open have their defaults."""
+    params = pool[0].format.params
+    values = {name: list(dict.fromkeys(each.fit.params[name] for each in pool)) for name in params}
+    wanted = {name: each[0] if len(each) == 1 else params[name][0] for name, each in values.items()}
+    return next((each for each in pool if each.fit.params == wanted), None)
+
+
+def _brief(settings: Mapping[str, Any]) -> str:
+    """The settings that say how weights are quantized, in a few words."""
+    plain = {key: value for key, value in settings.items() if isinstance(value, int | str | bool) and value not in (None, "")}
+    return ", ".join(f"{key} = {value}" for key, value in list(plain.items())[:6])
+
+
+def _alike(name: str) -> str:
+    """What modules of all blocks and experts have in common."""
+    return re.sub(r"\d+", "*", name)
+
+
+class _Leaves:
+    """The last parts of names by which tensors belong to a module, such as 'weight_scale' or 'weight.absmax'.
+
+    names: all.  heads: the first parts of those that have several.  tails: those that begin with '_', the ends of a last part.
+    """
+
+    def __init__(self, formats: Iterable[Description]) -> None:
+        layouts = [layout for each in formats for storages in each.variants.values() for layout in storages.values()]
+        self.names = {name for layout in layouts for key, stored in layout.items() for name in (key, *stored.aliases)}
+        self.names |= {name for each in formats for name in each.detect.get("tensors", {})}
+        self.heads = {name.partition(".")[0] for name in self.names if "." in name}
+        self.tails = tuple(sorted((name for name in self.names if name.startswith("_")), key=len, reverse=True))
+
+    def modules(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Tensors by module: modules(...)['model.layers.0.mlp.up_proj']['weight_scale'] is the whole name."""
+        found: dict[str, dict[str, str]] = {}
+        for name in names:
+            module, leaf = self._cut(name)
+            found.setdefault(module, {})[leaf] = name
+        return found
+
+    def _cut(self, name: str) -> tuple[str, str]:
+        parts = name.split(".")
+        for place in range(1, len(parts) - 1):
+            if parts[place] in self.heads:
+                return ".".join(parts[:place]), ".".join(parts[place:])
+        module, _, leaf = name.rpartition(".")
+        if leaf not in self.names and leaf.endswith(self.tails):
+            tail = next(each for each in self.tails if leaf.endswith(each))
+            return name[:-len(tail)], tail
+        return module, leaf

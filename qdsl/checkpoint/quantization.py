@@ -1,0 +1,169 @@
+"""What a checkpoint's files say of its quantization: settings, for which layers, and which layers are left as they were."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.ignored import Rule, Rules, rules
+from qdsl.checkpoint.safetensors import strict_json
+
+# Where settings lie: a file, the keys on the way to them, and whose they are where they do not say so.
+PLACES = (
+    ("config.json", ("quantization_config",), ""), ("config.json", ("text_config", "quantization_config"), ""),
+    ("config.json", ("llm_config", "quantization_config"), ""), ("config.json", ("compression_config",), "compressed-tensors"),
+    ("quantize_config.json", (), "gptq"), ("quant_config.json", (), "awq"),
+    ("hf_quant_config.json", ("quantization",), "modelopt"),
+)
+METADATA = "quantization_config"                                 # the key of a safetensors header that may hold them, too
+# What producers call the same setting.
+NAMES = {"gptq": {"format": "checkpoint_format"}, "awq": {"w_bit": "bits", "q_group_size": "group_size"}}
+# How each producer's list of layers that are left alone is read; where readers of it differ, in several ways.
+LISTS = {
+    "modules_to_not_convert": ("transformers", "substring"), "llm_int8_skip_modules": ("transformers",),
+    "skip_modules": ("transformers", "substring"), "ignored_layers": ("exact", "substring"), "ignore": ("regex",),
+    "exclude_modules": ("glob",),
+}
+GLOBS = ("modelopt", "modelopt_fp4", "modelopt_mixed")           # whose 'ignore', too, is of wildcards
+LAYERS = ("quantized_layers", "extra_config")                    # maps of single layers to their settings: modelopt, auto-round
+LINEAR = "Linear"                                                # the class that targets mean by themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What a config says of a layer: settings, None where it is left alone; by: the rules or the group that say so."""
+
+    settings: Mapping[str, Any] | None
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that a config gives settings of their own: all, where `targets` is None or names their class."""
+
+    name: str
+    targets: Rules | None
+    settings: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Quantization:
+    """What a checkpoint says of its quantization, in one place.
+
+    source: the place.  method: the producer's name for it.  settings: those of the whole.  lists: the readings of the list of
+    layers left alone, one for each dialect.  problems: what cannot be read.
+    """
+
+    source: str
+    method: str
+    settings: dict[str, Any]
+    groups: list[Group] = field(default_factory=list)
+    layers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    lists: list[Rules] = field(default_factory=list)
+    only: Rules | None = None
+    dynamic: list[tuple[Rules, Mapping[str, Any] | None]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def scheme(self, module: str) -> Scheme:
+        """What is said of a module, by its name."""
+        ignored = [rule for each in self.lists if (rule := each.first(module)) is not None]
+        if ignored and len(ignored) == len(self.lists):
+            return Scheme(None, str(ignored[0]))
+        for each, overrides in self.dynamic:
+            rule = each.first(module)
+            if rule is not None:
+                return Scheme(None if overrides is None else {**self.settings, **overrides}, str(rule))
+        if self.only is not None and self.only.first(module) is None:
+            return Scheme(None, "not in modules_in_block_to_quantize (suffix)")
+        if module in self.layers:
+            return Scheme(self.layers[module], f"{module} (exact)")
+        if not self.groups:
+            mixed = "quantized_layers" in self.settings
+            return Scheme(None, "not in quantized_layers (exact)") if mixed else Scheme(self.settings)
+        named = [each for each in self.groups if each.targets is not None and each.targets.first(module) is not None]
+        found = next(iter(named), next((each for each in self.groups if each.targets is None), None))
+        return Scheme(found.settings, found.name) if found else Scheme(None, "in no group")
+
+    def maybe(self, module: str) -> Rule | None:
+        """The rule by which some readers of the list leave a module alone, and others do not."""
+        ignored = [rule for each in self.lists if (rule := each.first(module)) is not None]
+        return ignored[0] if 0 < len(ignored) < len(self.lists) else None
+
+
+def quantizations(folder: Folder) -> list[Quantization]:
+    """What a folder's files say, the first of them in the order of PLACES; several, where they are in several places."""
+    found = []
+    for file, keys, method in PLACES:
+        data: Any = folder.json(file)
+        for key in keys:
+            data = data.get(key) if isinstance(data, Mapping) else None
+        if isinstance(data, Mapping) and data:
+            found.append(quantization(data, " ".join([f"{file}:", *keys]).rstrip(": "), method))
+    for shard, text in _metadata(folder):
+        data = strict_json(text.encode(), f"{shard}: {METADATA}", depth=64, constants=True)
+        if isinstance(data, Mapping) and data:
+            found.append(quantization(data, f"{shard}: {METADATA}", ""))
+    return found
+
+
+def _metadata(folder: Folder) -> Iterator[tuple[str, str]]:
+    for file in folder.files():
+        if METADATA in file.header.metadata:
+            yield file.path.name, file.header.metadata[METADATA]
+
+
+def quantization(data: Mapping[str, Any], source: str, method: str) -> Quantization:
+    """One place's settings as all the others have them."""
+    method = str(data.get("quant_method") or method or _unnamed(data)).lower()
+    names = NAMES.get(method, {})
+    settings = {names.get(key, key): value for key, value in data.items()} | {"quant_method": method}
+    found = Quantization(source, method, settings)
+    for key, dialects in LISTS.items():
+        if settings.get(key):
+            read = ("glob",) if key == "ignore" and method in GLOBS else dialects
+            found.lists += [rules(dialect, settings[key]) for dialect in read]
+    found.groups = _groups(settings)
+    found.layers = _layers(settings)
+    dynamic = settings.get("dynamic")
+    for pattern, overrides in dynamic.items() if isinstance(dynamic, Mapping) else ():
+        found.dynamic.append((rules("dynamic", re.sub(r"\A[-+]:", "", pattern)),
+                              None if pattern.startswith("-:") or overrides is False else
+                              overrides if isinstance(overrides, Mapping) else {}))
+    inside = settings.get("modules_in_block_to_quantize")
+    if isinstance(inside, list) and inside:
+        found.only = rules("suffix", [name for each in inside for name in (each if isinstance(each, list) else [each])])
+    read_rules = [*found.lists, *(each for each, _ in found.dynamic), *(each.targets for each in found.groups if each.targets)]
+    found.problems = list(dict.fromkeys(f"{source}: {problem}" for each in read_rules for problem in each.problems))
+    return found
+
+
+def _unnamed(data: Mapping[str, Any]) -> str:
+    """Whose settings are that do not say so."""
+    if data.get("load_in_4bit") or data.get("load_in_8bit"):
+        return "bitsandbytes"
+    return "compressed-tensors" if "config_groups" in data else ""
+
+
+def _groups(settings: Mapping[str, Any]) -> list[Group]:
+    """compressed-tensors' groups of layers."""
+    groups = settings.get("config_groups")
+    rest = {key: value for key, value in settings.items() if key not in ("config_groups", *LAYERS)}
+    found: list[Group] = []
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            own = {"format": group["format"]} if group.get("format") else {}
+            targets = [each for each in group.get("targets") or () if isinstance(each, str)]
+            every = LINEAR in targets or not targets
+            found.append(Group(name, None if every else rules("regex", targets), {**rest, **weights, **own}))
+    return found
+
+
+def _layers(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Settings of single layers, by their whole names."""
+    rest = {key: value for key, value in settings.items() if key not in LAYERS}
+    return {name: {**rest, **layer} for key in LAYERS if isinstance(settings.get(key), Mapping)
+            for name, layer in settings[key].items() if isinstance(layer, Mapping)}

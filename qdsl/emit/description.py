@@ -1,0 +1,72 @@
+"""A format's description for readers of checkpoints, who import no torch: `qdsl.stored.Description`, as JSON.
+
+It says what the generated module says of storages and parameters; the storage that the compiler derives is in no file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qdsl.emit.axes import tensor_axes
+from qdsl.emit.tensors import is_plain
+from qdsl.ir.program import Program, Tensor
+from qdsl.passes.derive_planar import PLANAR
+from qdsl.passes.samples import size_axis
+
+Params = Mapping[str, int | str]
+Storages = dict[str, dict[str, Any]]
+
+
+def description(programs: Sequence[Program]) -> str:
+    """The JSON text.  A line holds a tensor, a parameter or a rule."""
+    first = programs[0]
+    by, variants = _variants(programs)
+    return _text({
+        "format": first.spec.name.value,
+        "params": {param.name.value: list(param.values) for param in first.spec.params},
+        "sizes": {size: size_axis(first, size) for size in first.sizes},
+        "by": by,
+        "variants": [{"key": [params[name] for name in by], "storages": storages} for params, storages in variants],
+        "detect": first.spec.detect,
+    }) + "\n"
+
+
+def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params, Storages]]]:
+    """The parameters that change what tensors there are, and those for each of their values."""
+    found: list[tuple[Params, Storages]] = []
+    for program in programs:
+        if program.storage == PLANAR:
+            continue
+        storages = next((storages for params, storages in found if params == program.params), None)
+        if storages is None:
+            storages = {}
+            found.append((program.params, storages))
+        storages[program.storage] = {"tensors": {tensor.name: _tensor(program, tensor) for tensor in program.tensors}}
+    by = [key for key in programs[0].params if any(
+        a != b and all(one[name] == other[name] for name in one if name != key) for one, a in found for other, b in found)]
+    kept: dict[tuple[int | str, ...], tuple[Params, Storages]] = {}
+    for params, storages in found:
+        kept.setdefault(tuple(params[name] for name in by), (params, storages))
+    return by, list(kept.values())
+
+
+def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:
+    is_index = is_plain(program, tensor) and program.field(tensor.placements[0].field).number is None
+    return {"dtype": "index" if is_index else tensor.kind, "axes": tensor_axes(tensor),
+            **({"aliases": list(tensor.aliases)} if tensor.aliases else {}), **({"optional": True} if tensor.optional else {})}
+
+
+def _text(value: object, level: int = 0) -> str:
+    """JSON, broken into lines where a mapping or a list does not fit one."""
+    line = json.dumps(value)
+    if len(line) + 2 * level <= 100 or not isinstance(value, Mapping | list):
+        return line
+    inner = "  " * (level + 1)
+    if isinstance(value, Mapping):
+        items = [f"{inner}{json.dumps(key)}: {_text(item, level + 1)}" for key, item in value.items()]
+    else:
+        items = [inner + _text(item, level + 1) for item in value]
+    opening, closing = "{}" if isinstance(value, Mapping) else "[]"
+    return f"{opening}\n" + ",\n".join(items) + f"\n{'  ' * level}{closing}"

@@ -1,0 +1,99 @@
+"""The dialects of lists of layers that are left alone: one word means other layers in each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qdsl.checkpoint.ignored import Rule, expression, rules
+from qdsl.checkpoint.quantization import Scheme, quantization
+from qdsl.checkpoint.safetensors import CheckpointError
+
+Q, MLP, HEAD = "model.layers.1.self_attn.q_proj", "model.layers.11.mlp.up_proj", "lm_head"
+NAMES = (Q, MLP, HEAD, "model.mlm_head.lm_head")
+# Which of NAMES a pattern names in each dialect: as re.match, str.endswith, `in` and fnmatch.fnmatchcase have it.
+MEANS: list[tuple[str, str, set[str]]] = [
+    ("exact", "lm_head", {HEAD}), ("exact", "q_proj", set()), ("exact", Q, {Q}),
+    ("substring", "lm_head", {HEAD, "model.mlm_head.lm_head"}), ("substring", "layers.1", {Q, MLP}), ("substring", "q.*", set()),
+    ("transformers", "lm_head", {HEAD, "model.mlm_head.lm_head"}), ("transformers", "model.layers.1", {Q, MLP}),
+    ("transformers", "model.layers.1.", {Q, MLP}),              # the dot is any character there
+    ("transformers", "q_proj", {Q}), ("transformers", "self_attn", set()), ("transformers", "model.*proj", {Q, MLP}),
+    ("regex", "lm_head", {HEAD}), ("regex", "model.layers.1", set()), ("regex", r"re:.*layers\.1\.", {Q}),
+    ("regex", "re:lm_head", {HEAD}), ("regex", "re:q_proj", set()), ("regex", "Linear", set()),
+    ("glob", "lm_head", {HEAD}), ("glob", "*lm_head", {HEAD, "model.mlm_head.lm_head"}), ("glob", "model.layers.1*", {Q, MLP}),
+    ("glob", "model.layers.?.*", {Q}), ("glob", "model.layers.[0-9][0-9].*", {MLP}),
+    ("dynamic", r".*\.11\..*", {MLP}), ("dynamic", "q_proj", set()),
+    ("suffix", "self_attn.q_proj", {Q}), ("suffix", "head", set()), ("suffix", "lm_head", {HEAD, "model.mlm_head.lm_head"}),
+]
+
+
+@pytest.mark.parametrize(("dialect", "pattern", "named"), MEANS)
+def test_what_a_pattern_names(dialect: str, pattern: str, named: set[str]) -> None:
+    rule = Rule(dialect, pattern)
+    assert {name for name in NAMES if rule.matches(name)} == named
+    found = rules(dialect, [pattern])
+    assert found.problems == [] and {name for name in NAMES if found.first(name) == rule} == named
+
+
+@pytest.mark.parametrize("pattern", [r"(.*)*x", r"(a|a)*b", r"(a?){40}", r".*.*.*.*.*x", r"(x+x+)+y", r"(.)\1", "a" * 1001,
+                                     "(ab|cd|ef|gh|ij|kl)?" * 12])
+def test_expressions_that_take_long_are_not_used(pattern: str) -> None:
+    with pytest.raises(CheckpointError, match="may take too long"):
+        expression(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["(", "*", "[", "(?P<n", "a{2,1}"])
+def test_what_is_no_expression_is_said(pattern: str) -> None:
+    found = rules("regex", [f"re:{pattern}", "re:.*up_proj"])
+    assert len(found.problems) == 1 and "is not a regular expression" in found.problems[0]
+    assert found.first(MLP) == Rule("regex", "re:.*up_proj") and found.first(Q) is None
+
+
+def said(settings: dict[str, Any], *names: str) -> list[tuple[bool, str]]:
+    """Whether each module is quantized, and by which rule."""
+    found = quantization(settings, "config.json", "")
+    schemes: list[Scheme] = [found.scheme(name) for name in names]
+    return [(each.settings is not None, each.by) for each in schemes]
+
+
+def test_each_producers_list() -> None:
+    """The same word, left alone by one and quantized by the next."""
+    word = ["layers.1"]
+    assert said({"quant_method": "fp8", "ignored_layers": word}, Q) == [(True, "")]           # exact for one reader only
+    assert said({"quant_method": "modelopt", "exclude_modules": ["*layers.1.*"]}, Q, MLP) == [
+        (False, "*layers.1.* (glob)"), (True, "")]
+    assert said({"quant_method": "modelopt", "ignore": ["*layers.1.*"]}, Q) == [(False, "*layers.1.* (glob)")]
+    assert said({"quant_method": "compressed-tensors", "ignore": ["re:.*q_proj$", HEAD]}, Q, MLP, HEAD) == [
+        (False, "re:.*q_proj$ (regex)"), (True, ""), (False, "lm_head (regex)")]
+    assert said({"load_in_4bit": True, "llm_int8_skip_modules": [HEAD]}, Q, HEAD) == [
+        (True, ""), (False, "lm_head (transformers)")]
+    assert said({"quant_method": "awq", "modules_to_not_convert": ["q_proj"]}, Q, MLP) == [
+        (False, "q_proj (transformers)"), (True, "")]
+
+
+def test_readers_that_differ() -> None:
+    """vLLM takes awq's list for parts of names, transformers for beginnings and ends."""
+    found = quantization({"quant_method": "awq", "modules_to_not_convert": ["self_attn"]}, "config.json", "")
+    assert found.scheme(Q).settings is not None and found.maybe(Q) == Rule("substring", "self_attn")
+    assert found.maybe(MLP) is None
+
+
+def test_gptq_says_more() -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {
+        r"-:.*\.q_proj$": {}, r"+:.*\.11\.": {"bits": 8}, r".*up_proj": {"group_size": 32}}}
+    found = quantization(settings, "config.json", "")
+    schemes = {name: found.scheme(name).settings for name in (Q, MLP, "model.layers.2.mlp.up_proj", HEAD)}
+    assert schemes[Q] is None
+    assert [(each["bits"], each["group_size"]) for each in list(schemes.values())[1:] if each] == [(8, 128), (4, 32), (4, 128)]
+    inside = {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["self_attn.o_proj"]]}
+    assert said(inside, Q, MLP) == [(True, ""), (False, "not in modules_in_block_to_quantize (suffix)")]
+
+
+def test_layers_with_settings_of_their_own() -> None:
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {Q: {"quant_algo": "FP8"}}}
+    found = quantization(mixed, "config.json", "")
+    assert (found.scheme(Q).settings or {})["quant_algo"] == "FP8" and found.scheme(MLP).settings is None
+    extra = {"quant_method": "auto-round", "bits": 4, "extra_config": {Q: {"bits": 8}}}
+    found = quantization(extra, "config.json", "")
+    assert [(found.scheme(name).settings or {})["bits"] for name in (Q, MLP)] == [8, 4]

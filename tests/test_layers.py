@@ -1,0 +1,296 @@
+"""Which layers of a checkpoint are quantized and how, found from tensors and configs of all dialects."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qdsl.checkpoint.descriptions import described
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.layers import Layer, Layers, layers
+from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.checkpoint.survey import survey, tables
+from qdsl.cli import app
+from tests.support import checkpoints
+from tests.support.checkpoints import golden
+from tests.support.formats import ROOT, module, same_bits
+
+UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
+
+
+def ct(**weights: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"]}}
+
+
+def gptq(**settings: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": "gptq", **settings}}
+
+
+def fp8(**settings: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", **settings}}
+
+
+# A golden file, its producer's config, and what it is: format.storage, parameters, shape.
+FOUND: dict[str, tuple[dict[str, Any], str, dict[str, int | str], tuple[int, int]]] = {
+    "gptq_b4_asym_g32_N64_K128": (gptq(bits=4, group_size=32, checkpoint_format="gptq_v2"), "int_group.gptq_v2",
+                                  {"bits": 4, "group": 32}, (64, 128)),
+    "gptq_b4_asym1_g-1_N96_K128": (gptq(bits=4, group_size=-1, checkpoint_format="gptq_v2"), "int_group.gptq_v2",
+                                   {"bits": 4, "group": -1}, (96, 128)),
+    "gptq_b3_rand_g32_N32_K96": (gptq(bits=3, group_size=32, format="gptq_v2"), "int_group.gptq_v2",
+                                 {"bits": 3, "group": 32}, (32, 96)),
+    "autogptq_v1_b8_ge1_g32_N32_K96": (gptq(bits=8, group_size=32), "int_group.gptq_v1", {"bits": 8, "group": 32}, (32, 96)),
+    "awq_gemm_g32_N64_K128": ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True,
+                                                       "version": "GEMM"}},
+                              "int_group.awq", {"bits": 4, "group": 32}, (64, 128)),
+    "bnb_nf4_bs64_store-uint8_N64_K128": ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
+                                          "nf4.bitsandbytes", {"block": 64}, (64, 128)),
+    "ds_fp8_block128_ragged_N144_K96": (fp8(weight_block_size=[128, 128]), "fp8_block.safetensors",
+                                        {"bn": 128, "bk": 128}, (144, 96)),
+    "hf_fp8_block64x32_N64_K128": (fp8(weight_block_size=[64, 32]), "fp8_block.safetensors", {"bn": 64, "bk": 32}, (64, 128)),
+    "fp8_tensor_static_N64_K128": (fp8(), "fp8_tensor.safetensors", {}, (64, 128)),
+    "ct_fp8_block128_ragged_N130_K134": (ct(type="float", num_bits=8, strategy="block", block_structure=[128, 128]),
+                                         "fp8_block.safetensors", {"bn": 128, "bk": 128}, (130, 134)),
+    "ct_fp8_channel_N64_K128": (ct(type="float", num_bits=8, strategy="channel"), "fp8_channel.safetensors", {}, (64, 128)),
+    "ct_fp8_tensor_N64_K128": (ct(type="float", num_bits=8, strategy="tensor"), "fp8_tensor.safetensors", {}, (64, 128)),
+}
+
+
+def read(path: Path) -> Layers:
+    with Folder(path) as folder:
+        return layers(folder)
+
+
+def one(found: Layers) -> Layer:
+    (layer,) = found.layers
+    return layer
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", FOUND)
+def test_a_layer_of_each_producer(tmp_path: Path, name: str, shards: int) -> None:
+    """Found with the producer's config, and beside plain tensors; `wrap` makes of its tensors what it is said to be."""
+    config, label, params, shape = FOUND[name]
+    plain = {"model.embed_tokens": {"weight": torch.zeros(6, 4, dtype=torch.bfloat16)},
+             "model.norm": {"weight": torch.ones(4, dtype=torch.bfloat16)}}
+    tensors = golden(name) | {"bias": torch.zeros(shape[0])}
+    path = checkpoints.folder(tmp_path, {**plain, UP: tensors}, config, shards)
+    with Folder(path) as folder:
+        found = layers(folder)
+        layer = one(found)
+        assert (layer.name, f"{layer.format}.{layer.storage}", layer.shape, layer.experts) == (UP, label, shape, None)
+        assert params.items() <= layer.params.items() and layer.problems == () and layer.why == ""
+        assert layer.others["bias"] == f"{UP}.bias"
+        assert set(found.plain) == {"model.embed_tokens.weight", "model.norm.weight"}
+        made = module(ROOT / "specs" / f"{layer.format}.yaml")
+        held = {own: folder.tensor(full) for own, full in layer.tensors.items()}
+        packed = made.wrap(held, layer.shape, layer.storage, **layer.params)
+        assert packed.params == layer.params
+        assert all(same_bits(packed.tensors[key].flatten(), held[key].flatten()) for key in held)
+
+
+@pytest.mark.parametrize("name", [name for name in FOUND if "gptq" not in name and "bnb" not in name])
+def test_without_a_config_the_tensors_are_enough(tmp_path: Path, name: str) -> None:
+    _, label, _, shape = FOUND[name]
+    layer = one(read(checkpoints.folder(tmp_path, {UP: golden(name)})))
+    assert (f"{layer.format}.{layer.storage}", layer.shape, layer.why, layer.problems) == (label, shape, "", ())
+
+
+@pytest.mark.parametrize(("name", "storage"), [("gptq_b4_sym_g32_N64_K128", "gptq_v2"), ("gptq_b8_sym_g64_N64_K128", "gptq_v2"),
+                                               ("gptq_b4_rand_g32_N64_K96", "gptq_v1")])
+def test_symmetric_zero_points_tell_the_version_that_a_config_leaves_open(tmp_path: Path, name: str, storage: str) -> None:
+    """All 8 is a v2 file, all 7 a v1 file; where they vary, a config without the tag is of v1."""
+    settings = {"bits": 8 if "b8" in name else 4, "group_size": 64 if "g64" in name else 32}
+    for tag, wanted, problems in (({}, storage, 0), ({"checkpoint_format": "gptq_v2"}, "gptq_v2", 0),
+                                  ({"checkpoint_format": "gptq"}, "gptq_v1", storage == "gptq_v2")):
+        folder = tmp_path / "".join(tag.values() or ["none"])
+        folder.mkdir()
+        layer = one(read(checkpoints.folder(folder, {UP: golden(name)}, gptq(**settings, **tag))))
+        assert (layer.storage, layer.why, len(layer.problems)) == (wanted, "", problems)
+    tensors = golden(name)
+    if storage == "gptq_v2":
+        tensors["qzeros"] = tensors["qzeros"] - {8: 0x01010101, 4: 0x11111111}[settings["bits"]]
+    layer = one(read(checkpoints.folder(tmp_path, {UP: tensors}, gptq(**settings))))
+    assert (layer.storage, layer.problems) == ("gptq_v1", ())
+
+
+def test_json_beside_a_weight_says_its_shape_and_block(tmp_path: Path) -> None:
+    tensors = golden("bnb_nf4_bs64_store-uint8_N64_K128")
+    layer = one(read(checkpoints.folder(tmp_path, {UP: tensors})))
+    assert layer.tensors == {"weight": f"{UP}.weight", "weight_absmax": f"{UP}.weight.absmax"}
+    assert layer.settings == (f"{UP}.weight.quant_state.bitsandbytes__nf4",)
+    assert layer.others == {"weight.quant_map": f"{UP}.weight.quant_map"}
+    state = b'{"quant_type": "nf4", "blocksize": 64, "shape": [64, 129]}'
+    tensors["weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    assert one(read(checkpoints.folder(tmp_path, {UP: tensors}))).format == ""
+    for state, why in ((b'{"quant_type": "nf4", "blocksize": 48, "shape": [64, 128]}', "says block = 48"),
+                       (b'{"quant_type": "fp4", "blocksize": 64, "shape": [64, 128]}', "of another format"), (b"{", "not JSON"),
+                       (b"[" * 5000, "nested deeper"), (b'{"shape": [-1, 1e999]}', "out of range")):
+        tensors["weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        layer = one(read(checkpoints.folder(tmp_path, {UP: tensors})))
+        assert layer.format == "" and why in layer.why
+
+
+def test_what_nothing_decides_is_said(tmp_path: Path) -> None:
+    layer = one(read(checkpoints.folder(tmp_path, {UP: golden("gptq_b4_asym_g32_N64_K128")})))
+    assert layer.why == "the tensors fit int_group.gptq_v2 and int_group.gptq_v1, and nothing says which"
+    assert layer.format == "" and set(layer.others) >= {"qweight", "qzeros", "scales"}
+
+
+def test_settings_that_the_tensors_do_not_bear_out(tmp_path: Path) -> None:
+    config = fp8(weight_block_size=[128, 128])
+    layer = one(read(checkpoints.folder(tmp_path, {UP: golden("hf_fp8_block64x32_N64_K128")}, config)))
+    assert (layer.format, layer.params["bn"], layer.params["bk"]) == ("fp8_block", 128, 32)
+    assert layer.problems == ("config.json: quantization_config says weight_block_size = [128, 128]; the tensors fit "
+                              "fp8_block.safetensors bn=128 bk=32 scale_type=f32",)
+
+
+def test_a_missing_scale(tmp_path: Path) -> None:
+    tensors = golden("hf_fp8_block128_N128_K128")
+    del tensors["weight_scale_inv"]
+    layer = one(read(checkpoints.folder(tmp_path, {UP: tensors}, fp8(weight_block_size=[128, 128]))))
+    assert layer.format == "" and layer.why == "fp8_block.safetensors needs tensor 'weight_scale_inv'; given are weight"
+
+
+def test_a_scale_without_codes(tmp_path: Path) -> None:
+    """Of a layer whose weight is a plain one, or in no file."""
+    whole = golden("hf_fp8_block128_N128_K128")
+    half = whole | {"weight": whole["weight"].bfloat16()}
+    found = read(checkpoints.folder(tmp_path, {UP: whole, DOWN: half, "norm": {"weight": torch.ones(4)}}))
+    by_name = {layer.name: layer for layer in found.layers}
+    assert by_name[UP].format == "fp8_block" and by_name[DOWN].format == "" and found.plain == ["norm.weight"]
+    assert by_name[DOWN].why == "fp8_block.safetensors: tensor 'weight' has dtype bfloat16; the format needs float8_e4m3fn"
+
+
+def test_a_scale_in_a_shard_that_is_missing(tmp_path: Path) -> None:
+    path = checkpoints.folder(tmp_path, {UP: golden("hf_fp8_block128_N128_K128"), "norm": {"weight": torch.ones(4)}}, shards=2)
+    (path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
+        Folder(path)
+    with Folder(path, partial=True) as folder:
+        found = layers(folder)
+    assert one(found).why == "'weight_scale_inv' lies in model-00002-of-00002.safetensors, which is missing"
+    assert found.problems == ["model-00002-of-00002.safetensors is missing, with 1 tensors"]
+
+
+def test_layers_that_contradict_the_config(tmp_path: Path) -> None:
+    """Plain where others of their kind are quantized, quantized though left alone; and a list that is heeded is none."""
+    whole, plain = golden("hf_fp8_block128_N128_K128"), {"weight": torch.zeros(128, 128)}
+    config = fp8(weight_block_size=[128, 128], modules_to_not_convert=["lm_head", "layers.2.mlp.up_proj"])
+    modules = {"lm_head": plain, **{f"model.layers.{i}.mlp.up_proj": whole for i in (0, 2)}, "model.layers.1.mlp.up_proj": plain,
+               "model.embed_tokens": plain}
+    found = read(checkpoints.folder(tmp_path, modules, config))
+    assert [(each.name, bool(each.by), bool(each.problem)) for each in found.left] == [
+        ("lm_head", True, False), ("model.embed_tokens", False, False), ("model.layers.1.mlp.up_proj", False, True)]
+    assert {layer.name: layer.problems for layer in found.layers} == {
+        "model.layers.0.mlp.up_proj": (),
+        "model.layers.2.mlp.up_proj": ("its config leaves it as it is, by layers.2.mlp.up_proj (transformers)",)}
+
+
+def test_a_config_without_quantized_tensors(tmp_path: Path) -> None:
+    found = read(checkpoints.folder(tmp_path, {UP: {"weight": torch.zeros(8, 8)}}, gptq(bits=4, group_size=128)))
+    assert found.problems == ["config.json: quantization_config says quant_method = gptq, bits = 4, group_size = 128, but no "
+                              "tensor is quantized"]
+
+
+@pytest.mark.parametrize(("file", "data"), [
+    ("config.json", {"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}}),
+    ("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
+])
+def test_where_settings_lie(tmp_path: Path, file: str, data: dict[str, Any]) -> None:
+    path = checkpoints.folder(tmp_path, {UP: golden("autogptq_v1_b4_ge1_g32_N64_K128")}, files={file: data})
+    found = read(path)
+    assert (one(found).storage, found.quantizations[0].method) == ("gptq_v1", "gptq")
+    assert found.quantizations[0].source.startswith(file)
+
+
+def test_settings_of_autoawq(tmp_path: Path) -> None:
+    settings = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    layer = one(read(checkpoints.folder(tmp_path, {UP: golden("awq_gemm_g32_N64_K128")}, files={"quant_config.json": settings})))
+    assert (layer.storage, layer.params["group"], layer.problems) == ("awq", 32, ())
+
+
+def test_thousands_of_layers_are_quick(tmp_path: Path) -> None:
+    """As many as DeepSeek-V3 has in a few layers: headers alone, so that tensors may be tiny."""
+    entries: dict[str, Any] = {}
+    experts = [f"model.layers.{i}.mlp.experts.{e}" for i in range(10) for e in range(256)]
+    for name in [f"{expert}.{leaf}_proj" for expert in experts for leaf in ("gate", "up")]:
+        end = 6 * (len(entries) // 2)
+        entries[f"{name}.weight"] = {"dtype": "F8_E4M3", "shape": [1, 2], "data_offsets": [end, end + 2]}
+        entries[f"{name}.weight_scale_inv"] = {"dtype": "F32", "shape": [1, 1], "data_offsets": [end + 2, end + 6]}
+    header = json.dumps(entries).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3 * len(entries)))
+    (tmp_path / "config.json").write_text(json.dumps(fp8(weight_block_size=[128, 128], modules_to_not_convert=["gate"])))
+    with Folder(path) as folder:
+        start = time.process_time()
+        found = layers(folder)
+        assert len(found.layers) == 5120 and time.process_time() - start < 2
+        data = survey(folder, found)
+    (heads, rows, _), *_ = tables(data)
+    assert heads[0] == "layers"
+    kinds = [f"model.layers.{{0-9}}.mlp.experts.{{0-255}}.{name}_proj" for name in ("gate", "up")]
+    assert [row[:2] for row in rows] == [[kind, "2560"] for kind in kinds]
+
+
+def test_experts_one_after_the_other(tmp_path: Path) -> None:
+    tensors = {leaf: torch.stack([tensor] * 3) for leaf, tensor in golden("hf_fp8_block128_N128_K128").items()}
+    layer = one(read(checkpoints.folder(tmp_path, {UP: tensors}, fp8(weight_block_size=[128, 128]))))
+    assert (layer.format, layer.shape, layer.experts) == ("fp8_block", (128, 128), 3)
+
+
+def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:
+    """Layers that are alike are a line; names from files give a terminal no orders; JSON has all, and no Infinity."""
+    whole, plain = golden("hf_fp8_block128_N128_K128"), {"weight": torch.zeros(128, 128)}
+    modules = {"lm_head": plain, **{f"model.layers.{i}.mlp.up_proj": whole for i in range(4) if i != 2},
+               "model.layers.2.mlp.up_proj": {"weight": whole["weight"]}}
+    config = fp8(weight_block_size=[128, 128], modules_to_not_convert=["lm_head"], limit=float("inf"))
+    other = {"hf_quant_config.json": {"quantization": {"quant_method": "\x1b[2J"}}}
+    path = checkpoints.folder(tmp_path, modules, config, files=other)
+    found = CliRunner().invoke(app, ["inspect", str(path)], catch_exceptions=False)
+    lines = [" ".join(line.split()) for line in found.stdout.splitlines()]
+    assert lines[lines.index("layers format shape parameters by") + 1:][:2] == [
+        "model.layers.{0-1,3}.mlp.up_proj 3 fp8_block.safetensors 128 x 128 bn=128 bk=128 scale_type=f32", ""]
+    assert "lm_head.weight 1 F32 128 x 128 lm_head (transformers)" in lines and all(map(str.isprintable, lines))
+    assert lines[lines.index("contradictions") + 1:][:2] == [
+        "1 hf_quant_config.json: quantization says quant_method = \\x1b[2j, config.json: quantization_config fp8",
+        "model.layers.2.mlp.up_proj 1 fp8_block.safetensors needs tensor 'weight_scale_inv'; given are weight"]
+    data = json.loads(CliRunner().invoke(app, ["inspect", "--json", str(path)]).stdout, parse_constant=pytest.fail)
+    assert len(data["layers"]) == 4 and len(data["contradictions"]) == 2 and data["quantization"][0]["settings"]["limit"] == "inf"
+    assert data["layers"][0] == {
+        "name": "model.layers.0.mlp.up_proj", "format": "fp8_block", "storage": "safetensors", "shape": [128, 128],
+        "params": {"bn": 128, "bk": 128, "scale_type": "f32"}, "experts": None, "settings": [], "others": {}, "by": "",
+        "tensors": {leaf: f"model.layers.0.mlp.up_proj.{leaf}" for leaf in ("weight", "weight_scale_inv")}}
+    assert {each["name"]: each["by"] for each in data["plain"]}["lm_head.weight"] == "lm_head (transformers)"
+
+
+def test_ends_of_names(tmp_path: Path) -> None:
+    """Two weights in one module, whose tensors differ by the ends of their last parts, as gpt-oss has its experts."""
+    experts = described({"format": "x", "params": {}, "sizes": {}, "by": [], "detect": {}, "variants": [{"key": [], "storages": {
+        "s": {"tensors": {"blocks": {"dtype": "u8", "axes": ["N", "K/32", "16*1"], "aliases": ["_blocks"]},
+                          "scales": {"dtype": "u8", "axes": ["N", "K/32"], "aliases": ["_scales"]}}}}}]})
+    leaves = {f"{name}_{leaf}": torch.zeros(2, n, 3, *more, dtype=torch.uint8)
+              for name, n in (("gate_up_proj", 8), ("down_proj", 4)) for leaf, more in (("blocks", (16,)), ("scales", ()))}
+    path = checkpoints.folder(tmp_path, {"mlp.experts": leaves | {"down_proj_bias": torch.zeros(2, 4)}})
+    with Folder(path) as folder:
+        found = layers(folder, [experts])
+    assert {layer.name: (layer.format, layer.shape, layer.experts, layer.tensors["blocks"]) for layer in found.layers} == {
+        "mlp.experts.gate_up_proj": ("x", (8, 96), 2, "mlp.experts.gate_up_proj_blocks"),
+        "mlp.experts.down_proj": ("x", (4, 96), 2, "mlp.experts.down_proj_blocks")}
+    assert found.plain == ["mlp.experts.down_proj_bias"]
+
+
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
+    path = checkpoints.folder(tmp_path, {UP: golden("awq_gemm_g32_N64_K128")})
+    program = ("import sys\nfrom qdsl.checkpoint.folder import Folder\nfrom qdsl.checkpoint.layers import layers\n"
+               f"assert layers(Folder({str(path)!r})).layers[0].storage == 'awq'\n"
+               "assert not {'torch', 'numpy', 'yaml', 'jinja2'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
