@@ -192,8 +192,8 @@ def by_fields(format: Format, packed: PackedWeight, other: PackedWeight) -> dict
     """Unpacked and packed; beside both weights this needs memory for a tile of rows, not for the fields of the whole weight."""
     n, k = packed.shape
     axes = [axis for stored in other.layout.tensors.values() for axis in stored.axes]
-    whole = other.layout.whole or packed.layout.streams or other.layout.streams
-    least = n if whole else math.lcm(packed.step("N"), granule(axes, "N", packed.sizes, k))
+    at_once = bool(other.layout.whole or packed.layout.streams or other.layout.streams)
+    least = n if at_once else math.lcm(packed.step("N"), granule(axes, "N", packed.sizes, k))
     rows = max(1, tiles.TILE // max(1, k) // max(1, least)) * max(1, least)
     if rows >= n:
         return format.pack(format.unpack(packed), storage=other.storage, **packed.params).tensors
