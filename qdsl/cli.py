@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ app = typer.Typer(name="qdsl", no_args_is_help=True, add_completion=True, pretty
                   help="A compiler for quantized weight formats: one YAML file becomes a reference, kernels and a linear layer.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
-SHOWN = 50                                                       # differences, of those that there are
+SHOWN = 50                                                       # differences and notes, of those that there are
 Names = Annotated[list[str], typer.Argument(help="Spec files, or names of formats that ship with qdsl.", show_default=False)]
 
 
@@ -47,6 +48,7 @@ def _fail(message: str, code: int = 1) -> NoReturn:
 def _reported(code: int = 1) -> Iterator[None]:
     """Problems of specs and files as messages; a wrong spec never shows a traceback.  code: the exit code of a wrong file."""
     from qdsl.checkpoint.safetensors import CheckpointError
+    from qdsl.convert import ConvertError
     from qdsl.places import UnknownSpec
     from qdsl.quantize import QuantizeError
     from qdsl.spec.source import SpecError
@@ -58,7 +60,7 @@ def _reported(code: int = 1) -> Iterator[None]:
     except SpecError as error:
         count = len(error.problems)
         _fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}")
-    except (CheckpointError, QuantizeError, OSError) as error:
+    except (CheckpointError, ConvertError, QuantizeError, OSError) as error:
         _fail(f"error: {error}", code)
 
 
@@ -340,10 +342,85 @@ def _ended_by_exit() -> Iterator[None]:
 
 
 @app.command()
+def convert(folder: Annotated[Path, typer.Argument(help="A folder of safetensors files, or one file.", show_default=False)],
+            out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
+            to: Annotated[str | None, typer.Option("--to", help="A storage of the layers' format, such as awq; as FORMAT.STORAGE "
+                                                                "for the layers of one format alone.")] = None,
+            requantize: Annotated[str | None, typer.Option("--requantize", help="A format, or FORMAT.STORAGE, that all quantized "
+                                                           "layers are to have: numbers change, and it says how much.")] = None,
+            param: Annotated[list[str] | None, typer.Option("--param", help="Of that format, or an option of its quantizer, as "
+                                                                            "key=value.")] = None,
+            jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
+                                                                                 "processor.")] = None,
+            shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Write the I-th of N parts alone, from 1; "
+                                                      "`merge-index` completes the folder when all are there.")] = None,
+            as_json: Json = False) -> None:
+    """Write a checkpoint with every quantized layer in another storage of its format, exactly, and all else as it was.
+
+    What is broken off is taken up again by the same command.
+    """
+    from functools import partial
+
+    from qdsl.checkpoint.folder import Folder
+    from qdsl.checkpoint.layers import layers
+    from qdsl.convert import run
+    from qdsl.convert.plan import aimed
+    from qdsl.processes import processors
+    from qdsl.progress import progress
+
+    part = None if shard is None else _part(shard)
+    if (to is None) == (requantize is None) or (param and to):
+        _fail("error: give --to, or --requantize and perhaps --param", 2)
+    with _reported(), _ended_by_exit(), Folder(folder) as source:
+        aim = aimed(to or requantize or "", requantize is not None, dict(map(_param, param or [])))
+        found = run.convert(source, layers(source), aim, out, jobs=jobs or processors(), part=part,
+                            tell=partial(progress, unit="B"))
+    _converted(found, as_json, "" if part is None else f"part {shard} of ")
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Which of how many parts, from 1."""
+    place, _, count = text.partition("/")
+    if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
+        _fail(f"error: --shard is I/N with I from 1 to N, not '{text}'", 2)
+    return int(place), int(count)
+
+
+@app.command("merge-index")
+def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all parts were written to.", show_default=False)],
+                as_json: Json = False) -> None:
+    """Complete a folder whose parts were written by `convert --shard`: the index, the config, and all files beside them."""
+    from qdsl.convert import run
+
+    with _reported(), _ended_by_exit():
+        found = run.merge(out)
+    _converted(found, as_json)
+
+
+def _converted(found: dict[str, Any], as_json: bool, part: str = "") -> None:
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, **found}))
+        return
+    for note in found["notes"][:SHOWN]:
+        typer.echo(f"note: {note}")
+    for each in found["layers"]:
+        typer.echo(f"{each['count']} layers from {each['from']} to {each['to']}")
+    if found["requantized"]:
+        worst = min(found["requantized"], key=lambda name: found["requantized"][name]["snr_db"] or math.inf)
+        typer.echo(f"requantized: signal to noise {found['snr_db'] or math.inf:.2f} dB, the least of "
+                   f"{worst!r}, {found['requantized'][worst]['snr_db'] or math.inf:.2f} dB")
+    typer.echo(f"written  {part}{found['out']}: {len(found['shards'])} files of tensors, {found['nbytes']} bytes")
+
+
+@app.command()
 def verify(a: Annotated[Path, typer.Argument(help="A folder of safetensors files, or one file.", show_default=False)],
            b: Annotated[Path, typer.Argument(help="Another.", show_default=False)],
            jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
                                                                                 "processor.")] = None,
+           decoded: Annotated[bool, typer.Option("--decoded", help="Compare the weights that quantized layers stand for, "
+                                                                   "whatever their formats and storages.")] = False,
+           tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="How far decoded weights may lie apart, as a part "
+                                                    "of their tensor's largest magnitude.")] = 0.0,
            as_json: Json = False) -> None:
     """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read."""
     from qdsl.checkpoint import verify as verifying
@@ -351,10 +428,18 @@ def verify(a: Annotated[Path, typer.Argument(help="A folder of safetensors files
     from qdsl.processes import processors
     from qdsl.progress import progress
 
+    if tolerance and not decoded:
+        _fail("error: --tolerance is one between decoded weights: give --decoded", 2)
     with _reported(2):
         total = verifying.size(a)
+        jobs = jobs or min(processors(), 1 + total // verifying.WORTH)
         with progress(total, "B") as tell:
-            found = verifying.differences(a, b, jobs=jobs or min(processors(), 1 + total // verifying.WORTH), tell=tell)
+            if decoded:
+                from qdsl.checkpoint.verify_decoded import decoded_differences
+
+                found = decoded_differences(a, b, tolerance, jobs=jobs, tell=tell)
+            else:
+                found = verifying.differences(a, b, jobs=jobs, tell=tell)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "equal": not found, "differences": [each.data() for each in found]}))
     else:

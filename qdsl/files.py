@@ -30,8 +30,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    if sys.platform != "win32":                                  # the new name, too, has to reach the disk
-        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    flush_folder(target.parent)
+
+
+def flush_folder(path: Path) -> None:
+    """Names that are new in a folder reach the disk."""
+    if sys.platform != "win32":
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:

@@ -39,13 +39,14 @@ ALLOWED: dict[str, set[str]] = {
     "generated": set(),
     # what joins them for a user
     "quantize": {"checkpoint", "runtime", "processes"},
+    "convert": {"checkpoint", "quantize", "runtime", "generated", "files", "processes", ""},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime"},
     "analyze": {"runtime", "places", ""},
     "tune": {"runtime", "files"},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
-    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "processes",
-            "progress", ""},
+    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "convert",
+            "processes", "progress", ""},
     "__main__": {"cli"},
 }
 # Other people's packages, in function bodies too.
@@ -53,7 +54,7 @@ PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "entropy": {"numpy"},
     "checkpoint": {"torch"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
-    "quantize": {"torch"}, "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
+    "quantize": {"torch"}, "convert": {"torch"}, "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.

@@ -20,9 +20,11 @@ from typer.testing import CliRunner
 import qdsl.demo
 from qdsl.checkpoint import safetensors
 from qdsl.cli import app
+from qdsl.generated import int_group
 from qdsl.passes import compile_spec
 from qdsl.quantize.mixes import Model
 from qdsl.spec.schema import parse
+from tests.support import folders
 from tests.support.formats import ROOT
 from tests.support.ggufs import framed, info
 from tests.support.models import Made, written
@@ -80,10 +82,12 @@ def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     importance = {f"blk.0.attn_v.weight.{name}": values for name, values in ones.items()}
     written(tmp_path / "imatrix.gguf", Made(Model("imatrix", 0, 0, 0), 0, 0), importance)
     safetensors.write(tmp_path / "flux1-dev.safetensors", {"double_blocks.0.img_attn.proj.weight": torch.ones(8, 256)})
+    layer = int_group.quantize(torch.ones(16, 64), "gptq_v2", bits=4, group=32)
+    folders.folder(tmp_path / "Qwen3-8B-GPTQ", folders.named({"up": layer}))
     lines = [line.split("#")[0] for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ")]
     commands = [command for command in commands if command[0] not in ("demo", "analyze")]
-    assert len(commands) >= 11
+    assert len(commands) >= 15
     for command in commands:
         result = CliRunner().invoke(app, command, catch_exceptions=False)
         assert result.exit_code == 0, (command, result.output)

@@ -33,6 +33,7 @@ class Folder:
         self.partial = partial
         self.missing: dict[str, str] = {}
         self.root = self.path if self.path.is_dir() else self.path.parent
+        self.index: dict[str, Any] = {}                          # what its file holds
         placed = self._index()
         self.shards = [self.root / name for name in sorted(set(placed.values()))] or self._found()
         self._files: dict[str, TensorFile] = {}
@@ -102,7 +103,8 @@ class Folder:
         path = self.root / INDEX
         if not self.path.is_dir() or not path.exists():
             return {}
-        placed = _read_object(path, INDEX_LIMIT).get("weight_map")
+        self.index = _read_object(path, INDEX_LIMIT)
+        placed = self.index.get("weight_map")
         if not isinstance(placed, dict) or not placed:
             raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
         for name, shard in placed.items():

@@ -361,13 +361,37 @@ def write_chunks(path: str | os.PathLike[str], tensors: Mapping[str, Chunks], me
     Raises CheckpointError for what read_header would refuse, and for pieces that do not add up to their tensor.
     """
     target = Path(path)
-    plan = [(name, each.dtype, each.shape) for name, each in tensors.items()]
-    plan.sort(key=lambda item: (-_ORDER[item[1]], item[0]))
-    header = _header(plan, metadata, target)
+    start, header = laid_out(target, {name: (each.dtype, each.shape) for name, each in tensors.items()}, metadata)
     with replacing(target) as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for name, dtype, shape in plan:
-            copy_chunks(file, tensors[name].pieces, _DTYPES[dtype][0] * math.prod(shape) // 8, f"{target}: tensor {shown(name)}")
+        file.write(start)
+        for name, entry in header.tensors.items():
+            copy_chunks(file, tensors[name].pieces, entry.nbytes, f"{target}: tensor {shown(name)}")
+
+
+def laid_out(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,
+             ) -> tuple[bytes, Header]:
+    """The bytes before the tensors of a file, given dtypes and shapes, and where in the file each tensor goes, in that order.
+
+    Raises CheckpointError for what read_header would refuse.
+    """
+    plan = [(name, dtype, shape) for name, (dtype, shape) in tensors.items()]
+    plan.sort(key=lambda item: (-_ORDER[item[1]], item[0]))
+    items: dict[str, object] = {} if metadata is None else {_METADATA: dict(sorted(metadata.items()))}
+    place = 0
+    for name, dtype, shape in plan:
+        if name == _METADATA:
+            raise CheckpointError(f"{path}: tensor {shown(name)}: the name belongs to the metadata")
+        nbytes = _DTYPES[dtype][0] * math.prod(shape) // 8
+        items[name] = {"dtype": dtype, "shape": shape, "data_offsets": (place, place + nbytes)}
+        place += nbytes
+    try:
+        data = json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path}: header: half of a surrogate pair in a string") from None
+    data += b" " * (-len(data) % 8)
+    if len(data) > HEADER_LIMIT:
+        raise CheckpointError(f"{path}: header length {len(data)} is over the limit of {HEADER_LIMIT}")
+    return len(data).to_bytes(8, "little") + data, _parse(data, 8 + len(data) + place, path)
 
 
 def copy_chunks(file: BinaryIO, pieces: Iterable[Buffer], size: int, where: str) -> None:
@@ -397,27 +421,6 @@ def _described(name: str, tensor: torch.Tensor, path: Path) -> tuple[str, tuple[
             return dtype, tuple(tensor.shape)
     kind = "meta tensor" if tensor.is_meta else f"tensor of {tensor.dtype}, {tensor.layout}"
     raise CheckpointError(f"{path}: tensor {shown(name)}: a {kind} cannot be stored")
-
-
-def _header(plan: list[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None, path: Path) -> bytes:
-    """The header's bytes, padded to a multiple of 8 and accepted by the parser."""
-    items: dict[str, object] = {} if metadata is None else {_METADATA: dict(sorted(metadata.items()))}
-    place = 0
-    for name, dtype, shape in plan:
-        if name == _METADATA:
-            raise CheckpointError(f"{path}: tensor {shown(name)}: the name belongs to the metadata")
-        nbytes = _DTYPES[dtype][0] * math.prod(shape) // 8
-        items[name] = {"dtype": dtype, "shape": shape, "data_offsets": (place, place + nbytes)}
-        place += nbytes
-    try:
-        data = json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        raise CheckpointError(f"{path}: header: half of a surrogate pair in a string") from None
-    data += b" " * (-len(data) % 8)
-    if len(data) > HEADER_LIMIT:
-        raise CheckpointError(f"{path}: header length {len(data)} is over the limit of {HEADER_LIMIT}")
-    _parse(data, 8 + len(data) + place, path)
-    return data
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

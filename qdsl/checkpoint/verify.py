@@ -5,7 +5,8 @@ Files are read in pieces, whatever the tensors' sizes; torch is imported only wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,30 @@ class Values:
     def __str__(self) -> str:
         return f"{self.count} of {self.of} {self.what} differ, the first at {list(self.index)}: {self.a} and {self.b}"
 
+    def data(self) -> dict[str, Any]:
+        """For programs."""
+        return {"differing": self.count, "elements": self.of, "index": list(self.index)}
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """The two numbers of decoded tensors that lie farthest apart, and how far; and the largest magnitude in A."""
+
+    distance: float
+    largest: float
+    index: tuple[int, ...] = ()
+    a: str = ""
+    b: str = ""
+
+    def __str__(self) -> str:
+        part = f", {self.distance / self.largest:.2e} of the largest magnitude" if self.largest else ""
+        return f"apart by up to {self.distance:.6g}{part}, at {list(self.index)}: {self.a} and {self.b}"
+
+    def data(self) -> dict[str, Any]:
+        """For programs."""
+        return {"distance": self.distance if math.isfinite(self.distance) else None, "largest": self.largest,
+                "index": list(self.index)}
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -44,7 +69,7 @@ class Difference:
     kind: str
     a: str | None
     b: str | None
-    values: Values | None = None
+    values: Values | Apart | None = None
 
     def __str__(self) -> str:
         if self.kind == "missing":
@@ -54,9 +79,7 @@ class Difference:
     def data(self) -> dict[str, Any]:
         """For programs."""
         found: dict[str, Any] = {"tensor": self.tensor, "kind": self.kind, "a": self.a, "b": self.b}
-        if self.values:
-            found |= {"differing": self.values.count, "elements": self.values.of, "index": list(self.values.index)}
-        return found
+        return found | (self.values.data() if self.values else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +116,7 @@ def differences(a: Path, b: Path, *, jobs: int = 1, tell: Tell = lambda done, na
     """
     with Folder(a) as left, Folder(b) as right:
         names = left.names()
-        found = {name: each for name in names if (each := _described(left, right, name)) is not None}
-        same = [name for name in names if name not in found]
-        pieces = [piece for name in same for piece in _pieces(left, right, name)]
-        for name, values in _compared(pieces, jobs, tell):
-            found[name] = Difference(name, "values", values.a, values.b, values)
+        found = {each.tensor: each for each in bitwise(left, right, names, jobs, tell)}
         extra = [Difference(name, "missing", None, _text(right.entry(name))) for name in right.names() if name not in left]
         return [*(found[name] for name in names if name in found), *extra]
 
@@ -113,6 +132,15 @@ def _described(a: Folder, b: Folder, name: str) -> Difference | None:
     if entry.shape != other.shape:
         return Difference(name, "shape", str(list(entry.shape)), str(list(other.shape)))
     return None
+
+
+def bitwise(a: Folder, b: Folder, names: Sequence[str], jobs: int, tell: Tell) -> list[Difference]:
+    """Tensors of the same dtype and shape in both of which some bits differ, or that have not the same dtype and shape."""
+    found = {name: each for name in names if (each := _described(a, b, name)) is not None}
+    pieces = [piece for name in names if name not in found for piece in _pieces(a, b, name)]
+    for name, values in _compared(pieces, jobs, tell):
+        found[name] = Difference(name, "values", values.a, values.b, values)
+    return list(found.values())
 
 
 def _text(entry: Entry) -> str:
@@ -174,7 +202,7 @@ def _differing(a: bytearray, b: bytearray, width: int) -> tuple[int, int]:
 
 def _values(entry: Entry, parts: list[Found]) -> Values:
     bits, first = element_bits(entry.dtype), parts[0]
-    index = _index(first.first, entry.shape) if bits >= 8 else (first.first,)
+    index = index_of(first.first, entry.shape) if bits >= 8 else (first.first,)
     return Values(sum(part.count for part in parts), entry.nbytes // max(1, bits // 8), index, _shown(entry.dtype, first.a),
                   _shown(entry.dtype, first.b), "elements" if bits >= 8 else "bytes")
 
@@ -189,7 +217,7 @@ def _shown(dtype: str, data: bytes) -> str:
     return f"{torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtypes()[dtype]).item()} ({bits})"
 
 
-def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def index_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Where the element at a place of the flat tensor lies."""
     index: list[int] = []
     for extent in reversed(shape):

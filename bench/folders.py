@@ -1,0 +1,170 @@
+"""`python -m bench.folders kill` and `python -m bench.folders memory`: whole checkpoints converted, on a disk with room for them.
+
+kill: a conversion is killed at random moments and taken up again; every time the bytes must be those of one that was not.
+memory: what a process holds at most that no file could give back, over one conversion with several processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from bench.timing import ROOT
+from qdsl.checkpoint.folder import INDEX, Folder
+from qdsl.checkpoint.safetensors import write
+from qdsl.runtime import Format
+
+CONFIG = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False,
+                                  "checkpoint_format": "gptq_v2"}}
+
+
+def main() -> int:
+    """0 where every conversion made the same bytes, and where memory stayed below its bound."""
+    options = _options()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        source = Path(folder) / "in"
+        layer = made(source, options.megabytes, options.shard, options.columns)
+        if options.what == "kill":
+            return killed(source, Path(folder), options.kills, options.jobs, options.seed)
+        return remembered(source, Path(folder), options.jobs, layer)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.folders")
+    parser.add_argument("what", choices=("kill", "memory"))
+    parser.add_argument("--folder", type=Path, help="where the checkpoints are written, and removed")
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--shard", type=int, default=50, help="megabytes of a shard")
+    parser.add_argument("--columns", type=int, default=4096, help="of a layer, which has as many rows")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def made(path: Path, megabytes: int, shard: int, columns: int) -> int:
+    """A checkpoint of random GPTQ layers, the scales of each in the file after it; returns the bytes of the largest tensor."""
+    path.mkdir()
+    int_group: Format = importlib.import_module("qdsl.generated.int_group").FORMAT
+    empty = int_group.empty((columns, columns), "gptq_v2", "meta", ("g_idx",), bits=4, group=128)
+    size = empty.nbytes
+    per_shard = max(1, (shard << 20) // size)
+    shards = max(2, (megabytes << 20) // (size * per_shard))
+    placed = {}
+    late: dict[str, torch.Tensor] = {}
+    order = torch.arange(columns, dtype=torch.int32) // 128
+    for number in range(shards):
+        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        tensors, late = late, {}
+        for layer in range(per_shard):
+            prefix = f"model.layers.{number}.{layer}"
+            for key, tensor in empty.tensors.items():
+                whole = torch.frombuffer(bytearray(os.urandom(tensor.nbytes)), dtype=torch.uint8).view(tensor.dtype)
+                into = late if key == "scales" and number + 1 < shards else tensors
+                into[f"{prefix}.{key}"] = order if key == "g_idx" else whole.view(tensor.shape)
+        write(path / name, tensors, {"format": "pt"})
+        placed.update(dict.fromkeys(tensors, name))
+    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": placed}))
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return max(int(tensor.nbytes) for tensor in empty.tensors.values())
+
+
+def command(source: Path, out: Path, jobs: int) -> list[str]:
+    return [sys.executable, "-m", "qdsl", "convert", str(source), "--to", "awq", "--out", str(out), "--jobs", str(jobs)]
+
+
+def digest(path: Path) -> str:
+    """Of the names and the bytes of all files."""
+    found = hashlib.sha256()
+    for each in sorted(path.rglob("*")):
+        if each.is_file():
+            with open(each, "rb") as file:
+                found.update(f"{each.relative_to(path)}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return found.hexdigest()
+
+
+def killed(source: Path, folder: Path, kills: int, jobs: int, seed: int) -> int:
+    begun = time.monotonic()
+    subprocess.run(command(source, folder / "whole", jobs), cwd=ROOT, check=True)
+    whole = time.monotonic() - begun
+    wanted, out = digest(folder / "whole"), folder / "out"
+    drawn = random.Random(seed)
+    same = number = 0
+    while number < kills:
+        begun, moment = time.monotonic(), drawn.uniform(0, whole)
+        child = subprocess.Popen(command(source, out, jobs), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            child.wait(moment)
+            whole = time.monotonic() - begun                     # the machine has become faster
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            number += 1
+            there = sum(path.name.endswith(".safetensors") and path.is_file() for path in out.rglob("*")) if out.exists() else 0
+            if not _readable(out):
+                subprocess.run(command(source, out, jobs), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            same += digest(out) == wanted
+            print(f"killed after {moment:.1f} s with {there} files there; {same} of {number} the same", flush=True)
+        shutil.rmtree(out)
+    print(f"{same} of {kills} identical")
+    return int(same < kills)
+
+
+def _readable(out: Path) -> bool:
+    """Whether what was left passes for a checkpoint; then it has to be whole, and is not taken up again."""
+    try:
+        Folder(out).close()
+    except (OSError, ValueError):
+        return False
+    for each in out.glob(".qdsl*"):
+        shutil.rmtree(each)
+    return True
+
+
+def remembered(source: Path, folder: Path, jobs: int, largest: int) -> int:
+    """Anonymous memory, looked at a hundred times a second."""
+    begun = time.monotonic()
+    child = subprocess.Popen(command(source, folder / "out", jobs), cwd=ROOT, stdout=subprocess.DEVNULL)
+    peaks: dict[int, int] = {}
+    while child.poll() is None:
+        for pid in [child.pid, *_children(child.pid)]:
+            peaks[pid] = max(peaks.get(pid, 0), _anonymous(pid))
+        time.sleep(0.01)
+    took = time.monotonic() - begun
+    bound = 2 * largest + 350_000_000
+    size = sum(path.stat().st_size for path in (folder / "out").iterdir())
+    print(f"{size / 1e9:.2f} GB in {took:.0f} s, largest tensor {largest / 1e6:.0f} MB; peak of anonymous memory "
+          f"{max(peaks.values()) / 1e6:.0f} MB in {len(peaks)} processes, bound {bound / 1e6:.0f} MB")
+    return int(child.returncode != 0 or max(peaks.values()) > bound)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _anonymous(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

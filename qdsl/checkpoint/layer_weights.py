@@ -1,0 +1,60 @@
+"""Layers of safetensors checkpoints as weights of the formats that ship."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.layers import Layer
+from qdsl.checkpoint.safetensors import CheckpointError, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qdsl.runtime.packed import PackedWeight
+
+
+def module_of(layer: Layer) -> ModuleType:
+    """The generated module of a layer's format."""
+    return import_module(f"qdsl.generated.{layer.format}")
+
+
+def weights(folder: Folder, layer: Layer) -> list[PackedWeight]:
+    """The weights of a layer, of each of its experts one; in memory only where the file maps them.
+
+    Raises CheckpointError where its tensors do not fit together.
+    """
+    return [_wrapped(folder, layer, each) for each in tensors(folder, layer)]
+
+
+def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
+    """The same of tensors that were not looked at, though they have their shapes: `checked` of the format looks at them.
+
+    Raises CheckpointError where they have not.
+    """
+    found = []
+    for each in tensors(folder, layer):
+        known = _wrapped(folder, layer, {name: tensor.to("meta") for name, tensor in each.items()})
+        found.append(known.derive({name: each[name].view(there.dtype).reshape(there.shape)
+                                   for name, there in known.tensors.items()}))
+    return found
+
+
+def tensors(folder: Folder, layer: Layer) -> list[dict[str, Tensor]]:
+    """A layer's tensors, named as in its storage, for each of its experts."""
+    whole = {name: folder.tensor(full) for name, full in layer.tensors.items()}
+    if layer.experts is None:
+        return [whole]
+    return [{name: tensor[expert] for name, tensor in whole.items()} for expert in range(layer.experts)]
+
+
+def _wrapped(folder: Folder, layer: Layer, given: dict[str, Tensor]) -> PackedWeight:
+    from qdsl.runtime.packed import FormatError
+
+    try:
+        found: PackedWeight = module_of(layer).wrap(given, layer.shape, layer.storage, **layer.params)
+    except FormatError as error:
+        raise CheckpointError(f"{folder.path}: layer {shown(layer.name)}: {error}") from None
+    return found

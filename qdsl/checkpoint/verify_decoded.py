@@ -1,0 +1,167 @@
+"""Two checkpoints side by side by what their weights are: layers in any format and storage, decoded, beside each other or beside
+plain floats of the same module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qdsl.checkpoint import worker
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.layer_weights import weights
+from qdsl.checkpoint.layers import Layer, layers
+from qdsl.checkpoint.safetensors import CheckpointError, shown
+from qdsl.checkpoint.verify import Apart, Difference, Tell, bitwise, index_of
+from qdsl.processes import results
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+TILE = 1 << 19                                                   # weights of both that are decoded at a time
+
+
+Unit = Layer | str                                               # a layer, or the name of a plain tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One thing in both checkpoints."""
+
+    name: str
+    a: Unit
+    b: Unit
+
+
+def decoded_differences(a: Path, b: Path, tolerance: float = 0.0, *, jobs: int = 1, tell: Tell = lambda done, name: None,
+                        ) -> list[Difference]:
+    """Everything that differs between two checkpoints whose quantized layers are decoded, exactly, to float32.
+
+    Numbers may lie apart by `tolerance` times the largest magnitude of their tensor in A; NaN is equal to NaN.  Plain tensors of
+    one dtype are compared bit for bit, but floats where there is a tolerance.
+    Raises CheckpointError for layers that are not recognised, and with OSError for files that cannot be read.
+    """
+    with Folder(a) as left, Folder(b) as right:
+        mine, other = _units(left), _units(right)
+        found: dict[str, Difference] = {}
+        pairs = []
+        for name, unit in mine.items():
+            there = other.get(name)
+            if there is None:
+                found[name] = Difference(name, "missing", _text(left, unit), None)
+            elif _shape(left, unit) != _shape(right, there):
+                found[name] = Difference(name, "shape", str(list(_shape(left, unit))), str(list(_shape(right, there))))
+            else:
+                pairs.append(Pair(name, unit, there))
+        plain = [pair for pair in pairs if _is_plain(left, right, pair, tolerance)]
+        work = [pair for pair in pairs if pair not in plain]
+        size = sum(left.entry(pair.name).nbytes for pair in plain)
+        found |= {each.tensor: each for each in bitwise(left, right, [pair.name for pair in plain], jobs, tell)}
+        with ExitStack() as done:
+            done.callback(worker.finish)
+            answers = done.enter_context(closing(results(compare, work, min(jobs, len(work)), worker.start, (a, b))))
+            for pair, answer in zip(work, answers, strict=True):
+                size += sum(left.entry(full).nbytes for full in _tensors(pair.a))
+                tell(size, pair.name)
+                if not answer.distance <= tolerance * answer.largest:
+                    found[pair.name] = Difference(pair.name, "decoded", answer.a, answer.b, answer)
+        extra = [Difference(name, "missing", None, _text(right, unit)) for name, unit in other.items() if name not in mine]
+        return [*(found[name] for name in mine if name in found), *extra]
+
+
+def _units(folder: Folder) -> dict[str, Unit]:
+    """What is compared, by the name that a plain weight has or would have."""
+    known = layers(folder)
+    found: dict[str, Unit] = {name: name for name in known.plain}
+    for layer in known.layers:
+        if not layer.format:
+            raise CheckpointError(f"{folder.path}: layer {shown(layer.name)}: {layer.why}")
+        found[f"{layer.name}.weight" if layer.name else "weight"] = layer
+        found |= {full: full for full in layer.others.values()}
+    return found
+
+
+def _tensors(unit: Unit) -> list[str]:
+    return [unit] if isinstance(unit, str) else list(unit.tensors.values())
+
+
+def _shape(folder: Folder, unit: Unit) -> tuple[int, ...]:
+    if isinstance(unit, str):
+        return folder.entry(unit).shape
+    return unit.shape if unit.experts is None else (unit.experts, *unit.shape)
+
+
+def _text(folder: Folder, unit: Unit) -> str:
+    what = folder.entry(unit).dtype if isinstance(unit, str) else f"{unit.format}.{unit.storage}"
+    return f"{what} {list(_shape(folder, unit))}"
+
+
+def _is_plain(a: Folder, b: Folder, pair: Pair, tolerance: float) -> bool:
+    """Whether bits are compared.  Raises CheckpointError where there are no numbers to be compared."""
+    if isinstance(pair.a, str) and isinstance(pair.b, str):
+        dtypes = {a.entry(pair.a).dtype, b.entry(pair.b).dtype}
+        return (len(dtypes) == 1 and not tolerance) or not dtypes <= set(FLOATS)
+    for folder, unit in ((a, pair.a), (b, pair.b)):
+        if isinstance(unit, str) and folder.entry(unit).dtype not in FLOATS:
+            raise CheckpointError(f"{folder.path}: tensor {shown(unit)}: {folder.entry(unit).dtype} is not decoded")
+    return False
+
+
+# The work of a process
+
+def compare(pair: Pair) -> Apart:
+    """The numbers of a pair that lie farthest apart; infinitely far where one of them is NaN."""
+    a, b = (_numbers(folder, unit) for folder, unit in zip(worker.there, (pair.a, pair.b), strict=True))
+    shape = _shape(worker.there[0], pair.a)
+    columns = shape[-1] if shape else 1
+    rows = math.prod(shape[:-1])
+    matrix = math.gcd(a.rows, b.rows)                            # no tile goes through a matrix of experts
+    least = min(math.lcm(a.step, b.step), matrix)
+    step = max(1, TILE // max(1, columns) // max(1, least)) * least
+    worst = Apart(0.0, 0.0)
+    for first in range(0, rows if columns else 0, max(1, matrix)):
+        for start in range(first, first + matrix, step):
+            stop = min(start + step, first + matrix)
+            worst = _worse(worst, a.of(start, stop), b.of(start, stop), start * columns, shape)
+    return worst
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Floats in rows: `rows` lie in one matrix, which can be cut at multiples of `step`."""
+
+    rows: int
+    step: int
+    of: Callable[[int, int], Tensor]
+
+
+def _numbers(folder: Folder, unit: Unit) -> _Numbers:
+    if isinstance(unit, str):
+        tensor = folder.tensor(unit)
+        flat = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+        return _Numbers(len(flat), 1, lambda start, stop: flat[start:stop])
+    import torch
+
+    matrices, rows = weights(folder, unit), unit.shape[0]
+    decode = matrices[0].format.dequantize
+    return _Numbers(rows, matrices[0].step("N"), lambda start, stop: decode(
+        matrices[start // rows].cut("N", start % rows, start % rows + stop - start), torch.float32))
+
+
+def _worse(worst: Apart, x: Tensor, y: Tensor, start: int, shape: tuple[int, ...]) -> Apart:
+    """The worst so far and that of some elements more, which begin at `start` of the flat tensor."""
+    import torch
+
+    x, y = x.double().flatten(), y.double().flatten()
+    apart = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs()).nan_to_num(nan=torch.inf)
+    place = int(apart.argmax())
+    distance = float(apart[place])
+    largest = max(worst.largest, float(torch.where(x.isfinite(), x.abs(), 0.0).max()))
+    if distance <= worst.distance:
+        return replace(worst, largest=largest)
+    return Apart(distance, largest, index_of(start + place, shape), f"{float(x[place]):.9g}", f"{float(y[place]):.9g}")

@@ -1,0 +1,137 @@
+"""What a folder's files say of its quantization, in another storage: by the rules that the format's page lists under `detect`.
+
+Where no page says how, the settings name the format and the storage as qdsl does, which no other loader takes for its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from qdsl.checkpoint.descriptions import descriptions
+from qdsl.checkpoint.detect import same
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.layers import Layers
+from qdsl.checkpoint.quantization import NAMES, PLACES, quantization
+from qdsl.convert.plan import Plan
+
+CONFIG = "config.json"
+NESTED = "compressed-tensors"                                    # whose settings of weights lie in groups
+# What compressed-tensors says of weights, and not of the whole.
+OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic")
+IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules"}
+
+
+def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
+    """The files that say something else in the new storage, None for one that has nothing to say any more; and notes."""
+    found: dict[str, str | None] = {}
+    notes: list[str] = []
+    if not plan.changed or not (folder.path.is_dir() and (folder.root / CONFIG).exists()):
+        return found, notes
+    for file, keys, producer in PLACES:
+        whole = copy.deepcopy(folder.json(file))
+        place, settings = _at(whole, keys)
+        if place is None:
+            continue
+        method = quantization(settings, file, producer).method
+        new, note = _settings(folder, settings, method, plan, layers)
+        notes.append(note)
+        if keys:
+            place[keys[-1]] = new
+            found[file] = _text(whole)
+        else:
+            found[file] = _text(new) if same(method, new["quant_method"]) else None
+    if CONFIG not in found:
+        new, note = _settings(folder, {}, "", plan, layers)
+        notes.append(note)
+        found[CONFIG] = _text({**folder.config, "quantization_config": new})
+    return found, list(dict.fromkeys(note for note in notes if note))
+
+
+def _text(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The mapping that holds settings, and they; None where there are none."""
+    place: Any = whole
+    for key in keys[:-1]:
+        place = place.get(key) if isinstance(place, dict) else None
+    settings = place.get(keys[-1]) if keys and isinstance(place, dict) else place
+    return (place, settings) if isinstance(place, dict) and isinstance(settings, dict) and settings else (None, {})
+
+
+def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers) -> tuple[dict[str, Any], str]:
+    """The settings of the new storage, and what to note of them."""
+    rule = _rule(plan, method)
+    if rule is None:
+        own = {"quant_method": "qdsl", "format": plan.format, "storage": plan.aim.storage, **plan.params[0]}
+        return own, f"no page says how other loaders call {plan.format}.{plan.aim.storage}: the config says qdsl"
+    params = plan.params[0]
+    if same(method, rule["quant_method"]) and not plan.aim.requantize:
+        return _changed(old, rule, params), ""
+    plain, wrong = ignored(folder, layers, rule["quant_method"])
+    note = f"{IGNORED['awq']} of the config cannot name {', '.join(wrong)}" if wrong else ""
+    return _made(dict(_given(rule, params)), plain), note
+
+
+def _rule(plan: Plan, method: str) -> dict[str, Any] | None:
+    """The rule for the storage, one of the same producer first.  None where there is none, or none for all layers alike."""
+    formats = {plan.format, *(layer.format for layer in plan.kept)}
+    if len(formats) > 1 or any(layer.storage != plan.aim.storage for layer in plan.kept):
+        return None
+    rules: Any = next((each.detect.get("config", []) for each in descriptions() if each.name == plan.format), [])
+    fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
+           if rule.get("storage", plan.aim.storage) == plan.aim.storage and "quant_method" in rule]
+    own = [rule for rule in fit if same(method, rule["quant_method"]) and not plan.aim.requantize]
+    return next(iter(own or [rule for rule in fit if all(params == plan.params[0] for params in plan.params)]), None)
+
+
+def _given(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator[tuple[str, Any]]:
+    """Settings that make a rule hold: its words, the first of several, and values of parameters."""
+    for key, wanted in rule.items():
+        words = wanted if isinstance(wanted, list) else [wanted]
+        if key == "storage" or words == ["null"]:
+            continue
+        if all(word in params for word in words):
+            yield key, [params[word] for word in words] if isinstance(wanted, list) else params[wanted]
+        else:
+            yield key, words[0]
+
+
+def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[str, int | str]) -> dict[str, Any]:
+    """A producer's settings with the words of another rule of its own; parameters are in every storage what they were."""
+    new = copy.deepcopy(dict(old))
+    method = rule["quant_method"]
+    for key, wanted in rule.items():
+        words = wanted if isinstance(wanted, list) else [wanted]
+        if key == "storage" or all(word in params for word in words) or (method == NESTED and key in OF_WEIGHTS):
+            continue
+        names = [name for name in new if NAMES.get(method, {}).get(name, name) == key] or [key]
+        if not all(any(same(new.get(name), word) for word in words) for name in names):
+            new |= dict.fromkeys(names, words[0])
+    return {key: value for key, value in new.items() if value != "null"}
+
+
+def _made(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
+    """Settings of a producer that the checkpoint had not.  plain: the modules that are not quantized."""
+    method = flat["quant_method"]
+    if method == NESTED:
+        weights = {key: flat.pop(key) for key in OF_WEIGHTS if key in flat}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None,
+                 **({"format": flat["format"]} if "format" in flat else {})}
+        return {**flat, "quantization_status": "compressed", "config_groups": {"group_0": group}, "ignore": plain}
+    return {**flat, **({IGNORED[method]: plain} if method in IGNORED and plain else {})}
+
+
+def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], list[str]]:
+    """Modules with a plain matrix, which the producer's list names, and those of them that it cannot.
+
+    Some readers of AWQ's list look for its words inside of names: 'mlp.gate' would be 'mlp.gate_proj' too.
+    """
+    plain = [name.removesuffix(".weight") for name in layers.plain
+             if name.endswith(".weight") and len(folder.entry(name).shape) == 2]
+    wrong = [name for name in plain if method == "awq" and any(name in layer.name for layer in layers.layers)]
+    return [name for name in plain if name not in wrong], wrong

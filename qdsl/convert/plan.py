@@ -1,0 +1,312 @@
+"""What becomes of every tensor of a checkpoint: in which file it goes, where, and out of which bytes.
+
+Files are those of the input.  A layer's tensors go into the file that holds the largest of them now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import qdsl
+from qdsl.checkpoint.descriptions import descriptions
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.layer_weights import module_of, unread
+from qdsl.checkpoint.layers import Layer, Layers
+from qdsl.checkpoint.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
+from qdsl.convert import ConvertError
+
+if TYPE_CHECKING:
+    import torch
+
+    from qdsl.runtime.format import Format
+    from qdsl.runtime.packed import PackedWeight
+
+
+SAID = 8                                                         # problems, of those that there are
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A tensor that stays as it is: `nbytes` from `start` of a file, to `to` of the new one."""
+
+    name: str
+    path: Path
+    start: int
+    nbytes: int
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What layers are to become: a storage, of the format that they have ('' if of any), or, requantized, of that one.
+
+    params: of the format that weights are requantized in; others have their defaults.
+    """
+
+    format: str
+    storage: str
+    requantize: bool = False
+    params: Mapping[str, int | str] = field(default_factory=dict)
+
+    def meant(self, layer: Layer) -> bool:
+        return self.requantize or self.format in ("", layer.format)
+
+    def exact(self, layer: Layer) -> bool:
+        """Whether numbers stay what they are."""
+        return not self.requantize or (layer.format == self.format and self.params.items() <= layer.params.items())
+
+    def reached(self, layer: Layer) -> bool:
+        return self.exact(layer) and layer.storage == self.storage
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A layer that becomes something else; where its tensors, named as there, go in the new file."""
+
+    layer: Layer
+    aim: Aim
+    to: Mapping[str, Entry]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.to.values())
+
+
+Step = Copy | Change
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file to be written: the bytes before its tensors, its size, and what its tensors are made of, in their order.
+
+    key: what the file depends on; two with one key have the same bytes.
+    """
+
+    name: str
+    start: bytes
+    size: int
+    tensors: tuple[str, ...]
+    steps: tuple[Step, ...]
+    key: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return self.size - len(self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The files of a folder, the layers that change, as they are now, and those that do not."""
+
+    aim: Aim
+    shards: tuple[Shard, ...]
+    changed: tuple[Layer, ...]
+    kept: tuple[Layer, ...]
+
+    @property
+    def format(self) -> str:
+        """That of the layers that change, when they have changed."""
+        return self.aim.format if self.aim.requantize else self.changed[0].format
+
+    @property
+    def params(self) -> list[Mapping[str, int | str]]:
+        """Of all layers, when they have changed."""
+        return [layer.params if self.aim.exact(layer) else dict(self.aim.params) for layer in (*self.changed, *self.kept)]
+
+
+@dataclass(slots=True)
+class _File:
+    """A file as it is planned: what its tensors are called and are, and out of what they come."""
+
+    old: TensorFile
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
+    layers: list[tuple[Layer, dict[str, str]]] = field(default_factory=list)
+
+
+def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None) -> Aim:
+    """What 'STORAGE', or 'FORMAT.STORAGE' for the layers of that format alone, means; to requantize 'FORMAT' is enough.
+
+    Raises ConvertError for a format or parameters that there are not.
+    """
+    if not requantize:
+        format, _, storage = to.rpartition(".")
+        return Aim(format, storage)
+    from qdsl.runtime.packed import FormatError
+
+    name, _, storage = to.partition(".")
+    if name not in [each.name for each in descriptions()]:
+        raise ConvertError(f"no format {shown(name)}")
+    format = import_module(f"qdsl.generated.{name}").FORMAT
+    try:
+        chosen, rest, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
+    except FormatError as error:
+        raise ConvertError(str(error)) from None
+    return Aim(name, storage, True, {**chosen, **rest})
+
+
+def plan(folder: Folder, layers: Layers, aim: Aim) -> Plan:
+    """Every quantized layer that is meant as it is to become, and all else as it is.
+
+    Nothing but headers is read, indices of columns, and of each layer some rows, to see that it can be converted.
+    Raises ConvertError with everything that cannot.
+    """
+    known = layers.layers
+    unknown = [f"{folder.path}: layer {shown(layer.name)}: {layer.why}" for layer in known if not layer.format]
+    wanted = [layer for layer in known if aim.meant(layer)]
+    changed = [layer for layer in wanted if not aim.reached(layer)]
+    _refuse(unknown)
+    if not wanted:
+        raise ConvertError(f"{folder.path}: no layer of format {aim.format}" if known else f"{folder.path}: no quantized layer")
+    files = {file.path: _File(file) for file in folder.files()}
+    gone = {full for layer in changed for full in (*layer.tensors.values(), *layer.settings)}
+    for name in folder.names():
+        if name not in gone:
+            file = files[folder.file(name).path]
+            file.copied.append(name)
+            file.tensors[name] = (folder.entry(name).dtype, folder.entry(name).shape)
+    problems: list[str] = []
+    for layer in changed:
+        try:
+            _place(files, folder, layer, aim)
+        except ConvertError as error:
+            problems.append(str(error))
+    _refuse(problems, "" if aim.requantize else "--requantize FORMAT writes other numbers, and says how far they are from these")
+    names = [name for file in files.values() for name in file.tensors]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConvertError(f"{folder.path}: two tensors would be called {shown(twice)}")
+    sources = {path: _identity(path) for path in folder.shards}
+    shards = tuple(_shard(folder, file, aim, sources) for file in files.values() if file.tensors)
+    return Plan(aim, shards, tuple(changed), tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer)))
+
+
+def _refuse(problems: Sequence[str], advice: str = "") -> None:
+    """Raises ConvertError where there are any; a checkpoint may have thousands of layers that are alike."""
+    if problems:
+        more = [f"... and {len(problems) - SAID} layers more"] if len(problems) > SAID else []
+        raise ConvertError("\n".join([*problems[:SAID], *more, *([advice] if advice else [])]))
+
+
+def _place(files: Mapping[Path, _File], folder: Folder, layer: Layer, aim: Aim) -> None:
+    """Give a layer's new tensors names, dtypes, shapes and a file.  Raises ConvertError where the storage cannot hold it."""
+    largest = max(layer.tensors.values(), key=lambda name: folder.entry(name).nbytes)
+    file = files[folder.file(largest).path]
+    dtypes = {dtype: name for name, dtype in torch_dtypes().items()}
+    names = {}
+    for name, (dtype, shape) in tensors_in(folder, layer, aim).items():
+        names[name] = full_name(layer, name)
+        if names[name] in file.tensors:
+            raise ConvertError(f"{folder.path}: layer {shown(layer.name)}: there is a tensor {shown(names[name])} already")
+        file.tensors[names[name]] = (dtypes[dtype], shape)
+    file.layers.append((layer, names))
+
+
+def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """What tensors a layer will have, their dtypes and shapes.
+
+    Some rows are converted, all where what the storage does not store may differ from row to row.
+    Raises ConvertError where the storage cannot hold the layer, CheckpointError where its tensors do not fit together.
+    """
+    from qdsl.runtime.packed import FormatError
+
+    where = f"{folder.path}: layer {shown(layer.name)} ({layer.format}.{layer.storage}) cannot be {aim.storage}"
+    format = target(layer, aim)
+    params = layer.params if aim.exact(layer) else format.complete(
+        {name: value for name, value in aim.params.items() if name in format.params})
+    variants = next(each.variants for each in descriptions() if each.name == format.name)
+    if aim.storage in format.storages and all(aim.storage not in storages for storages in variants.values()):
+        raise ConvertError(f"{where}, which is made when a checkpoint is loaded")
+    try:
+        other = format.empty(layer.shape, aim.storage, "meta", (), **params)
+        found = [_sample(weight, other, layer, aim) for weight in unread(folder, layer)]
+    except FormatError as error:
+        raise ConvertError(f"{where}: {error}") from None
+    stored = [{name: format.stored(each.derive({}, layer.shape))[name] for name in each.tensors} for each in found]
+    if any(each != stored[0] for each in stored):
+        raise ConvertError(f"{where}: some of its experts need other tensors there")
+    experts = () if layer.experts is None else (layer.experts,)
+    return {name: (dtype, (*experts, *shape)) for name, (dtype, shape) in stored[0].items()}
+
+
+def target(layer: Layer, aim: Aim) -> Format:
+    """The format that a layer will have."""
+    found: Format = (module_of(layer) if aim.exact(layer) else import_module(f"qdsl.generated.{aim.format}")).FORMAT
+    return found
+
+
+def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
+    """A weight's first rows as they will be.  Raises FormatError where some rows cannot be so."""
+    least = math.lcm(weight.step("N"), other.step("N"))
+    fields = weight.variant.fields
+    every = aim.exact(layer) and any(fields[name].type != "index" for name in other.layout.where)
+    found = []
+    for start in range(0, weight.shape[0] if every else 1, least):
+        part = weight.format.checked(weight.cut("N", start, min(start + least, weight.shape[0])))
+        found.append(become(part, layer, aim))
+    return found[0]
+
+
+def become(weight: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
+    """A weight of a layer as it will be.  Raises FormatError where it cannot."""
+    import torch
+
+    if aim.exact(layer):
+        return weight.format.convert(weight, aim.storage)
+    options: dict[str, Any] = dict(aim.params)
+    return target(layer, aim).quantize(weight.format.dequantize(weight, torch.float32), aim.storage, **options)
+
+
+def full_name(layer: Layer, name: str) -> str:
+    """What a tensor of a storage is called in a checkpoint: as the layer calls the one of that name now, else by it."""
+    if name in layer.tensors:
+        return layer.tensors[name]
+    return f"{layer.name}.{name}" if layer.name and not name.startswith("_") else layer.name + name
+
+
+def _shard(folder: Folder, file: _File, aim: Aim, known: Mapping[Path, list[Any]]) -> Shard:
+    path = file.old.path
+    start, header = laid_out(path, file.tensors, file.old.header.metadata)
+    places = header.tensors
+    steps: list[Step] = [_copy(folder, name, places[name]) for name in file.copied]
+    steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}) for layer, names in file.layers]
+    steps.sort(key=lambda step: step.to if isinstance(step, Copy) else min(entry.start for entry in step.to.values()))
+    return Shard(path.name, start, header.size, tuple(places), tuple(steps), _key(folder, file, start, steps, known))
+
+
+def _copy(folder: Folder, name: str, there: Entry) -> Copy:
+    entry = folder.entry(name)
+    return Copy(name, folder.file(name).path, entry.start, entry.nbytes, there.start)
+
+
+def _key(folder: Folder, file: _File, start: bytes, steps: list[Step], known: Mapping[Path, list[Any]]) -> str:
+    """A digest of all that a file's bytes depend on: this version, the formats, the layers, and the files that are read."""
+    sources = {folder.file(name).path for name in file.copied}
+    sources |= {folder.file(full).path for layer, _ in file.layers for full in layer.tensors.values()}
+    said = [qdsl.__version__, start.hex(), [known[path] for path in sorted(sources)], list(map(_said, steps))]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _said(step: Step) -> list[Any]:
+    if isinstance(step, Copy):
+        return [step.path.name, step.start, step.nbytes]
+    layer = step.layer
+    return [module_of(layer).FORMAT.key, target(layer, step.aim).key, asdict(step.aim), layer.storage, dict(layer.params),
+            layer.shape, layer.experts, dict(layer.tensors), {name: entry.start for name, entry in step.to.items()}]
+
+
+def _identity(path: Path) -> list[Any]:
+    """A file's name, size, time of its last change, and a digest of its header."""
+    with open(path, "rb") as file:
+        stat = os.fstat(file.fileno())
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    return [path.name, stat.st_size, stat.st_mtime_ns, hashlib.sha256(header).hexdigest()]

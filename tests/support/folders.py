@@ -1,0 +1,45 @@
+"""Small checkpoint folders of quantized layers, in files as a test wants them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qdsl.checkpoint.folder import INDEX
+from qdsl.checkpoint.safetensors import write
+from qdsl.runtime import PackedWeight
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "checkpoint_format": "gptq_v2"}
+
+
+def named(weights: Mapping[str, PackedWeight]) -> dict[str, torch.Tensor]:
+    """Tensors as a checkpoint calls them."""
+    return {f"{layer}.{packed.names.get(name, name)}": tensor for layer, packed in weights.items()
+            for name, tensor in packed.tensors.items()}
+
+
+def folder(path: Path, *shards: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None, index: bool = True) -> Path:
+    """A folder of these files, with a config, a tokenizer, and weights of another kind that belong to nothing."""
+    path.mkdir(parents=True)
+    placed = {}
+    for number, tensors in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if index else "model.safetensors"
+        write(path / name, tensors, {"format": "pt"})
+        placed.update(dict.fromkeys(tensors, name))
+    if index:
+        (path / INDEX).write_text(json.dumps({"metadata": {"total_size": 0, "total_parameters": 7}, "weight_map": placed}))
+    said = {"model_type": "toy", "quantization_config": GPTQ} if config is None else config
+    (path / "config.json").write_text(json.dumps(said))
+    (path / "tokenizer").mkdir()
+    (path / "tokenizer" / "vocab.txt").write_text("a\nb\n")
+    (path / "pytorch_model.bin").write_bytes(b"PK")
+    return path
+
+
+def files(path: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(each.relative_to(path)): each.read_bytes() for each in sorted(path.rglob("*")) if each.is_file()}

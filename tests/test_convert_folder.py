@@ -1,0 +1,463 @@
+"""Folders in another storage: the same numbers, the same bytes however the work is cut, and no part taken for the whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from typer.testing import CliRunner, Result
+
+from qdsl.checkpoint.folder import INDEX, Folder
+from qdsl.checkpoint.layers import layers
+from qdsl.checkpoint.safetensors import CheckpointError, write
+from qdsl.cli import app
+from qdsl.convert import ConvertError, plan, run, stage
+from qdsl.convert.run import merge, share
+from qdsl.generated import fp8_block, int8_channel, int_group
+from qdsl.quantize.quality import Sums, measured
+from qdsl.runtime import PackedWeight
+from tests.support import folders
+
+TWO = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def weight(n: int = 16, k: int = 64, storage: str = "gptq_v2", seed: int = 0) -> PackedWeight:
+    values = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+    return int_group.quantize(values, storage, bits=4, group=32)
+
+
+@pytest.fixture
+def weights() -> dict[str, PackedWeight]:
+    return {"model.up": weight(), "model.down": weight(seed=1)}
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, weights: dict[str, PackedWeight]) -> Path:
+    """Two layers; the scales of both, and a tensor that is no weight, in another file."""
+    every = folders.named(weights)
+    first = {name: tensor for name, tensor in every.items() if "scales" not in name}
+    return folders.folder(tmp_path / "in", {**first, "model.norm": torch.arange(5.0)},
+                          {**{name: every[name] for name in every if name not in first}, "head": torch.ones(2, 3).bfloat16()})
+
+
+def convert(path: Path, out: Path, to: str = "awq", **options: Any) -> dict[str, Any]:
+    with Folder(path) as folder:
+        return run.convert(folder, layers(folder), plan.aimed(to), out, **options)
+
+
+def refused(path: Path, to: str, **options: Any) -> str:
+    """The message; and nothing is written."""
+    out = path.parent / "refused"
+    with pytest.raises(ConvertError) as error:
+        convert(path, out, to, **options)
+    assert not out.exists()
+    return str(error.value)
+
+
+# What is written
+
+
+def test_layers_change_and_all_else_stays(sharded: Path, weights: dict[str, PackedWeight], tmp_path: Path) -> None:
+    report = convert(sharded, tmp_path / "out")
+    awq = folders.named({name: int_group.convert(each, "awq") for name, each in weights.items()})
+    with Folder(tmp_path / "out") as folder, Folder(sharded) as old:
+        assert set(folder.names()) == {*awq, "model.norm", "head"}
+        for name, tensor in awq.items():
+            assert folder.tensor(name).equal(tensor) and folder.tensor(name).dtype == tensor.dtype
+            assert folder.file(name).path.name == TWO[0]         # where the largest of the layer's tensors was
+        for name in ("model.norm", "head"):
+            assert folder.tensor(name).equal(old.tensor(name))
+            assert folder.file(name).path.name == old.file(name).path.name
+        assert folder.file("head").header.metadata == {"format": "pt"}
+        assert folder.index["metadata"] == {"total_parameters": 7,
+                                            "total_size": sum(folder.entry(name).nbytes for name in folder.names())}
+    with safe_open(tmp_path / "out" / TWO[0], "pt") as file:
+        assert all(file.get_tensor(name).equal(tensor) for name, tensor in awq.items())
+    assert (tmp_path / "out" / "tokenizer" / "vocab.txt").read_text() == "a\nb\n"
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", *TWO, INDEX, "tokenizer"]
+    assert report["notes"] == ["pytorch_model.bin holds other weights, and was not copied"]
+    assert report["layers"] == [{"from": "int_group.gptq_v2", "to": "int_group.awq", "count": 2}]
+    assert report["shards"] == list(TWO)
+
+
+def experts(count: int = 3) -> dict[str, torch.Tensor]:
+    """Tensors of GPTQ layers one after the other."""
+    each = [weight(seed=seed) for seed in range(count)]
+    return {f"w.{name}": torch.stack([packed.tensors[name] for packed in each]) for name in each[0].tensors}
+
+
+def test_experts_one_after_the_other(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "in", {**experts(), "w.bias": torch.ones(3, 16)})
+    convert(path, tmp_path / "out")
+    with Folder(tmp_path / "out") as folder:
+        for expert in range(3):
+            for name, tensor in int_group.convert(weight(seed=expert), "awq").tensors.items():
+                assert folder.tensor(f"w.{name}")[expert].equal(tensor)
+        assert folder.tensor("w.bias").equal(torch.ones(3, 16))
+        assert layers(folder).layers[0].experts == 3
+
+
+@pytest.mark.parametrize(("to", "expected"), [
+    ("gptq_v1", {**folders.GPTQ, "checkpoint_format": "gptq"}),
+    ("awq", {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "modules_to_not_convert": ["head"]}),
+])
+def test_the_config_says_the_new_storage(tmp_path: Path, to: str, expected: dict[str, Any]) -> None:
+    """As its producer does; what else it holds stays.  AWQ's readers would take 'mlp.gate' for 'mlp.gate_proj' too."""
+    every = {**folders.named({"mlp.gate_proj": weight()}), "mlp.gate.weight": torch.ones(4, 64), "head.weight": torch.ones(2, 3)}
+    config = {"model_type": "toy", "limit": [0.0, math.inf], "text_config": {"quantization_config": folders.GPTQ}}
+    path = folders.folder(tmp_path / "in", every, config=config)
+    report = convert(path, tmp_path / "out", to)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said == {**config, "text_config": {"quantization_config": expected}}
+    assert [note for note in report["notes"] if "gate" in note] == (
+        ["modules_to_not_convert of the config cannot name mlp.gate"] if to == "awq" else [])
+    with Folder(tmp_path / "out") as folder:
+        [layer] = layers(folder).layers
+        assert (layer.storage, layer.problems) == (to, ())
+
+
+def test_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """They stay there for the same producer; another one's are in the config."""
+    path = folders.folder(tmp_path / "in", folders.named({"w": weight()}), config={})
+    settings = {key: value for key, value in folders.GPTQ.items() if key != "quant_method"}    # of whom they are the name says
+    (path / "quantize_config.json").write_text(json.dumps(settings))
+    convert(path, tmp_path / "v1", "gptq_v1")
+    assert json.loads((tmp_path / "v1" / "quantize_config.json").read_text())["checkpoint_format"] == "gptq"
+    convert(path, tmp_path / "awq")
+    assert not (tmp_path / "awq" / "quantize_config.json").exists()
+    assert json.loads((tmp_path / "awq" / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
+
+
+def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
+    """Two storages of one format are in no producer's words."""
+    weights = {"up": weight(), "other": int8_channel.quantize(torch.randn(8, 64))}
+    path = folders.folder(tmp_path / "in", folders.named(weights))
+    report = convert(path, tmp_path / "out", "int_group.awq")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert found == {"quant_method": "qdsl", "format": "int_group", "storage": "awq", "bits": 4, "group": 32}
+    assert "no page says how other loaders call int_group.awq: the config says qdsl" in report["notes"]
+
+
+def test_there_and_back_again(sharded: Path, tmp_path: Path) -> None:
+    """Every tensor as it was; those of AWQ, which stores no index of columns, without it."""
+    convert(sharded, tmp_path / "awq")
+    convert(tmp_path / "awq", tmp_path / "back", "gptq_v2")
+    with Folder(sharded) as old, Folder(tmp_path / "back") as new:
+        assert [name for name in old.names() if name not in new] == ["model.down.g_idx", "model.up.g_idx"]
+        assert all(new.tensor(name).equal(old.tensor(name)) for name in new.names())
+
+
+def test_a_file_without_an_index(tmp_path: Path, weights: dict[str, PackedWeight]) -> None:
+    path = folders.folder(tmp_path / "in", folders.named(weights), index=False)
+    convert(path, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", "tokenizer"]
+    convert(path / "model.safetensors", tmp_path / "alone")
+    assert os.listdir(tmp_path / "alone") == ["model.safetensors"]
+    assert (tmp_path / "alone" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+
+
+def test_a_file_that_is_left_without_tensors_is_not_written(tmp_path: Path) -> None:
+    weights = {"w": weight()}
+    every = folders.named(weights)
+    path = folders.folder(tmp_path / "in", {"w.scales": every.pop("w.scales")}, every)
+    convert(path, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", TWO[1], INDEX, "tokenizer"]
+    assert set(Folder(tmp_path / "out").names()) == {"w.qweight", "w.qzeros", "w.scales"}
+
+
+def test_layers_of_one_format_alone(tmp_path: Path) -> None:
+    other = int8_channel.quantize(torch.randn(8, 64))
+    weights = {"up": weight(), "down": weight(storage="awq"), "other": other}
+    path = folders.folder(tmp_path / "in", folders.named(weights))
+    assert "layer 'other' (int8_channel.safetensors) cannot be awq: int8_channel has no" in refused(path, "awq")
+    report = convert(path, tmp_path / "out", "int_group.awq")
+    assert report["layers"] == [{"from": "int_group.gptq_v2", "to": "int_group.awq", "count": 1}]
+    assert report["layers_kept"] == 2
+    with Folder(tmp_path / "out") as folder:
+        assert folder.tensor("other.weight").equal(other.tensors["weight"])
+        assert "no layer of format q4_0" in refused(path, "q4_0.gguf")
+
+
+# What is refused
+
+
+def test_what_would_change_numbers_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """All that is wrong at once: an order of columns that AWQ cannot say, rows that its words cannot hold, another width."""
+    fields = int_group.unpack(weight())
+    order = int_group.pack({**fields, "g": torch.arange(64, dtype=torch.int32) % 2}, "gptq_v2", bits=4, group=32)
+    weights = {"order": order, "wide": int_group.quantize(torch.randn(8, 64), "gptq_v2", bits=8, group=32), "fine": weight()}
+    config = {"quantization_config": {**folders.GPTQ, "dynamic": {"wide": {"bits": 8}}}}
+    path = folders.folder(tmp_path / "in", folders.named(weights), config=config)
+    message = refused(path, "awq")
+    assert "layer 'order' (int_group.gptq_v2) cannot be awq: int_group.awq cannot hold 'g'" in message
+    assert "layer 'wide' (int_group.gptq_v2) cannot be awq: int_group has no storage 'awq' for bits=8" in message
+    assert "fine" not in message
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = folders.named({"v": weight(), "w": weight()})
+    path = folders.folder(tmp_path / "in", {**every, "norm": torch.ones(1)})
+    monkeypatch.setattr(plan, "full_name", lambda layer, name: "norm")
+    assert "layer 'w': there is a tensor 'norm' already" in refused(path, "awq")
+
+
+def test_what_is_made_when_a_checkpoint_is_loaded_is_refused(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "in", folders.named({f"w{i}": weight() for i in range(9)}))
+    message = refused(path, "planar").splitlines()
+    assert message[0].endswith("layer 'w0' (int_group.gptq_v2) cannot be planar, which is made when a checkpoint is loaded")
+    assert len(message) == 10 and message[-2] == "... and 1 layers more" and "--requantize FORMAT" in message[-1]
+
+
+def test_what_is_not_recognised_is_refused(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "in", folders.named({"w": weight()}), config={})
+    assert "layer 'w': the tensors fit int_group.gptq_v2 and int_group.gptq_v1, and nothing says which" in refused(path, "awq")
+    other = folders.folder(tmp_path / "other", {"w.weight": torch.ones(3, 4)}, config={})
+    assert "no quantized layer" in refused(other, "awq")
+
+
+def test_places_that_cannot_be_written(sharded: Path, tmp_path: Path) -> None:
+    assert "lies in the folder that is read" in refused_at(sharded, sharded)
+    assert "lies in the folder that is read" in refused_at(sharded, sharded / "tokenizer" / "out")
+    convert(sharded, tmp_path / "out")
+    before = folders.files(tmp_path / "out")
+    assert "is there already" in refused_at(sharded, tmp_path / "out")
+    assert folders.files(tmp_path / "out") == before
+    with pytest.raises(ConvertError, match="no conversion was begun here, or it is complete"):
+        merge(tmp_path / "out")
+
+
+def refused_at(path: Path, out: Path) -> str:
+    with pytest.raises(ConvertError) as error:
+        convert(path, out)
+    return str(error.value)
+
+
+def test_a_full_disk_is_said_before_the_work(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was reserved is given back."""
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert(sharded, tmp_path / "out")
+    assert not [name for name in folders.files(tmp_path / "out") if "part" in name or "safetensors" in name]
+    monkeypatch.undo()
+    convert(sharded, tmp_path / "out")
+    assert len(Folder(tmp_path / "out").names()) == 8
+
+
+# Other numbers
+
+
+def requantized(path: Path, out: Path, to: str, params: dict[str, int | str] | None = None, **options: Any) -> dict[str, Any]:
+    with Folder(path) as folder:
+        return run.convert(folder, layers(folder), plan.aimed(to, True, params), out, **options)
+
+
+def test_requantized_layers(tmp_path: Path) -> None:
+    """Of every format, of what they stand for; with what that cost, the config that belongs to it, and all else as it was."""
+    weights = {"up": weight(), "down": weight(seed=1)}
+    path = folders.folder(tmp_path / "in", {**folders.named(weights), "head.weight": torch.ones(2, 3)})
+    report = requantized(path, tmp_path / "out", "fp8_block", {"bn": 32, "bk": 32})
+    costs = []
+    with Folder(tmp_path / "out") as folder:
+        for name, each in weights.items():
+            dense = int_group.dequantize(each, torch.float32)
+            packed = fp8_block.quantize(dense, bn=32, bk=32)
+            assert all(folder.tensor(f"{name}.{key}").equal(tensor) for key, tensor in packed.tensors.items())
+            costs.append(measured(dense, fp8_block.dequantize(packed, torch.float32)))
+            assert report["requantized"][name] == costs[-1].data()
+        assert len(folder.names()) == 5 and folder.tensor("head.weight").equal(torch.ones(2, 3))
+        assert [(each.format, each.params["bn"], each.problems) for each in layers(folder).layers] == [("fp8_block", 32, ())] * 2
+        settings = folder.config["quantization_config"]
+        assert settings == {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["head"]}
+    assert report["snr_db"] == pytest.approx(sum(costs, Sums()).data()["snr_db"])
+    assert report["layers"] == [{"from": "int_group.gptq_v2", "to": "fp8_block.safetensors", "count": 2}]
+
+
+def test_requantized_in_parts(tmp_path: Path) -> None:
+    """Their costs are kept until all is there; layers that have the format and its parameters change exactly, or not at all."""
+    weights = {"up": weight(), "wide": int_group.quantize(torch.randn(8, 64), "gptq_v2", bits=8, group=32)}
+    config = {"quantization_config": {**folders.GPTQ, "dynamic": {"wide": {"bits": 8}}}}
+    every = folders.named(weights)
+    shards = [{key: each for key, each in every.items() if key.startswith(name)} for name in weights]
+    path = folders.folder(tmp_path / "in", *shards, config=config)
+    options = {"bits": 4, "group": 32}
+    requantized(path, tmp_path / "out", "int_group.gptq_v1", options, part=(1, 2))
+    requantized(path, tmp_path / "out", "int_group.gptq_v1", options, part=(2, 2))
+    report = merge(tmp_path / "out")
+    assert list(report["requantized"]) == ["wide"] and 10 < report["snr_db"] < 40
+    with Folder(tmp_path / "out") as folder:
+        exact = int_group.convert(weights["up"], "gptq_v1")
+        assert all(folder.tensor(f"up.{key}").equal(tensor) for key, tensor in exact.tensors.items())
+        assert folder.entry("wide.qweight").shape == (8, 8)
+
+
+def test_what_cannot_be_requantized(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "in", folders.named({"w": weight()}))
+    for to, bits, message in (("nope", 4, "no format 'nope'"), ("int_group", 9, "bits is one of"),
+                              ("int_group.nope", 8, "no storage 'nope'"), ("int_group.planar", 8, "when a checkpoint is loaded")):
+        with pytest.raises(ConvertError, match=message):
+            requantized(path, tmp_path / "out", to, {"bits": bits})
+    assert not (tmp_path / "out").exists()
+
+
+# However it is cut
+
+
+def test_bytes_do_not_depend_on_processes_or_parts(sharded: Path, tmp_path: Path) -> None:
+    convert(sharded, tmp_path / "one")
+    convert(sharded, tmp_path / "jobs", jobs=2)
+    for part in ((2, 3), (1, 3)):
+        assert not (tmp_path / "parts" / INDEX).exists()
+        convert(sharded, tmp_path / "parts", part=part)
+        if part == (2, 3):
+            with pytest.raises(ConvertError, match=f"1 of 2 shards are not there, .*: {TWO[0]}"):
+                merge(tmp_path / "parts")
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
+        Folder(tmp_path / "parts")
+    merge(tmp_path / "parts")
+    assert folders.files(tmp_path / "one") == folders.files(tmp_path / "jobs") == folders.files(tmp_path / "parts")
+
+
+def test_parts_are_of_about_the_same_size() -> None:
+    shards = [type("S", (), {"name": str(size), "size": size})() for size in (3, 9, 4, 2, 8)]
+    parts = [[each.size for each in share(shards, place, 2)] for place in (1, 2)]
+    assert parts == [[3, 9, 2], [4, 8]]
+    assert [share(shards[:1], place, 2) for place in (1, 2)] == [shards[:1], []]
+
+
+def test_only_what_is_missing_or_old_is_done_again(sharded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert convert(sharded, out, part=(1, 1))["shards_written"] == 2
+    assert convert(sharded, out, part=(1, 1))["shards_written"] == 0
+    with pytest.raises(ConvertError, match="a conversion to awq was begun here"):
+        convert(sharded, out, "gptq_v1")
+    with Folder(sharded) as folder:
+        head = folder.tensor("head").clone()
+        scales = {name: folder.tensor(name).clone() for name in ("model.up.scales", "model.down.scales")}
+    write(sharded / TWO[1], {"head": head + 1, **scales}, {"format": "pt"})
+    with pytest.raises(ConvertError, match="2 of 2 shards are not there"):        # the first has the second's scales
+        merge(out)
+    assert convert(sharded, out)["shards_written"] == 2
+    assert Folder(out).tensor("head").equal(head + 1)
+
+
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+
+
+def killed(path: Path, out: Path, after: int) -> bool:
+    """Whether a process that converts a folder was killed, before the operation on the output that comes after so many."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    count = 0
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in EVENTS and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(str(out)):
+            count += 1
+            if count > after:
+                os._exit(9)
+
+    try:
+        torch.set_num_threads(1)                                 # the threads of the parent are not here
+        sys.addaudithook(watch)
+        convert(path, out)
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("index", [True, False])
+def test_killed_at_any_moment(tmp_path: Path, index: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reader takes what is left for a checkpoint, and the next process makes the same bytes of it."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)          # the machine goes on
+    weights = {"w": weight()}
+    every = folders.named(weights)
+    parts = [every, {"norm": torch.ones(3)}] if index else [every]
+    path = folders.folder(tmp_path / "in", *parts, index=index)
+    convert(path, tmp_path / "whole")
+    whole = folders.files(tmp_path / "whole")
+    after = 0
+    while killed(path, out := tmp_path / f"out{after}", after):
+        left = folders.files(out) if out.exists() else {}
+        try:
+            Folder(out).close()
+        except (CheckpointError, FileNotFoundError):
+            pass
+        else:
+            assert {name: data for name, data in left.items() if not name.startswith(".qdsl")} == whole
+        convert(path, out)
+        assert folders.files(out) == whole
+        after += 1 if index else 3
+    assert folders.files(out) == whole and after > 20
+
+
+def test_what_processes_left_is_removed(sharded: Path, tmp_path: Path) -> None:
+    place = tmp_path / "out" / stage.STAGE / TWO[0]
+    place.mkdir(parents=True)
+    (place / ".qdsl-0123.part").write_bytes(b"half")
+    convert(sharded, tmp_path / "out")
+    assert not [name for name in folders.files(tmp_path / "out") if "qdsl" in name]
+
+
+def test_a_note_of_a_stranger_is_refused(sharded: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / stage.STAGE).mkdir(parents=True)
+    (tmp_path / "out" / stage.STAGE / stage.REQUEST).write_text("[]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        convert(sharded, tmp_path / "out")
+    asked = {"format": "", "storage": "awq", "requantize": False, "params": {}}
+    (tmp_path / "out" / stage.STAGE / stage.REQUEST).write_text(json.dumps(asked))
+    convert(sharded, tmp_path / "out")
+
+
+# The command
+
+
+def command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -> None:
+    found = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out", "--jobs", "1")
+    size = sum((tmp_path / "out" / name).stat().st_size for name in TWO)
+    assert (found.exit_code, found.stdout.splitlines()) == (0, [
+        "note: pytorch_model.bin holds other weights, and was not copied", "2 layers from int_group.gptq_v2 to int_group.awq",
+        f"written  {tmp_path / 'out'}: 2 files of tensors, {size} bytes"])
+    again = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out")
+    assert again.exit_code == 1 and "is there already, and is no conversion that was broken off" in again.stderr
+    asked = ("--requantize", "fp8_block", "--param", "bn=32", "-o", tmp_path / "fp8", "-j", "1")
+    found = command("convert", sharded, *asked, "--json")
+    data = json.loads(found.stdout)
+    assert data["schema"] == 1 and set(data["requantized"]) == {"model.up", "model.down"} and 20 < data["snr_db"] < 50
+    worst = min(data["requantized"], key=lambda name: data["requantized"][name]["snr_db"])
+    shutil.rmtree(tmp_path / "fp8")
+    found = command("convert", sharded, *asked)
+    assert f"signal to noise {data['snr_db']:.2f} dB, the least of '{worst}'" in found.stdout
+
+
+def test_parts_and_their_index_as_commands(sharded: Path, tmp_path: Path) -> None:
+    for part in ("1/2", "2/2"):
+        found = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out", "--shard", part, "-j", "1")
+        assert found.exit_code == 0 and f"written  part {part} of {tmp_path / 'out'}: 1 files of tensors" in found.stdout
+    assert command("merge-index", tmp_path / "out").exit_code == 0
+    assert len(Folder(tmp_path / "out").names()) == 8
+    again = command("merge-index", tmp_path / "out")
+    assert again.exit_code == 1 and "no conversion was begun here, or it is complete" in again.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--to", "awq", "--requantize", "fp8_block"], ["--to", "awq", "--param", "bits=4"],
+                                       *(["--to", "awq", "--shard", each] for each in ("0/2", "3/2", "1", "a/b", "1/-2", ""))])
+def test_options_that_make_no_sense(sharded: Path, tmp_path: Path, arguments: list[str]) -> None:
+    found = command("convert", sharded, "-o", tmp_path / "out", *arguments)
+    assert found.exit_code == 2 and found.stderr.startswith("error: ") and not (tmp_path / "out").exists()

@@ -1,0 +1,95 @@
+"""What is written loads in transformers, and gives the logits of the weights that it stands for.
+
+Needs transformers and compressed-tensors, in versions that few others want: without them nothing here is run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.layer_weights import weights
+from qdsl.checkpoint.layers import layers
+from qdsl.checkpoint.safetensors import write
+from qdsl.convert import run
+from qdsl.convert.plan import aimed
+from qdsl.generated import fp8_block, fp8_channel, int8_channel, int_group
+from tests.support import folders
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("default")
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+
+
+def compressed(format: str, type: str) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": type, "symmetric": True, "strategy": "channel"}
+    return {"quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed", "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": format}}}
+
+
+def tiny() -> Any:
+    """A Qwen3 of two layers, with sizes that blocks of 32 divide."""
+    config = transformers.Qwen3Config(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32,
+                                      num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(config).eval()
+
+
+def quantized(path: Path, module: Any, options: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """A folder of the model with its projections quantized; and the model, with the weights that they stand for."""
+    model = tiny()
+    tensors = {}
+    for name, parameter in model.state_dict().items():
+        if "_proj" in name:
+            packed = module.quantize(parameter, **options)
+            tensors |= folders.named({name.removesuffix(".weight"): packed})
+            parameter.copy_(module.dequantize(packed, torch.float32))
+        else:
+            tensors[name] = parameter.clone()
+    write(path / "model.safetensors", tensors, {"format": "pt"})
+    config = {**model.config.to_dict(), "architectures": ["Qwen3ForCausalLM"], "quantization_config": settings}
+    (path / "config.json").write_text(json.dumps(config, default=str))
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(12).view(1, -1)).logits
+
+
+def loaded(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize(("module", "options", "settings"), [
+    (fp8_block, {"bn": 32, "bk": 32}, FP8),
+    (fp8_channel, {"scale_type": "f32"}, compressed("float-quantized", "float")),
+    (int8_channel, {"scale_type": "f32"}, compressed("int-quantized", "int")),
+], ids=["fp8", "float-quantized", "int-quantized"])
+def test_logits_are_those_of_the_decoded_weights(tmp_path: Path, module: Any, options: dict[str, Any], settings: dict[str, Any],
+                                                 ) -> None:
+    if settings["quant_method"] == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+    model = quantized(tmp_path, module, options, settings)
+    assert logits(loaded(tmp_path)).equal(logits(model))
+
+
+@pytest.mark.parametrize(("to", "params"), [("fp8_block", {"bn": 32, "bk": 32}), ("fp8_channel", {"scale_type": "f32"})])
+def test_a_converted_folder_loads(tmp_path: Path, to: str, params: dict[str, Any]) -> None:
+    """With the config that `convert` writes."""
+    pytest.importorskip("compressed_tensors")
+    (tmp_path / "gptq").mkdir()
+    model = quantized(tmp_path / "gptq", int_group, {"storage": "gptq_v2", "bits": 4, "group": 32}, folders.GPTQ)
+    with Folder(tmp_path / "gptq") as folder:
+        run.convert(folder, layers(folder), aimed(to, True, params), tmp_path / "out")
+    with Folder(tmp_path / "out") as folder:
+        for layer in layers(folder).layers:
+            [weight] = weights(folder, layer)
+            model.get_submodule(layer.name).weight.data.copy_(weight.format.dequantize(weight, torch.float32))
+    assert logits(loaded(tmp_path / "out")).equal(logits(model))
