@@ -386,7 +386,7 @@ VARIANT = Variant(
         ),
     },
     decode=decode, encode=encode, importance=True,
-    options={"by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up")},
+    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
 )
 
 FORMAT = Format(

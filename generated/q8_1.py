@@ -9,15 +9,18 @@
 
     gguf: 9 bits per weight
 
-Built from the spec q8_1 (sha256 eec1aa7747be254d) by qdsl 0.1.0.
+Built from the spec q8_1 (sha256 25302f5dab79de2f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import absmax
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, device, empty
 
 
@@ -51,6 +54,15 @@ def decode(d: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
     d = d.float().unsqueeze(-1)
     q = q.unflatten(1, (-1, 32))
     return torch.mul(d, as_float(q, out), out=out).flatten(1)
+
+
+def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
+    ties, least.
+    """
+    q, d, s = absmax(weight, code="i8", scale="f16", sums="f16", rows=1, columns=32, axes=2, sums_columns=32,
+            **{"divisor": 127, "by": "exact", "ties": "away", **options})
+    return {"q": q, "d": d, "s": s}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -118,7 +130,8 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k"),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode,
+    options={"divisor": (), "by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up"), "least": ()},
 )
 
 FORMAT = Format(
@@ -126,7 +139,7 @@ FORMAT = Format(
     source="ggml-common.h block_q8_1", formula="d * q",
     variants={(): VARIANT},
     detect={"gguf": "Q8_1"},
-    digest="eec1aa7747be254d",
+    digest="25302f5dab79de2f",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

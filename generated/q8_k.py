@@ -9,15 +9,18 @@
 
     gguf: 9.125 bits per weight
 
-Built from the spec q8_k (sha256 b5aaa5689176d60b) by qdsl 0.1.0.
+Built from the spec q8_k (sha256 a37cb980c36632af) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import signmax
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, device, empty, integer
 
 
@@ -52,6 +55,15 @@ def decode(d: Tensor, bs: Tensor, q: Tensor, out: Tensor | None = None) -> Tenso
     d = d.unsqueeze(-1)
     q = q.unflatten(1, (-1, 256))
     return torch.mul(d, as_float(q, out), out=out).flatten(1)
+
+
+def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = the value of largest magnitude, sign and all, / divisor.  options:
+    by, ties.
+    """
+    q, d, bs = signmax(weight, code="i8", scale="f32", sums="i16", rows=1, columns=256, axes=2, sums_columns=16,
+            divisor=-127, **{"by": "ratio", **options})
+    return {"q": q, "d": d, "bs": bs}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -119,7 +131,8 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k"),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode,
+    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
 )
 
 FORMAT = Format(
@@ -127,7 +140,7 @@ FORMAT = Format(
     source="ggml-common.h block_q8_K", formula="d * q",
     variants={(): VARIANT},
     detect={"gguf": "Q8_K"},
-    digest="b5aaa5689176d60b",
+    digest="a37cb980c36632af",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

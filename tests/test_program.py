@@ -124,6 +124,6 @@ def test_schemes_are_what_encode_implements() -> None:
         arguments = inspect.signature(getattr(qdsl.encode, name)).parameters
         offered = {*scheme.roles, *scheme.options}
         read = {word for pattern in scheme.patterns for word in re.findall("[a-z_]+", pattern)}
-        given = read | {scheme.which, "weight", "rows", "columns", "super_columns", "shift_columns", "axes"}      # filled in
+        given = read | {scheme.which, "weight", "rows", "columns", "super_columns", "shift_columns", "sums_columns", "axes"}
         assert offered <= set(arguments) - {"importance"} <= offered | given, name
         assert ("importance" in arguments) == scheme.importance, name

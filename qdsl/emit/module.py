@@ -190,6 +190,7 @@ def _encode(program: Program, decoded: Decode) -> list[str]:
         fixed += [*across[:1], f"columns={_block(program, scale, 'k')}", *across[1:]]
         fixed += [f"{word}_columns={_block(program, program.field(encode.roles[role]), 'k')}"
                   for word, role in (("super", "super_scale"), ("shift", "shift")) if role in encode.roles and not scheme.across]
+        fixed += [f"sums_columns={_block(program, program.field(encode.roles['sums']), 'k')}"] if "sums" in encode.roles else []
     fixed += [f"{key}={_literal(value)}" for key, value in encode.options.items() if key not in encode.open]
     fixed += [f"{key}={constant(value) if isinstance(value, str) else value}" for key, value in encode.constants.items() if value]
     given = [f'"{key}": {_literal(value)}' for key, value in encode.options.items() if key in encode.open]
@@ -199,7 +200,7 @@ def _encode(program: Program, decoded: Decode) -> list[str]:
         named.append("importance: Tensor | None = None")
         call.insert(-1, "importance=importance")
     head = ["weight: Tensor", *(["*", *named] if named else []), "**options: Any"]
-    order = [encode.roles[role] for role in scheme.roles]
+    order = [encode.roles[role] for role in scheme.roles if role in encode.roles]
     doc = f"Fields for a float weight [N, K]: {scheme.summary}."
     if encode.importance:
         doc += "  importance: float32 [K]."

@@ -75,7 +75,7 @@ def check_encode(program: Program, problems: Problems) -> Program:
                          f"'{key.name}' is for codes that are floats; {code.name} is none")
         if key.name == "lost" and (options.get("by") != "exact" or not constants.get("offset")):
             problems.add(key.span, "'lost' is for codes with an offset and by=exact")
-    return replace(program, encode=Encode(call.name, roles, options, constants, offered, scheme.importance and not code.is_float))
+    return replace(program, encode=Encode(call.name, roles, options, constants, offered, scheme.takes_importance(code)))
 
 
 def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: dict[str, str], problems: Problems) -> None:
@@ -121,6 +121,8 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
     for table in program.spec.tables:
         if table.name.value == constants.get("levels") and not (table.is_int and all(a < b for a, b in pairwise(table.values))):
             problems.add(call.span, f"'{call.name}' needs a table of rising integers; '{table.name}' is none")
+    if "sums" in roles:
+        _check_sums(program, call, roles, constants, problems)
     for level in LEVELS:
         given = [role for role in level if role in roles]
         for role in given[1:]:
@@ -137,6 +139,23 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
         problems.add(call.span, f"'{call.name}' needs blocks of columns, n, k // size, in super-blocks of whole blocks")
     elif "grid" in constants:
         _check_rows(program, call, roles, constants, whole, problems)
+
+
+def _check_sums(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, problems: Problems) -> None:
+    """Sums of integers over runs of columns: integers that hold the largest, or floats of the blocks of the scale."""
+    code, field = program.field(roles["code"]).number, program.field(roles["sums"])
+    size, offset = _length(field.index), constants.get("offset", 0)
+    assert code is not None and field.number is not None
+    if code.is_float or size is None:
+        problems.add(call.span, f"sums are of integers, in runs of columns: '{field.name}' is for each n, k // size")
+    elif field.number.is_float:
+        if field.index != program.field(roles["scale"]).index:
+            problems.add(call.span, f"'{field.name}' and '{roles['scale']}' need the same subscript", "sums are times the scale")
+    elif isinstance(offset, int):
+        ends = [size * (end - offset) for end in (code.low, code.high)]
+        if ends[0] < field.number.low or ends[1] > field.number.high:
+            problems.add(field.span, f"sums of {size} codes are {ends[0]} to {ends[1]}; {field.number.name} holds "
+                                     f"{field.number.low} to {field.number.high}")
 
 
 def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, sizes: list[int],

@@ -23,6 +23,8 @@ KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "row": ("a code of rows is an unsigned integer", lambda number: number.kind == "unsigned"),
     "integer": ("expected an integer of at most 8 bits", lambda number: not number.is_float and number.bits <= 8),
     "float": ("a code is f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
+    "sums": ("sums of codes are a signed integer, f32, f16 or bf16",
+             lambda number: number.kind == "signed" or (number.is_float and number.bits >= 16)),
 }
 
 
@@ -30,7 +32,8 @@ KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
 class Scheme:
     """roles: the fields that it chooses, as it returns them, and of which of KINDS each is.
 
-    options: argument -> allowed words, None: a number.  required: roles and options that must be given.
+    options: argument -> allowed words, None: a number.  required: roles and options that must be given.  A field of `sums` is
+    computed from the codes.
     inverts: the decode expressions that it is the inverse of, over roles, constants that may be missing, and tables:
     `level[code]` is a number, `levels[code]` one of rising integers, `grid[code, k]` one of a row; `steps(scale)` is whatever
     depends on that field alone.  importance: it takes one.  own: words that belong to the format, which no caller gives; given:
@@ -61,6 +64,10 @@ class Scheme:
         allowed = _OF_FLOATS if code.is_float else _OF_INTEGERS
         return tuple(word for word in words if word in allowed.get(option, words))
 
+    def takes_importance(self, code: Number) -> bool:
+        """Among 256 codes there is nothing to search for; of a grid's rows there are that many."""
+        return self.importance and not code.is_float and (code.bits < 8 or self.roles["code"] == "row")
+
     def open(self, code: Number) -> tuple[str, ...]:
         """Options that a caller of quantize may give too."""
         return tuple(option for option in self.options
@@ -72,15 +79,15 @@ _POWERS = ("up", "floor", "ceil", "even", "half")
 # Words of options that differ for codes that are floats and for integers.
 _OF_FLOATS = {"ties": ("even", "zero")}
 _OF_INTEGERS = {"ties": _TIES, "power": (), "zeros": ()}
-_BY = ("stored", "exact", "inverse")
+_BY = ("stored", "exact", "inverse", "ratio")
 
 SCHEMES = {
-    "absmax": Scheme({"code": "code", "scale": "power"}, ("code", "scale"),
+    "absmax": Scheme({"code": "code", "scale": "power", "sums": "sums"}, ("code", "scale"),
                      {"divisor": None, "by": _BY, "ties": (*_TIES, "zero"), "lost": ("least", "zero"), "least": None,
                       "power": _POWERS, "zeros": ("signed", "negative", "positive")},
                      "scale = largest magnitude of the block / divisor", "scale * (code - offset)", own=("lost",),
                      given=("divisor", "least"), of_integers=("divisor",)),
-    "signmax": Scheme({"code": "code", "scale": "scale"}, ("code", "scale", "divisor"),
+    "signmax": Scheme({"code": "code", "scale": "scale", "sums": "sums"}, ("code", "scale", "divisor"),
                       {"divisor": None, "by": _BY, "ties": _TIES},
                       "scale = the value of largest magnitude, sign and all, / divisor", "scale * (code - offset)",
                       importance=True),

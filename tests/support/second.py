@@ -317,7 +317,24 @@ class Reading:
                 elements = dict.fromkeys(shared[places[0]][name] for places in parts.values())
                 for element, each in zip(elements, found, strict=True):
                     fields[name][element] = each
-        return fields
+        return {**fields, **self._sums(weight, fields[code], given)} if "sums" in given else fields
+
+    def _sums(self, weight: npt.NDArray[np.float32], codes: Codes, given: Mapping[str, Any]) -> dict[str, Codes]:
+        """The field that is sums of the codes: integers, or floats that are times the scale that codes were computed with."""
+        name, code, scheme = str(given["sums"]), str(given["code"]), self.spec.encode.name if self.spec.encode else ""
+        kinds, offset = {role: self.kind(str(given[role])) for role in ("code", "scale", "sums")}, self._offset(code)
+        runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for place, _, at in self.places({name: np.zeros(0, np.int64)}):
+            runs.setdefault(at[name], []).append(place)
+        found = np.zeros([1 + max(i) for i in zip(*runs, strict=True)], np.int64)
+        for element, places in runs.items():
+            total = sum(int(value(kinds["code"], int(codes[place]))) - offset for place in places)
+            with np.errstate(all="ignore"):
+                x = [np.float32(weight[place]) for place in places]
+                used = _absmax(x, kinds["code"], kinds["scale"], scheme, offset, given)[2]
+                found[element] = total & (1 << width(kinds["sums"])) - 1 if kinds["sums"][0] == "i" else \
+                    nearest(kinds["sums"], np.float32(total) * used)
+        return {name: found}
 
     def _block(self, weight: npt.NDArray[np.float32], parts: list[list[tuple[int, int]]], given: Mapping[str, Any],
                ) -> tuple[list[list[int]], dict[str, list[int]]]:
@@ -361,7 +378,7 @@ class Reading:
             codes, zero, scale_code = _minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], given)
             return [codes], {"zero": [zero], "scale": [scale_code]}
         if scheme in ("absmax", "signmax"):
-            codes, scale_code = _absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), given)
+            codes, scale_code, _ = _absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), given)
             return [codes], {"scale": [scale_code]}
         raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/second.py")
 
@@ -543,14 +560,14 @@ def _leveled(x: Parts, by: Parts | None, kinds: Mapping[str, str], levels: list[
 
 
 def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int, given: Mapping[str, str | float | bool],
-            ) -> tuple[list[int], int]:
-    """Codes and the scale's code for scale = largest / divisor, where signmax keeps the sign of the largest."""
+            ) -> tuple[list[int], int, np.float32]:
+    """Codes, and the scale's code and exact value, for scale = largest / divisor, where signmax keeps the largest's sign."""
     first = max(x, key=abs)                                      # of equals, the first
     largest = first + np.float32(0) if scheme == "signmax" else abs(first)
     divisor = np.float32(given["divisor"] if "divisor" in given else _magnitudes(kind)[-1][0])
     by, ties = given.get("by", "stored"), str(given.get("ties", "even"))
     least = np.float32(given.get("least", 0))
-    exact = max(largest / divisor, least)
+    exact = max(largest / divisor, least) if least else largest / divisor
     zeros = str(given.get("zeros", "signed"))
     if "power" in given or scale == "e8m0":
         rule = str(given.get("power", "up"))
@@ -558,14 +575,22 @@ def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int
         exponent = _exponent(float(largest), step, float(divisor), kind, rule) if largest else -127
         exponent = min(max(exponent, ceil(log2(least)) if least else -127, -127), 127)
         code, used = _stored(np.float32(ldexp(1, exponent)), scale)
-        return [_chosen(v / used if used else np.float32(0), kind, ties, offset, zeros) for v in x], code
+        return [_chosen(v / used if used else np.float32(0), kind, ties, offset, zeros) for v in x], code, used
     if by == "inverse":
         # Rounded twice: torch divides a number by a tensor so, and transformers with it.
         factor = np.float32(1) / largest * divisor if largest else np.float32(1)
         factor = min(factor, np.float32(1 / least)) if least else factor
-        code, _ = _stored(np.float32(1) / factor, scale)
+        used = np.float32(1) / factor
+        code, _ = _stored(used, scale)
         scaled = [v * factor for v in x]
+    elif by == "ratio":
+        factor = divisor / largest
+        factor = min(max(factor, np.float32(-1 / least)), np.float32(1 / least)) if least else factor
+        used = np.float32(1) / factor if largest else np.float32(0)
+        code, _ = _stored(used, scale)
+        scaled = [np.float32(0) if np.isinf(factor) else v * factor for v in x]
     elif by == "exact":
+        used = exact
         code, _ = _stored(exact, scale)
         factor = np.float32(1) / exact if exact else np.float32(0)
         lost = np.float32(0 if given.get("lost") == "zero" else -offset)
@@ -573,7 +598,7 @@ def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int
     else:
         code, used = _stored(exact if exact else np.float32(2 ** -23), scale)
         scaled = [v / used for v in x]
-    return [_chosen(v, kind, ties, offset, zeros) for v in scaled], code
+    return [_chosen(v, kind, ties, offset, zeros) for v in scaled], code, used
 
 
 def _nested(x: list[list[np.float32]], kinds: Mapping[str, str], divided: bool, given: Mapping[str, Any],

@@ -59,8 +59,11 @@ def schemes() -> list[str]:
         return "; ".join(f"`{name}`: {'a number' if words is None else ', '.join(words)}"
                          for name, words in SCHEMES[scheme].options.items()) or "none"
 
+    def chosen(scheme: str) -> str:
+        return ", ".join(f"`{role}`{'' if role in SCHEMES[scheme].required else ' if given'}" for role in SCHEMES[scheme].roles)
+
     return rows(["scheme", "chooses", "options", "importance", "how", "inverts"], (
-        [f"`{name}`", ", ".join(f"`{role}`" for role in scheme.roles), options(name), "yes" if scheme.importance else "",
+        [f"`{name}`", chosen(name), options(name), "yes" if scheme.importance else "",
          scheme.summary, " or ".join(f"`{pattern}`" for pattern in scheme.patterns)]
         for name, scheme in SCHEMES.items()))
 
