@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -235,6 +236,25 @@ def test_what_is_wrong_in_a_late_tile_is_said_with_its_row(module: object, monke
     if module is q4_0:
         with refused(r"the scale .* of block \[300, 0\] does not fit f16"):
             q4_0.quantize(weight)
+        with refused("the weight 3e.38 at row 300, column 5 does not fit f16"):
+            f16.quantize(weight)
+
+
+def test_a_weight_with_something_wrong_is_encoded_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches take long, so no tile is searched again to say where it is."""
+    monkeypatch.setattr(tiles, "TILE", 1)
+    rows: list[int] = []
+
+    def encode(part: Tensor) -> dict[str, Tensor]:
+        rows.append(len(part))
+        return q4_k.encode(part)
+
+    variant = replace(q4_k.FORMAT.variant({}), encode=encode)
+    weight = torch.zeros(8, 256)
+    weight[5] = 3e38
+    with refused(r"the scale .* of block \[5, 0\] does not fit f16"):
+        tiles.encode_rows(variant, weight, {}, {})
+    assert rows == [1] * 6
 
 
 def test_quantize_refuses_what_it_cannot_do() -> None:
@@ -248,7 +268,7 @@ def test_quantize_refuses_what_it_cannot_do() -> None:
         int8_channel.quantize(torch.full((2, 8), 1e36), scale_type="f16")
     with refused("the weight 1e.06 at row 1, column 0 does not fit f16"):
         f16.quantize(torch.tensor([[0.0], [1e6]]))
-    with refused("q4_0: by is one of stored, exact, inverse, not nearest"):
+    with refused("q4_0: by is one of stored, exact, inverse, ratio, not nearest"):
         q4_0.quantize(torch.zeros(1, 32), by="nearest")
     with refused("q4_0 has no parameter 'rounding'"):
         q4_0.quantize(torch.zeros(1, 32), rounding="up")

@@ -11,7 +11,7 @@ from qdsl.numbers import number
 from qdsl.runtime.layout import FLOATS
 from qdsl.runtime.match import torch_dtype
 from qdsl.runtime.numbers import to_minifloat
-from qdsl.runtime.packed import FormatError
+from qdsl.runtime.packed import Misfit
 
 
 def cut_blocks(weight: Tensor, rows: int, columns: int) -> Tensor:
@@ -32,14 +32,14 @@ def arithmetic(weight: Tensor, scale: str) -> Tensor:
 
 
 def stored_scale(exact: Tensor, scale: str) -> Tensor:
-    """A scale as it is stored.  Raises FormatError where it becomes infinite."""
+    """A scale as it is stored.  Raises Misfit where it becomes infinite."""
     stored = exact.to(FLOATS[scale])
     if scale == "e8m0":
         return stored                                            # exact is one of its powers of two
     bad = ~torch.isfinite(stored)
     if bool(bad.any()):
         where = tuple(int(i) for i in torch.nonzero(bad)[0])
-        raise FormatError(f"the scale {float(exact[where]):g} of block {[where[0], where[2]]} does not fit {scale}")
+        raise Misfit(f"the scale {float(exact[where]):g} of block [{{row}}, {where[2]}] does not fit {scale}", where[0])
     return stored
 
 

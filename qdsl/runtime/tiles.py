@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layout import Field, Variant
-from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.packed import FormatError, Misfit, PackedWeight
 from qdsl.shapes import axis, granule
 
 TILE = 1 << 19                                                   # weights per tile: few enough for a cache, many enough per call
@@ -86,12 +86,13 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
     parts: list[dict[str, Tensor]] = []
     for start in range(0, n, rows):
         part = weight[start:start + rows]
+        _check_finite(part, start)
         try:
-            _check_finite(part)
             parts.append(variant.encode(part, **options))
-        except FormatError:
-            _check_finite(weight)                                # says the row of the whole weight, not of the tile
-            return dict(variant.encode(weight, **options))
+        except Misfit as error:
+            if any(field.axes and field.axes[0].dim == "N*K" for field in chosen):
+                return dict(variant.encode(weight, **options))   # blocks of the flat position: it says which
+            raise error.after(start // max(blocks)) from None    # what does not fit is of the blocks of most rows, the scale's
     return {name: _joined([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -110,12 +111,13 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, out=whole)
 
 
-def _check_finite(weight: Tensor) -> None:
+def _check_finite(weight: Tensor, start: int = 0) -> None:
+    """Raises FormatError with the first row that is not, counted from `start`."""
     if math.isfinite(float(weight.sum(dtype=torch.float32))):    # one fast pass; a sum that overflows is looked at again
         return
     if not bool(torch.isfinite(weight).all()):
         n, k = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
-        raise FormatError(f"the weight is {float(weight[n, k])} at row {n}, column {k}")
+        raise FormatError(f"the weight is {float(weight[n, k])} at row {start + n}, column {k}")
 
 
 def unpack(packed: PackedWeight) -> dict[str, Tensor]:
