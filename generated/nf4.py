@@ -9,7 +9,11 @@
     bitsandbytes: 4.5 bits per weight with block = 64
     planar: 4.5 bits per weight with block = 64
 
+<<<<<<< HEAD
 Built from the spec nf4 (sha256 529819eb58aef536) by qdsl 0.1.0.
+=======
+Built from the spec nf4 (sha256 782157a34e3982a5) by qdsl 0.1.0.
+>>>>>>> f817922 (bitsandbytes whole but for its quant_state: nested scales, FP4, int8, quantizers; AWQ for gemv kernels; BitNet)
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -18,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import unit_level
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
         lanes, many, pad)
 
@@ -31,7 +36,7 @@ LEVELS = Table("f32", -1.0, -0.6961928009986877, -0.5250730514526367, -0.3949174
 
 
 def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N*K/2, 1]; weight_absmax float32 [ceil(N*K/block)]."""
+    """Fields of weight uint8 [ceil(N*K/2), 1]; weight_absmax float32 [ceil(N*K/block)]."""
     r = weight.squeeze(1)
     return {
         "s": weight_absmax,
@@ -41,7 +46,7 @@ def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, *, N: int, K: int
 
 def pack_bitsandbytes(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_absmax of the fields; the inverse of unpack_bitsandbytes."""
-    q_split = q.flatten().unflatten(-1, (-1, 2))
+    q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
     r = q_split[:, 0] << 4 | q_split[:, 1]
     return {
         "weight": r.unsqueeze(-1),
@@ -76,6 +81,14 @@ def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     q = q.view(torch.int8).reshape(s.shape[0], -1)
     s = s.unsqueeze(-1)
     return torch.mul(LEVELS[q], s, out=out).view(shape)
+
+
+def encode(weight: Tensor, *, block: int) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block; codes of the levels nearest to w *
+    (1 / scale).
+    """
+    q, s = unit_level(weight.reshape(1, -1), code="u4", scale="f32", rows=1, columns=block, axes=2, level=LEVELS)
+    return {"q": q.reshape(weight.shape), "s": s.flatten()}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -334,8 +347,13 @@ VARIANT = Variant(
     storages={
         "bitsandbytes": Storage(
             tensors={
+<<<<<<< HEAD
                 "weight": Stored("u8", "N*K/2", "1"),
                 "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
+=======
+                "weight": Stored("u8", "ceil(N*K/2)", "1"),
+                "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",)),
+>>>>>>> f817922 (bitsandbytes whole but for its quant_state: nested scales, FP4, int8, quantizers; AWQ for gemv kernels; BitNet)
             },
             unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, needs_shape=True,
             kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k",
@@ -352,7 +370,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("block",))),
         ),
     },
-    decode=decode, cuts=("N", "ceil(N*K/block)"),
+    decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
 )
 
 FORMAT = Format(
@@ -361,10 +379,14 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
+<<<<<<< HEAD
     detect={"config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"},
         "tensors": {"weight.quant_state.bitsandbytes__nf4": {"quant_type": "nf4", "blocksize": "block",
         "shape": ["N", "K"]}}},
     digest="529819eb58aef536",
+=======
+    digest="782157a34e3982a5",
+>>>>>>> f817922 (bitsandbytes whole but for its quant_state: nested scales, FP4, int8, quantizers; AWQ for gemv kernels; BitNet)
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

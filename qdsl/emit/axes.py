@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qdsl.emit.tensors import Unsupported
 from qdsl.ir import index as ix
-from qdsl.ir.index import Atom, Index, name
+from qdsl.ir.index import Index, name
 from qdsl.ir.program import Field, Program, Tensor
 from qdsl.passes.samples import divisor_of
 
@@ -22,18 +22,18 @@ def axis_text(extent: Index, words: int = 1) -> str:
     if len(extent.terms) == 1 and not extent.const:
         if coefficient != 1:
             return axis_text(Index(0, ((atom, 1),)), words * coefficient)
-        if atom in (_atom("N"), _atom("K")):
+        if atom.op == "name":                                    # N, K or a size
             return head + atom.name
         if atom.op == "mul" and set(atom.args) == {name("N"), name("K")}:
             return head + "N*K"
         if atom.op in ("exact", "ceil"):
-            body = f"{axis_text(atom.args[0])}/{str(atom.args[1]).replace(' ', '')}"
+            top, by = atom.args
+            inner = top.terms[0][0] if len(top.terms) == 1 and top.terms[0][1] == 1 and not top.const else None
+            if inner is not None and inner.op == "exact":        # a quotient that divides, rounded up again
+                top, by = inner.args[0], inner.args[1] * by
+            body = f"{axis_text(top)}/{str(by).replace(' ', '')}"
             return head + (f"ceil({body})" if atom.op == "ceil" else body)
     raise Unsupported(f"the extent {extent} is not a dim over a step")
-
-
-def _atom(word: str) -> Atom:
-    return Atom("name", word)
 
 
 def tensor_axes(tensor: Tensor) -> list[str]:

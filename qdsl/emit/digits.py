@@ -40,18 +40,17 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One slice, cut: byte digits with the largest stride first, bit digits in the order of the coordinates."""
+    """One slice, cut: byte digits with the largest stride first, bit digits in the order of the coordinates.
+
+    first: the byte of the record at which the first container begins.
+    """
 
     part: Slice
     bytes_: tuple[Digit, ...]
     bits: tuple[Digit, ...]
     container: int
     lanes: tuple[Lane, ...]
-
-    @property
-    def first(self) -> int:
-        """The first byte."""
-        return self.part.offset // 8
+    first: int
 
     @property
     def whole(self) -> bool:
@@ -76,21 +75,22 @@ def cut(part: Slice) -> Cut | None:
             period = 8 // gcd(stride, 8)                         # after so many steps the digit is at a byte again
             inside = min(extent, period)
             if extent % inside:
-                return None
+                inside = extent                                  # ten codes of 3 bits in a word: lanes, all of them
             if inside > 1:
                 bits.append(Digit(axis, weight, inside, stride))
             if extent > inside:
                 bytes_.append(Digit(axis, weight * inside, extent // inside, stride * inside))
             weight *= extent
     bits.sort(key=lambda d: (d.axis, -d.weight))
-    at = {values: part.offset % 8 + sum(v * d.stride for v, d in zip(values, bits, strict=True))
+    low = part.offset + sum((d.extent - 1) * d.stride for d in bits if d.stride < 0)
+    at = {values: part.offset - low // 8 * 8 + sum(v * d.stride for v, d in zip(values, bits, strict=True))
           for values in product(*(range(d.extent) for d in bits))}
     one = all(bit % 8 + part.width <= 8 for bit in at.values())
     container = 1 if one else -(-(max(at.values()) + part.width) // 8)
     lanes = tuple(Lane(values, bit // 8 if one else 0, bit % 8 if one else bit) for values, bit in at.items())
     if min(at.values()) < 0 or container > 8 or any(d.stride < 8 * container for d in bytes_):
         return None
-    return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), container, lanes)
+    return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), container, lanes, low // 8)
 
 
 def _cut_places(part: Slice) -> Cut | None:
@@ -116,7 +116,7 @@ def _cut_places(part: Slice) -> Cut | None:
                   for values in product(*(range(d.extent) for d in bits)))
     if min(lane.skip for lane in lanes) < 0 or any(d.stride < 8 for d in bytes_):
         return None
-    return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), 1, lanes)
+    return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), 1, lanes, part.offset // 8)
 
 
 def coordinate(digits: list[Digit], axis: int) -> list[Digit]:

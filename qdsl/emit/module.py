@@ -180,14 +180,21 @@ def _encode(program: Program, decoded: Decode) -> list[str]:
     scheme = SCHEMES[encode.scheme]
     sizes = list(program.sizes)
     types = [key for key, value in program.params.items() if isinstance(value, str)]
-    fixed = ["weight"]
+    flat = [atom for role in encode.roles.values() for i in program.field(role).index if (atom := ix.flat_of(i)) is not None]
+    by = min((atom.args[1] for atom in flat), key=lambda size: size.const or size.terms[0][1], default=None)
+    apart = flat[:1] and flat[0].op == "mod"                     # a group's weights are a column of the matrix [group, -1]
+    if apart and by is not None:
+        by = by.terms[0][0].args[1]
+    fixed = ["weight" if by is None else f"weight.reshape({by}, -1).t()" if apart else "weight.reshape(1, -1)"]
     for role, field in encode.roles.items():
         kind = program.field(field).kind
         fixed.append(f"{role}={kind}" if kind in program.params else f'{role}="{kind}"')
     if "scale" in encode.roles:
         scale = program.field(encode.roles["scale"])
         across = [f"rows={_block(program, scale, 'n')}", f"axes={len(scale.index)}"] if scheme.across else []
-        fixed += [*across[:1], f"columns={_block(program, scale, 'k')}", *across[1:]]
+        if by is not None:
+            across = ["rows=1", "axes=2"]
+        fixed += [*across[:1], f"columns={by or _block(program, scale, 'k')}", *across[1:]]
         fixed += [f"{word}_columns={_block(program, program.field(encode.roles[role]), 'k')}"
                   for word, role in (("super", "super_scale"), ("shift", "shift")) if role in encode.roles and not scheme.across]
         fixed += [f"sums_columns={_block(program, program.field(encode.roles['sums']), 'k')}"] if "sums" in encode.roles else []
@@ -209,9 +216,13 @@ def _encode(program: Program, decoded: Decode) -> list[str]:
     else:
         head.remove("**options: Any")
         call.remove("**options")
+    made = {name: name for name in order}
+    if by is not None:                                           # back from one row, or from a row for each group
+        made = {name: f"{name}{'.t()' if apart else ''}.reshape(weight.shape)" if len(program.field(name).index) == 2 else
+                f"{name}.flatten()" if program.field(name).index else name for name in order}
     return [*wrapped("def encode(", head, ") -> dict[str, Tensor]:"),
             *indent([*_doc(doc), *wrapped(f"{', '.join(order)} = {encode.scheme}(", call, ")", level=1),
-                     f"return {{{', '.join(f'{_quoted(name)}: {name}' for name in order)}}}"])]
+                     f"return {{{', '.join(f'{_quoted(name)}: {made[name]}' for name in order)}}}"])]
 
 
 def _literal(value: str | int | float) -> str:

@@ -144,7 +144,7 @@ def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
     steps = (cuts.first, tensor.record_bits // 8, *(digit.stride // 8 for digit in cuts.bytes_))
     if size > 1 and all(step % size == 0 for step in steps):
         wide = Chain(f"as_type({records.text}, torch.{kind})", records.labels)
-        moved = replace(cuts, part=replace(cuts.part, offset=cuts.part.offset // size), container=1,
+        moved = replace(cuts, first=cuts.first // size, container=1,
                         bytes_=tuple(replace(d, stride=d.stride // size) for d in cuts.bytes_))
         if not cuts.bytes_:
             return wide.pick({BYTES: str(moved.first)})

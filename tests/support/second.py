@@ -296,6 +296,8 @@ class Reading:
             for place in np.ndindex(*self.shape):
                 fields[code][place] = nearest(self.kind(code), np.float32(weight[place]))
             return fields
+        if self.spec.encode.name == "unit_level_nested":
+            return self._nested(weight)
         if self.spec.encode.name.startswith("grid_"):
             return self._grids(weight, {role: str(name) for role, name in self.arguments.items()}, given.get("importance"))
         roles = {role: str(given[role]) for role in ("scale", "min", "zero", "super_scale", "super_min") if role in given}
@@ -374,6 +376,12 @@ class Reading:
         if scheme == "absmax_level":
             codes, scale_code = _level(x[0], kinds["scale"], [float(v) for v in self._levels()], self._factor())
             return [codes], {"scale": [scale_code]}
+        if scheme == "unit_level":
+            codes, scale_code = _unit(x[0], self._levels())
+            return [codes], {"scale": [scale_code]}
+        if scheme == "float_zero":
+            codes, zero, scale_code = _float_zero(x[0], kinds)
+            return [codes], {"zero": [zero], "scale": [scale_code]}
         if scheme == "minmax":
             codes, zero, scale_code = _minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], given)
             return [codes], {"zero": [zero], "scale": [scale_code]}
@@ -381,6 +389,28 @@ class Reading:
             codes, scale_code, _ = _absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), given)
             return [codes], {"scale": [scale_code]}
         raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/second.py")
+
+    def _nested(self, weight: npt.NDArray[np.float32]) -> dict[str, Codes]:
+        """Codes by blocks, and their scales, less the mean of all, by blocks of blocks in the same way."""
+        roles = {role: str(name) for role, name in self.arguments.items()}
+        blocks: dict[int, list[tuple[int, int]]] = {}
+        parents: dict[int, int] = {}
+        for place, _, at in self.places({name: np.zeros(0, np.int64) for name in roles.values()}):
+            blocks.setdefault(at[roles["scale"]][0], []).append(place)
+            parents[at[roles["scale"]][0]] = at[roles["super_scale"]][0]
+        codes, scales = np.zeros(self.shape, np.int64), []
+        levels, entries = ([self.tables[t.name.value, (i,)] for i in range(t.shape[0])] for t in self.spec.tables)
+        for places in blocks.values():
+            found, scale = _unit([np.float32(weight[place]) for place in places], levels)
+            for place, code in zip(places, found, strict=True):
+                codes[place] = code
+            scales.append(np.uint32(scale).view(np.float32))
+        mean = np.float32(sum(map(float, scales)) / len(scales))
+        pairs = [_unit([s - mean for s, p in zip(scales, parents.values(), strict=True) if p == parent], entries)
+                 for parent in dict.fromkeys(parents.values())]
+        return {roles["code"]: codes, roles["scale"]: np.array([code for found, _ in pairs for code in found]),
+                roles["super_scale"]: np.array([scale for _, scale in pairs]),
+                roles["offset"]: np.array(int(mean.view(np.uint32)))}
 
     def _grids(self, weight: npt.NDArray[np.float32], roles: Mapping[str, str], importance: Any) -> dict[str, Codes]:
         """Fields of super-blocks of rows of a grid: `code` says the row, and decode what else there is."""
@@ -663,6 +693,25 @@ def _minmax(x: list[np.float32], kind: str, zero: str, scale: str, given: Mappin
     codes = [round(float(v / used)) + middle for v in x]
     zeros = int(zero[1:])
     return [_clip(c, bits, least) for c in codes], _clip(middle, zeros, -(1 << zeros - 1) if zero[0] == "i" else 0), code
+
+
+def _unit(x: list[np.float32], levels: list[Scalar]) -> tuple[list[int], int]:
+    """Codes of the nearest levels, of two the lower, for the largest magnitude as the scale, and the scale's code."""
+    largest = max(map(abs, x))
+    inverse = np.float32(1) / largest if largest else np.float32(0)
+    order = sorted(range(len(levels)), key=lambda i: float(levels[i]))
+    middles = [np.float32((float(levels[a]) + float(levels[b])) / 2) for a, b in pairwise(order)]
+    return [order[sum(v * inverse > middle for middle in middles)] for v in x], int(np.float32(largest).view(np.uint32))
+
+
+def _float_zero(x: list[np.float32], kinds: Mapping[str, str]) -> tuple[list[int], int, int]:
+    """Codes, the zero's code and the scale's code: codes by the exact zero and the exact inverse of the scale."""
+    most = (1 << int(kinds["code"][1:])) - 1
+    span = max(x) - min(x)
+    inverse = min(np.float32(most) / span if span > np.float32(1e-4) else np.float32(1), np.float32(2e4))
+    zero = -min(x) * inverse
+    codes = [min(max(round(float(v * inverse + zero)), 0), most) for v in x]
+    return codes, _stored(zero, kinds["zero"])[0], _stored(np.float32(1) / inverse, kinds["scale"])[0]
 
 
 def _clip(number: int, bits: int, least: int) -> int:

@@ -1,0 +1,387 @@
+"""awq_gemv_fast at group = 32: AWQ for fast gemv kernels and llm-awq, 4-bit codes with a scale and a scaled zero in floats per group.
+
+    w = q * s + z
+    float32, rounded after each operation
+
+    z      f16 [N, K/32]
+    s      f16 [N, K/32]
+    q      u4  [N, K]
+
+    gemv_fast: 5 bits per weight
+    planar: 5 bits per weight
+
+Built from the spec awq_gemv_fast (sha256 2e52b3a7e21cd4ea) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, lanes, many,
+        pad, workspace)
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_gemv_fast(qweight: Tensor, scales: Tensor, qzeros: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of qweight int16 [N/4, 64*K/64]; scales float16 [32*ceil(K/1024), N]; qzeros float16 [32*ceil(K/1024),
+    N].
+    """
+    qweight_bytes = as_type(qweight, torch.uint8).unflatten(-1, (-1, 128))
+    q_bytes = qweight_bytes.unflatten(-1, (4, 2, 8, 2))
+    scales_bytes = as_type(scales.t(), torch.uint8).unflatten(-1, (-1, 64))
+    qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 64))
+    return {
+        "z": as_type(qzeros_bytes, torch.float16).flatten(1)[:, :cdiv(K, 32)],
+        "s": as_type(scales_bytes, torch.float16).flatten(1)[:, :cdiv(K, 32)],
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -3).permute(0, 2, 1, 3, 6, 4, 5).flatten(0, 1).flatten(1),
+    }
+
+
+def pack_gemv_fast(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """qweight, scales, qzeros of the fields; the inverse of unpack_gemv_fast."""
+    q_split = q.unflatten(-1, (-1, 2, 2, 2, 8)).unflatten(0, (-1, 4))
+    qweight_bytes = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 2, 1, 3, 5, 4).flatten(2)
+    scales_bytes = as_type(pad(s, (0, -s.shape[1] % 32, 0, 0)).unflatten(-1, (-1, 32)).unsqueeze(-1),
+        torch.uint8).flatten(2)
+    qzeros_bytes = as_type(pad(z, (0, -z.shape[1] % 32, 0, 0)).unflatten(-1, (-1, 32)).unsqueeze(-1),
+        torch.uint8).flatten(2)
+    return {
+        "qweight": as_type(qweight_bytes, torch.int16).flatten(1),
+        "scales": as_type(scales_bytes, torch.float16).permute(1, 2, 0).contiguous().flatten(0, 1),
+        "qzeros": as_type(qzeros_bytes, torch.float16).permute(1, 2, 0).contiguous().flatten(0, 1),
+    }
+
+
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; s float16 [N, K/32]; z float16 [N, K/32]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
+    return {
+        "z": z,
+        "s": s,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, s, z of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {
+        "q": as_type(r, torch.int32).flatten(1),
+        "s": s,
+        "z": z,
+    }
+
+
+def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = q * s + z.  z [N, K/32], s [N, K/32], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (-1, 32))
+    z = z.float().unsqueeze(-1)
+    s = s.float().unsqueeze(-1)
+    q = q.unflatten(1, (-1, 32))
+    space = workspace(out)
+    w = torch.mul(as_float(q, out), s, out=space)
+    return torch.add(w, z, out=out).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gemv_fast(qweight, scales, qzeros, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    qzeros += n
+    scales += n
+    qweight += 64 * (n // 4).to(tl.int64) * (K // 64)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    z = tl.load(qzeros + 32 * (k // 32 // 32).to(tl.int64) * N + (k // 32 % 32).to(tl.int64)
+        * N, live, 0).to(tl.float32)
+    s = tl.load(scales + 32 * (k // 32 // 32).to(tl.int64) * N + (k // 32 % 32).to(tl.int64)
+        * N, live, 0).to(tl.float32)
+    q = tl.load(qweight + 64 * (k // 64) + 16 * (n % 4) + 8 * (k % 64 // 32)
+        + k % 64 % 8, live, 0) >> 4 * (k % 64 // 8 % 4) & 15
+    w = q * s + z
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_gemv_fast(qweight, scales, qzeros, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qzeros += n
+    scales += n
+    qweight += 64 * (n // 4).to(tl.int64) * (K // 64)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        z = tl.load(qzeros + 32 * (k // 32 // 32).to(tl.int64) * N + (k // 32 % 32).to(tl.int64)
+            * N, live, 0).to(tl.float32)
+        s = tl.load(scales + 32 * (k // 32 // 32).to(tl.int64) * N + (k // 32 % 32).to(tl.int64)
+            * N, live, 0).to(tl.float32)
+        q = tl.load(qweight + 64 * (k // 64) + 16 * (n % 4) + 8 * (k % 64 // 32)
+            + k % 64 % 8, live, 0) >> 4 * (k % 64 // 8 % 4) & 15
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q * s + z) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_planar(q, s, z, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    z += n.to(tl.int64) * (K // 32)
+    s += n.to(tl.int64) * (K // 32)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    out += n.to(tl.int64) * K
+    t = u // 16
+    j = u // 4 % 4
+    c = u % 4
+    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    z1 = tl.load(z + 4 * t + j, live, 0).to(tl.float32)
+    s1 = tl.load(s + 4 * t + j, live, 0).to(tl.float32)
+    q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(4):
+        for i in tl.static_range(2):
+            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            q1 = q_word >> 16 * i + 4 * h & 15
+            w = q1 * s1 + z1
+            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, s, z, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    z += n.to(tl.int64) * (K // 32)
+    s += n.to(tl.int64) * (K // 32)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 16 * tl.cdiv(K, 128), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 16
+        j = u // 4 % 4
+        c = u % 4
+        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+        z1 = tl.load(z + 4 * t + j, live, 0).to(tl.float32)
+        s1 = tl.load(s + 4 * t + j, live, 0).to(tl.float32)
+        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+        for h in tl.static_range(4):
+            for i in tl.static_range(2):
+                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+                q1 = q_word >> 16 * i + 4 * h & 15
+                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
+                acc += (q1 * s1 + z1) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, K // 128, chunk, more),
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
+    return lanes.numbers(code, flip, False, F)
+
+
+
+
+@triton.jit
+def _few_planar(
+    q, s, z, x, bias, out, M, N, K, tiles,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q + z.
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 4, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+                s_g = lanes.by_group(s, row, lanes.count(K, 32), chunk, SIZE, 32, 0)
+                z_g = lanes.by_group(z, row, lanes.count(K, 32), chunk, SIZE, 32, 0)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 4, 4, SIZE, F)
+                    if BASE != 0:
+                        sum -= BASE * sums[u]
+                    sum *= s_g[u]
+                    sum += sums[u] * z_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q, s, z, x, bias, out, N, K,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * q + z.
+
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
+    """
+    STEP: tl.constexpr = 32
+    TRIP: tl.constexpr = max(2, STEP // 16)
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 4, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 4, 4, F)
+                s_g = lanes.by_column(s, row, lanes.count(K, 32), chunk, K, STEP, 32, 0)
+                z_g = lanes.by_column(z, row, lanes.count(K, 32), chunk, K, STEP, 32, 0)
+                if BASE != 0:
+                    sum -= BASE * sums
+                sum *= s_g
+                sum += sums * z_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q, s, z, x, bias, out, M, N, K,
+    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q + z.
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
+    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
+    """
+    SIZE: tl.constexpr = 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = 0 if F == tl.float16 else -128
+    if WHOLE:
+        K = WHOLE
+    first = tl.program_id(0) * (16 * W * R)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    flip = lanes.flips(N, 4, 4, False, F)
+    acc = many.tiles(R, 16 * W, BM)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        columns = many.parts(x + chunk * 128, at, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                                         None, 4, 4, SIZE, F)
+                sums = many.column_sums(columns[u], 16 * W, UNIT, F)
+                s_g = many.of_rows(s, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 0)
+                z_g = many.of_rows(z, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 0)
+                sum *= s_g
+                sum += sums * z_g
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "z": Field("f16", "N", "K/32"),
+        "s": Field("f16", "N", "K/32"),
+        "q": Field("u4", "N", "K"),
+    },
+    storages={
+        "gemv_fast": Storage(
+            tensors={
+                "qweight": Stored("i16", "N/4", "64*K/64"),
+                "scales": Stored("f16", "32*ceil(K/1024)", "N"),
+                "qzeros": Stored("f16", "32*ceil(K/1024)", "N", aliases=("scaled_zeros",)),
+            },
+            unpack=unpack_gemv_fast, pack=pack_gemv_fast, needs_shape=True,
+            kernels=Kernels(_dequantize_gemv_fast, _linear_gemv_fast, rows="N", units="K", last="k"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "16*ceil(K/128)"),
+                "s": Stored("f16", "N", "K/32"),
+                "z": Stored("f16", "N", "K/32"),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
+        ),
+    },
+    decode=decode,
+)

@@ -1,0 +1,385 @@
+"""bnb_fp4: FP4 of bitsandbytes, 4-bit codes into floats of its own, with one scale per block.
+
+    w = levels[q] * s
+    float32, rounded after each operation
+
+    s      f32 [ceil(N*K/block)]
+    q      u4  [N, K]
+
+    bitsandbytes: 4.5 bits per weight with block = 64
+    planar: 4.5 bits per weight with block = 64
+
+Built from the spec bnb_fp4 (sha256 3bf45812ed5fe718) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import unit_level
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
+        lanes, many, pad)
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+LEVELS = Table("f32", 0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204,
+        0.25, 0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204,
+        -0.25)
+
+
+def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of weight uint8 [ceil(N*K/2), 1]; weight_absmax float32 [ceil(N*K/block)]."""
+    r = weight.squeeze(1)
+    return {
+        "s": weight_absmax,
+        "q": torch.stack([r >> 4, r & 15], -1).flatten()[:N * K].unflatten(0, (N, K)),
+    }
+
+
+def pack_bitsandbytes(s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight, weight_absmax of the fields; the inverse of unpack_bitsandbytes."""
+    q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
+    r = q_split[:, 0] << 4 | q_split[:, 1]
+    return {
+        "weight": r.unsqueeze(-1),
+        "weight_absmax": s,
+    }
+
+
+def unpack_planar(q: Tensor, s: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; s float32 [N, K/block]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 8, 2))
+    return {
+        "s": s.flatten(),
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(s: Tensor, q: Tensor, *, N: int, K: int, block: int) -> dict[str, Tensor]:
+    """q, s of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    return {
+        "q": as_type(r, torch.int32).flatten(1),
+        "s": s.unflatten(-1, (N, K // block)),
+    }
+
+
+def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = levels[q] * s.  s [ceil(N*K/block)], q [N, K]."""
+    shape = q.shape
+    out = out if out is None else out.view(s.shape[0], -1)
+    q = q.view(torch.int8).reshape(s.shape[0], -1)
+    s = s.unsqueeze(-1)
+    return torch.mul(LEVELS[q], s, out=out).view(shape)
+
+
+def encode(weight: Tensor, *, block: int) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block; codes of the levels nearest to w *
+    (1 / scale).
+    """
+    q, s = unit_level(weight.reshape(1, -1), code="u4", scale="f32", rows=1, columns=block, axes=2, level=LEVELS)
+    return {"q": q.reshape(weight.shape), "s": s.flatten()}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_bitsandbytes(weight, weight_absmax, levels, out, N, K, block, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    s = tl.load(weight_absmax + (k + n * K) // block, live, 0)
+    q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
+    w = tl.load(levels + q) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_bitsandbytes(weight, weight_absmax, levels, x, bias, out, N, K, block, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        s = tl.load(weight_absmax + (k + n * K) // block, live, 0)
+        q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += tl.load(levels + q) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_planar(q, s, levels, out, N, K, block, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    s += n.to(tl.int64) * (K // block)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    out += n.to(tl.int64) * K
+    t = u // 16
+    c = u // 4 % 4
+    b = u % 4
+    live = (n < N) & (128 * t + 32 * c + 2 * b < K)
+    s1 = tl.load(s + (4 * t + c) // (block // 32), live, 0)
+    q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                w = tl.load(levels + q1) * s1
+                tl.store(out + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, s, levels, x, bias, out, N, K, block, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    s += n.to(tl.int64) * (K // block)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 16 * tl.cdiv(K, 128), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 16
+        c = u // 4 % 4
+        b = u % 4
+        live = (n < N) & (128 * t + 32 * c + 2 * b < K)
+        s1 = tl.load(s + (4 * t + c) // (block // 32), live, 0)
+        q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+        for h in tl.static_range(2):
+            for i in tl.static_range(2):
+                for j in tl.static_range(2):
+                    inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                    q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                    x_k = tl.load(x + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, inside, 0).to(tl.float32)
+                    acc += tl.load(levels + q1) * s1 * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of levels[q] in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, K // 128, chunk, more),
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """levels[q] of pairs i in a half of a chunk, as numbers of type F."""
+    return codebook.floats(words[0], half % 2, i, flip, F)
+
+
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.table(g, N, 0x555500, 0x550055, 0x555500, 0x550055, 0x38351900, 0x302d3431, -0x474a6700,
+            -0x4f524b4f)
+    else:
+        return codebook.table(g, N, -0x7fd45500, -0x7fd4ff55, -0x7fd45500, -0x7fd4ff55, 0x3f3f3b00, 0x3e3e3f3e,
+            -0x40404500, -0x41414042)
+
+
+@triton.jit
+def _few_planar(
+    q, s, x, bias, out, M, N, K, tiles,
+    block: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * levels[q].
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 128 if block >= 128 else 32
+    UNIT: tl.constexpr = 2.0 if F == tl.float16 else 1.0
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = _table_planar(g, N, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+                s_g = lanes.by_group(s, row, lanes.count(K, block), chunk, SIZE, block, 0)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 0, SIZE, F)
+                    sum *= s_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q, s, x, bias, out, N, K,
+    block: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * levels[q].
+
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
+    """
+    STEP: tl.constexpr = min(64, block)
+    TRIP: tl.constexpr = max(2, STEP // 16)
+    UNIT: tl.constexpr = 2.0 if F == tl.float16 else 1.0
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = _table_planar(g, N, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 0, F)
+                s_g = lanes.by_column(s, row, lanes.count(K, block), chunk, K, STEP, block, 0)
+                sum *= s_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q, s, x, bias, out, M, N, K,
+    block: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * levels[q].
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
+    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
+    """
+    SIZE: tl.constexpr = 128 if block >= 128 else 32
+    UNIT: tl.constexpr = 2.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = 0
+    if WHOLE:
+        K = WHOLE
+    first = tl.program_id(0) * (16 * W * R)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    flip = _table_planar(lanes.warps(W)[1], N, F)
+    acc = many.tiles(R, 16 * W, BM)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        columns = many.parts(x + chunk * 128, at, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                                         None, 8, 0, SIZE, F)
+                s_g = many.of_rows(s, n, lanes.count(K, block), chunk * 128 + u * SIZE, block, 0)
+                sum *= s_g
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "s": Field("f32", "ceil(N*K/block)"),
+        "q": Field("u4", "N", "K"),
+    },
+    storages={
+        "bitsandbytes": Storage(
+            tensors={
+                "weight": Stored("u8", "ceil(N*K/2)", "1"),
+                "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",)),
+            },
+            unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, needs_shape=True,
+            kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k",
+                tables=(LEVELS,)),
+        ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "16*ceil(K/128)"),
+                "s": Stored("f32", "N", "K/block"),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True, extents=("N", "K", "block"),
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+                tables=(LEVELS,),
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("block",))),
+        ),
+    },
+    decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
+)
+
+FORMAT = Format(
+    name="bnb_fp4", title="FP4 of bitsandbytes, 4-bit codes into floats of its own, with one scale per block",
+    source="bitsandbytes functional.py get_4bit_type, QuantState.as_dict", formula="levels[q] * s",
+    variants={(): VARIANT},
+    params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
+    sizes={"block": "K"},
+    digest="3bf45812ed5fe718",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

@@ -1,0 +1,227 @@
+"""nf4_nested: NF4 of bitsandbytes, 4-bit codes into quantiles of a normal distribution, with scales in 8 bits.
+
+    w = levels[q] * (steps[s] * t + o)
+    float32, rounded after each operation
+
+    o      f32 []
+    t      f32 [ceil(N*K/256*block)]
+    s      u8  [ceil(N*K/block)]
+    q      u4  [N, K]
+
+    bitsandbytes: 4.12695 bits per weight with block = 64
+
+Built from the spec nf4_nested (sha256 225eaaecb36acc39) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import unit_level_nested
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, device, pad
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+LEVELS = Table("f32", -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+
+
+STEPS = Table("f32", -0.992968738079071, -0.9789062738418579, -0.96484375, -0.9507812261581421, -0.936718761920929,
+        -0.922656238079071, -0.9085937738418579, -0.89453125, -0.8804687261581421, -0.866406261920929,
+        -0.852343738079071, -0.8382812738418579, -0.82421875, -0.8101562261581421, -0.796093761920929,
+        -0.782031238079071, -0.7679687738418579, -0.75390625, -0.7398437261581421, -0.725781261920929,
+        -0.7117187976837158, -0.6976562738418579, -0.68359375, -0.6695312261581421, -0.655468761920929,
+        -0.6414062976837158, -0.6273437738418579, -0.61328125, -0.5992187261581421, -0.585156261920929,
+        -0.5710937976837158, -0.5570312738418579, -0.54296875, -0.5289062261581421, -0.5148437023162842,
+        -0.500781238079071, -0.48671871423721313, -0.47265625, -0.4585937261581421, -0.44453126192092896,
+        -0.43046873807907104, -0.4164062440395355, -0.40234375, -0.3882812261581421, -0.37421876192092896,
+        -0.36015623807907104, -0.3460937440395355, -0.33203125, -0.3179687261581421, -0.30390626192092896,
+        -0.28984373807907104, -0.2757812738418579, -0.26171875, -0.24765624105930328, -0.23359374701976776,
+        -0.21953125298023224, -0.20546874403953552, -0.19140625, -0.17734375596046448, -0.16328124701976776,
+        -0.14921875298023224, -0.13515624403953552, -0.12109375, -0.10703125596046448, -0.09859374910593033,
+        -0.09578125923871994, -0.09296875447034836, -0.09015624970197678, -0.08734375238418579, -0.08453124761581421,
+        -0.08171875774860382, -0.07890625298023224, -0.07609374821186066, -0.07328125089406967, -0.07046874612569809,
+        -0.0676562562584877, -0.06484375149011612, -0.062031250447034836, -0.05921875312924385, -0.05640624836087227,
+        -0.053593751043081284, -0.05078125, -0.047968748956918716, -0.04515625163912773, -0.04234374687075615,
+        -0.039531249552965164, -0.03671875223517418, -0.033906251192092896, -0.031093750149011612,
+        -0.028281250968575478, -0.025468749925494194, -0.02265625074505806, -0.019843751564621925,
+        -0.017031250521540642, -0.014218750409781933, -0.011406250298023224, -0.009718749672174454,
+        -0.009156249463558197, -0.008593750186264515, -0.008031249977648258, -0.0074687497690320015,
+        -0.006906250026077032, -0.006343749817460775, -0.005781250074505806, -0.0052187503315508366,
+        -0.0046562496572732925, -0.004093749914318323, -0.0035312497057020664, -0.002968749962747097,
+        -0.002406249986961484, -0.001843750011175871, -0.001281249918974936, -0.0009437500848434865,
+        -0.0008312499849125743, -0.0007187500596046448, -0.0006062500760890543, -0.000493750034365803,
+        -0.0003812500217463821, -0.0002687500382307917, -0.00015625001105945557, -8.874999912222847e-05,
+        -6.625000241911039e-05, -4.374999844003469e-05, -2.1249998098937795e-05, -7.749999895168003e-06,
+        -3.250000190746505e-06, -5.500000384017767e-07, 0.0, 5.500000384017767e-07, 3.250000190746505e-06,
+        7.749999895168003e-06, 2.1249998098937795e-05, 4.374999844003469e-05, 6.625000241911039e-05,
+        8.874999912222847e-05, 0.00015625001105945557, 0.0002687500382307917, 0.0003812500217463821,
+        0.000493750034365803, 0.0006062500760890543, 0.0007187500596046448, 0.0008312499849125743,
+        0.0009437500848434865, 0.001281249918974936, 0.001843750011175871, 0.002406249986961484, 0.002968749962747097,
+        0.0035312497057020664, 0.004093749914318323, 0.0046562496572732925, 0.0052187503315508366, 0.005781250074505806,
+        0.006343749817460775, 0.006906250026077032, 0.0074687497690320015, 0.008031249977648258, 0.008593750186264515,
+        0.009156249463558197, 0.009718749672174454, 0.011406250298023224, 0.014218750409781933, 0.017031250521540642,
+        0.019843751564621925, 0.02265625074505806, 0.025468749925494194, 0.028281250968575478, 0.031093750149011612,
+        0.033906251192092896, 0.03671875223517418, 0.039531249552965164, 0.04234374687075615, 0.04515625163912773,
+        0.047968748956918716, 0.05078125, 0.053593751043081284, 0.05640624836087227, 0.05921875312924385,
+        0.062031250447034836, 0.06484375149011612, 0.0676562562584877, 0.07046874612569809, 0.07328125089406967,
+        0.07609374821186066, 0.07890625298023224, 0.08171875774860382, 0.08453124761581421, 0.08734375238418579,
+        0.09015624970197678, 0.09296875447034836, 0.09578125923871994, 0.09859374910593033, 0.10703125596046448,
+        0.12109375, 0.13515624403953552, 0.14921875298023224, 0.16328124701976776, 0.17734375596046448, 0.19140625,
+        0.20546874403953552, 0.21953125298023224, 0.23359374701976776, 0.24765624105930328, 0.26171875,
+        0.2757812738418579, 0.28984373807907104, 0.30390626192092896, 0.3179687261581421, 0.33203125,
+        0.3460937440395355, 0.36015623807907104, 0.37421876192092896, 0.3882812261581421, 0.40234375,
+        0.4164062440395355, 0.43046873807907104, 0.44453126192092896, 0.4585937261581421, 0.47265625,
+        0.48671871423721313, 0.500781238079071, 0.5148437023162842, 0.5289062261581421, 0.54296875, 0.5570312738418579,
+        0.5710937976837158, 0.585156261920929, 0.5992187261581421, 0.61328125, 0.6273437738418579, 0.6414062976837158,
+        0.655468761920929, 0.6695312261581421, 0.68359375, 0.6976562738418579, 0.7117187976837158, 0.725781261920929,
+        0.7398437261581421, 0.75390625, 0.7679687738418579, 0.782031238079071, 0.796093761920929, 0.8101562261581421,
+        0.82421875, 0.8382812738418579, 0.852343738079071, 0.866406261920929, 0.8804687261581421, 0.89453125,
+        0.9085937738418579, 0.922656238079071, 0.936718761920929, 0.9507812261581421, 0.96484375, 0.9789062738418579,
+        0.992968738079071, 1.0)
+
+
+def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, weight_nested_absmax: Tensor,
+        weight_nested_offset: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of weight uint8 [ceil(N*K/2), 1]; weight_absmax uint8 [ceil(N*K/block)]; weight_nested_absmax float32
+    [ceil(N*K/256*block)]; weight_nested_offset float32 [].
+    """
+    r = weight.squeeze(1)
+    return {
+        "o": weight_nested_offset,
+        "t": weight_nested_absmax,
+        "s": weight_absmax,
+        "q": torch.stack([r >> 4, r & 15], -1).flatten()[:N * K].unflatten(0, (N, K)),
+    }
+
+
+def pack_bitsandbytes(o: Tensor, t: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight, weight_absmax, weight_nested_absmax, weight_nested_offset of the fields; the inverse of
+    unpack_bitsandbytes.
+    """
+    q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
+    r = q_split[:, 0] << 4 | q_split[:, 1]
+    return {
+        "weight": r.unsqueeze(-1),
+        "weight_absmax": s,
+        "weight_nested_absmax": t,
+        "weight_nested_offset": o,
+    }
+
+
+def decode(o: Tensor, t: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = levels[q] * (steps[s] * t + o).  o [], t
+    [ceil(N*K/256*block)], s [ceil(N*K/block)], q [N, K].
+    """
+    shape = q.shape
+    out = out if out is None else out.view(s.shape[0], -1)
+    t = t.repeat_interleave(256)[:s.shape[0]].unsqueeze(-1)
+    q = q.view(torch.int8).reshape(s.shape[0], -1)
+    s = s.to(torch.int16).unsqueeze(-1)
+    return torch.mul(LEVELS[q], STEPS[s] * t + o, out=out).view(shape)
+
+
+def encode(weight: Tensor, *, block: int) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: codes as unit_level's; offset = the mean of its scales, which are coded so
+    less the offset.
+    """
+    q, s, t, o = unit_level_nested(weight.reshape(1, -1), code="u4", scale="u8", super_scale="f32", offset="f32",
+            rows=1, columns=block, axes=2, super_columns=256 * block, level=LEVELS, entry=STEPS)
+    return {"q": q.reshape(weight.shape), "s": s.flatten(), "t": t.flatten(), "o": o}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_bitsandbytes(weight, weight_absmax, weight_nested_absmax, weight_nested_offset, levels, steps, out, N,
+    K, block, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    o = tl.load(weight_nested_offset)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    t = tl.load(weight_nested_absmax + (k + n * K) // (256 * block), live, 0)
+    s = tl.load(weight_absmax + (k + n * K) // block, live, 0).to(tl.int32)
+    q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
+    w = tl.load(levels + q) * (tl.load(steps + s) * t + o)
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_bitsandbytes(weight, weight_absmax, weight_nested_absmax, weight_nested_offset, levels, steps, x, bias,
+    out, N, K, block, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    o = tl.load(weight_nested_offset)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        t = tl.load(weight_nested_absmax + (k + n * K) // (256 * block), live, 0)
+        s = tl.load(weight_absmax + (k + n * K) // block, live, 0).to(tl.int32)
+        q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += tl.load(levels + q) * (tl.load(steps + s) * t + o) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "o": Field("f32"),
+        "t": Field("f32", "ceil(N*K/256*block)"),
+        "s": Field("u8", "ceil(N*K/block)"),
+        "q": Field("u4", "N", "K"),
+    },
+    storages={
+        "bitsandbytes": Storage(
+            tensors={
+                "weight": Stored("u8", "ceil(N*K/2)", "1"),
+                "weight_absmax": Stored("u8", "ceil(N*K/block)", aliases=("weight.absmax",)),
+                "weight_nested_absmax": Stored("f32", "ceil(N*K/256*block)", aliases=("weight.nested_absmax",)),
+                "weight_nested_offset": Stored("f32", aliases=("nested_offset",)),
+            },
+            unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, needs_shape=True,
+            kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k",
+                    tables=(LEVELS, STEPS,)),
+        ),
+    },
+    decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
+)
+
+FORMAT = Format(
+    name="nf4_nested", title="NF4 of bitsandbytes, 4-bit codes into quantiles of a normal distribution, with scales in 8 bits",
+    source="bitsandbytes functional.py get_4bit_type, QuantState.as_dict", formula="levels[q] * (steps[s] * t + o)",
+    variants={(): VARIANT},
+    params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
+    sizes={"block": "K"},
+    digest="225eaaecb36acc39",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear
