@@ -7,6 +7,7 @@
     q      u2         [N, K]
 
     transformers: 2 bits per weight
+    planar: 2 bits per weight
 
 Built from the spec bitnet (sha256 ca5c46dabe1dd8c2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -17,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, device, spread
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes,
+        many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -38,6 +40,28 @@ def pack_transformers(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     return {
         "weight": r,
         "weight_scale": s.unsqueeze(-1),
+    }
+
+
+def unpack_planar(q: Tensor, s: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; s scale_type []."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
+    return {
+        "s": s,
+        "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
+            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, s of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
+        | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {
+        "q": as_type(r, torch.int32).flatten(1),
+        "s": s,
     }
 
 
@@ -90,6 +114,170 @@ def _linear_transformers(weight, weight_scale, x, bias, out, N, K, BN: tl.conste
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
 
+@triton.jit
+def _dequantize_planar(q, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 16 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    s1 = tl.load(s).to(tl.float32)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    out += n.to(tl.int64) * K
+    t = u // 16
+    b = u // 4 % 4
+    a = u % 4
+    live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+    q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                for c in tl.static_range(2):
+                    inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                    q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
+                    w = tl.div_rn((q1 - 1).to(tl.float32), s1)
+                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    s1 = tl.load(s).to(tl.float32)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 16 * tl.cdiv(K, 256), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 16
+        b = u // 4 % 4
+        a = u % 4
+        live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+        q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
+        for h in tl.static_range(2):
+            for i in tl.static_range(2):
+                for j in tl.static_range(2):
+                    for c in tl.static_range(2):
+                        inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                        q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
+                        x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
+                            + c, inside, 0).to(tl.float32)
+                        acc += tl.where(inside, tl.div_rn((q1 - 1).to(tl.float32), s1), 0) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, tl.cdiv(K, 256), chunk // 2, more // 2),
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[0], 2 * half + 8 * i, to, 2)
+    return lanes.numbers(code, flip, False, F)
+
+
+
+
+@triton.jit
+def _few_planar(
+    q, s, x, bias, out, M, N, K, tiles,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = 1.0 / s * (q - 1.0).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 128
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 2, 2, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    ones = tl.zeros((WN * WK, 16, 8), tl.float32)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            ones += sums[0]
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 2, 2, SIZE, F)
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        row = lanes.rows(first + 16 * r, N, start)
+        s_g = lanes.number(tl.load(s), 0)
+        sum += (-1.0 - BASE) * ones
+        sum *= 1.0 / s_g
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q, s, x, bias, out, M, N, K,
+    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = 1.0 / s * (q - 1.0).
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
+    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
+    """
+    SIZE: tl.constexpr = 128
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = -1 if F == tl.float16 else -129
+    if WHOLE:
+        K = WHOLE
+    first = tl.program_id(0) * (16 * W * R)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    flip = lanes.flips(N, 2, 2, False, F)
+    acc = many.tiles(R, 16 * W, BM)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        columns = many.parts(x + chunk * 128, at, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            words = lanes.by_size(many.turned(_words_planar(q, row, K, chunk), chunk, 4, 0, 0), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                                         None, 2, 2, SIZE, F)
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        s_g = lanes.number(tl.load(s), 0)
+        sum *= 1.0 / s_g
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -100,11 +288,20 @@ VARIANT = Variant(
     storages={
         "transformers": Storage(
             tensors={
-                "weight": Stored("u8", "N/4", "K"),
-                "weight_scale": Stored("scale_type", "1"),
+                "weight": Stored("u8", "N/4", "K", bits=("q[1@0 4:2, 1@1]",)),
+                "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
             },
             unpack=unpack_transformers, pack=pack_transformers, whole=True,
             kernels=Kernels(_dequantize_transformers, _linear_transformers, rows="N", units="K", last="k"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+                "s": Stored("scale_type", bits=("s[]",)),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
+                    lanes=Lanes(_few_planar, many=_many_planar, blocks=())),
         ),
     },
     decode=decode,
@@ -124,6 +321,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

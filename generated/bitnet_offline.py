@@ -288,16 +288,16 @@ VARIANT = Variant(
     storages={
         "transformers": Storage(
             tensors={
-                "weight": Stored("u8", "N/4", "K"),
-                "weight_scale": Stored("scale_type", "1"),
+                "weight": Stored("u8", "N/4", "K", bits=("q[1@0 4:2, 1@1]",)),
+                "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
             },
             unpack=unpack_transformers, pack=pack_transformers, whole=True,
             kernels=Kernels(_dequantize_transformers, _linear_transformers, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "16*ceil(K/256)"),
-                "s": Stored("scale_type"),
+                "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+                "s": Stored("scale_type", bits=("s[]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
@@ -321,6 +321,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

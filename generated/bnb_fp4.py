@@ -344,7 +344,7 @@ VARIANT = Variant(
         "bitsandbytes": Storage(
             tensors={
                 "weight": Stored("u8", "ceil(N*K/2)", "1"),
-                "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",)),
+                "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
             },
             unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, needs_shape=True,
             kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k",
@@ -352,7 +352,7 @@ VARIANT = Variant(
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)"),
+                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
                 "s": Stored("f32", "N", "K/block"),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True, extents=("N", "K", "block"),
@@ -379,6 +379,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

@@ -221,6 +221,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

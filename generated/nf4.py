@@ -9,11 +9,7 @@
     bitsandbytes: 4.5 bits per weight with block = 64
     planar: 4.5 bits per weight with block = 64
 
-<<<<<<< HEAD
-Built from the spec nf4 (sha256 529819eb58aef536) by qdsl 0.1.0.
-=======
-Built from the spec nf4 (sha256 782157a34e3982a5) by qdsl 0.1.0.
->>>>>>> f817922 (bitsandbytes whole but for its quant_state: nested scales, FP4, int8, quantizers; AWQ for gemv kernels; BitNet)
+Built from the spec nf4 (sha256 77b2a508be05778b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -347,13 +343,8 @@ VARIANT = Variant(
     storages={
         "bitsandbytes": Storage(
             tensors={
-<<<<<<< HEAD
-                "weight": Stored("u8", "N*K/2", "1"),
-                "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
-=======
                 "weight": Stored("u8", "ceil(N*K/2)", "1"),
-                "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",)),
->>>>>>> f817922 (bitsandbytes whole but for its quant_state: nested scales, FP4, int8, quantizers; AWQ for gemv kernels; BitNet)
+                "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
             },
             unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, needs_shape=True,
             kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k",
@@ -379,14 +370,10 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
-<<<<<<< HEAD
     detect={"config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"},
         "tensors": {"weight.quant_state.bitsandbytes__nf4": {"quant_type": "nf4", "blocksize": "block",
         "shape": ["N", "K"]}}},
-    digest="529819eb58aef536",
-=======
-    digest="782157a34e3982a5",
->>>>>>> f817922 (bitsandbytes whole but for its quant_state: nested scales, FP4, int8, quantizers; AWQ for gemv kernels; BitNet)
+    digest="77b2a508be05778b",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -368,18 +368,18 @@ VARIANT = Variant(
     storages={
         "gemv": Storage(
             tensors={
-                "qweight": Stored("i32", "N", "K/8"),
-                "qzeros": Stored("i32", "N", "2*ceil(K/1024)"),
-                "scales": Stored("f16", "N", "16*ceil(K/1024)"),
+                "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
+                "qzeros": Stored("i32", "N", "2*ceil(K/1024)", bits=("z[1@0, 8:4 2:1@1 2@1]",)),
+                "scales": Stored("f16", "N", "16*ceil(K/1024)", bits=("s[1@0, 16:1@1 16@1]",)),
             },
             unpack=unpack_gemv, pack=pack_gemv, needs_shape=True,
             kernels=Kernels(_dequantize_gemv, _linear_gemv, rows="N", units="K/8", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "s": Stored("f16", "N", "ceil(K/64)"),
-                "z": Stored("u8", "N", "ceil(K/64)"),
+                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+                "s": Stored("f16", "N", "ceil(K/64)", bits=("s[1@0, 1@1]",)),
+                "z": Stored("u8", "N", "ceil(K/64)", bits=("z[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",

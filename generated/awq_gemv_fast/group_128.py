@@ -365,18 +365,18 @@ VARIANT = Variant(
     storages={
         "gemv_fast": Storage(
             tensors={
-                "qweight": Stored("i16", "N/4", "64*K/64"),
-                "scales": Stored("f16", "8*ceil(K/1024)", "N"),
-                "qzeros": Stored("f16", "8*ceil(K/1024)", "N", aliases=("scaled_zeros",)),
+                "qweight": Stored("i16", "N/4", "64*K/64", bits=("q[4:16@1 1@0, 8:1@1 4:4 2:8@1 64@1]",)),
+                "scales": Stored("f16", "8*ceil(K/1024)", "N", bits=("s[1@1, 8:1@0 8@0]",)),
+                "qzeros": Stored("f16", "8*ceil(K/1024)", "N", aliases=("scaled_zeros",), bits=("z[1@1, 8:1@0 8@0]",)),
             },
             unpack=unpack_gemv_fast, pack=pack_gemv_fast, needs_shape=True,
             kernels=Kernels(_dequantize_gemv_fast, _linear_gemv_fast, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "s": Stored("f16", "N", "ceil(K/128)"),
-                "z": Stored("f16", "N", "ceil(K/128)"),
+                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+                "s": Stored("f16", "N", "ceil(K/128)", bits=("s[1@0, 1@1]",)),
+                "z": Stored("f16", "N", "ceil(K/128)", bits=("z[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",

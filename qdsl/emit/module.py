@@ -196,7 +196,8 @@ def _encode(program: Program, decoded: Decode) -> list[str]:
             across = ["rows=1", "axes=2"]
         fixed += [*across[:1], f"columns={by or _block(program, scale, 'k')}", *across[1:]]
         fixed += [f"{word}_columns={_block(program, program.field(encode.roles[role]), 'k')}"
-                  for word, role in (("super", "super_scale"), ("shift", "shift")) if role in encode.roles and not scheme.across]
+                  for word, role in (("super", "super_scale"), ("shift", "shift")) if role in encode.roles
+                  and (flat or not scheme.across)]
         fixed += [f"sums_columns={_block(program, program.field(encode.roles['sums']), 'k')}"] if "sums" in encode.roles else []
     fixed += [f"{key}={_literal(value)}" for key, value in encode.options.items() if key not in encode.open]
     fixed += [f"{key}={constant(value) if isinstance(value, str) else value}" for key, value in encode.constants.items() if value]

@@ -7,14 +7,9 @@ from qdsl.encode.level_search import block_levels, kquant_levels
 from qdsl.encode.levels import absmax_level
 from qdsl.encode.minmax import affine, float_zero, minmax
 from qdsl.encode.nearest import meansign, nearest
-<<<<<<< HEAD
 from qdsl.encode.nested import nested_absmax
-
-__all__ = ["absmax", "absmax_level", "affine", "block_levels", "grid_shifts", "grid_signs", "kquant_levels", "kquant_minmax",
-           "kquant_signmax", "meansign", "minmax", "nearest", "nested_absmax", "signmax"]
-=======
 from qdsl.encode.units import unit_level, unit_level_nested
 
 __all__ = ["absmax", "absmax_level", "affine", "block_levels", "float_zero", "grid_shifts", "grid_signs", "kquant_levels",
-           "kquant_minmax", "kquant_signmax", "meansign", "minmax", "nearest", "signmax", "unit_level", "unit_level_nested"]
->>>>>>> f817922 (bitsandbytes whole but for its quant_state: nested scales, FP4, int8, quantizers; AWQ for gemv kernels; BitNet)
+           "kquant_minmax", "kquant_signmax", "meansign", "minmax", "nearest", "nested_absmax", "signmax", "unit_level",
+           "unit_level_nested"]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise, permutations
 from math import prod
 
-from qdsl.ir.index import Index
+from qdsl.ir.index import Index, flat_of
 from qdsl.ir.program import Constant, Encode, Program, Value
 from qdsl.passes.schemes import KINDS, SCHEMES, Scheme
 from qdsl.spec import grammar as g
@@ -116,7 +116,8 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
                   problems: Problems) -> None:
     """Fields of one level share a subscript; super-blocks are whole blocks of a row, and so are rows of a grid in them.
 
-    Levels are rising integers; a super-scale of blocks of any rows is that of the whole weight.
+    Levels are rising integers; a super-scale of blocks of any rows is that of the whole weight, or of blocks of blocks of the
+    flat position.
     """
     for table in program.spec.tables:
         if table.name.value == constants.get("levels") and not (table.is_int and all(a < b for a, b in pairwise(table.values))):
@@ -129,7 +130,8 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
             if program.field(roles[role]).index != program.field(roles[given[0]]).index:
                 problems.add(call.span, f"'{roles[given[0]]}' and '{roles[role]}' belong to different blocks")
     if scheme.across:
-        if "super_scale" in roles and program.field(roles["super_scale"]).index:
+        above = program.field(roles["super_scale"]).index if "super_scale" in roles else ()
+        if above and flat_of(above[0]) is None:
             problems.add(call.span, f"'{call.name}' needs a super-scale of the whole weight, which has no subscript")
         return
     nested = [role for role in ("code", "shift", "scale", "super_scale")[0 if "grid" in constants else 1:] if role in roles]

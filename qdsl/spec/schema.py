@@ -33,11 +33,8 @@ RESERVED = frozenset({
     "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
     "absmax", "absmax_level", "signmax", "minmax", "affine", "meansign", "kquant_minmax", "kquant_signmax", "nearest",
-<<<<<<< HEAD
-    "nested_absmax", "block_levels", "kquant_levels", "grid_signs", "grid_shifts",
-=======
-    "block_levels", "float_zero", "unit_level", "unit_level_nested", "kquant_levels", "grid_signs", "grid_shifts",
->>>>>>> f817922 (bitsandbytes whole but for its quant_state: nested scales, FP4, int8, quantizers; AWQ for gemv kernels; BitNet)
+    "nested_absmax", "block_levels", "float_zero", "unit_level", "unit_level_nested", "kquant_levels", "grid_signs",
+    "grid_shifts",
     "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
     *FLOATS,
 })
