@@ -9,7 +9,7 @@
     safetensors: 8.00195 bits per weight with bn = 128, bk = 128
     planar: 8.00195 bits per weight with bn = 128, bk = 128
 
-Built from the spec fp8_block (sha256 ad7898e74d9e54f5) by qdsl 0.1.0.
+Built from the spec fp8_block (sha256 7a7d0b5f9531529c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -444,8 +444,8 @@ FORMAT = Format(
     sizes={"bn": "N", "bk": "K"},
     detect={"config": [{"quant_method": "fp8", "weight_block_size": ["bn", "bk"]},
         {"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "block",
-        "block_structure": ["bn", "bk"]}]},
-    digest="ad7898e74d9e54f5",
+        "block_structure": ["bn", "bk"]}, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}]},
+    digest="7a7d0b5f9531529c",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     safetensors: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec fp8_channel (sha256 fda9915a16ab93fc) by qdsl 0.1.0.
+Built from the spec fp8_channel (sha256 cd32b34e983e7de9) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -404,8 +404,9 @@ FORMAT = Format(
     source="compressed-tensors float-quantized (channel), ModelOpt FP8 per channel", formula="q * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16", "e8m0")},
-    detect={"config": [{"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "channel"}]},
-    digest="fda9915a16ab93fc",
+    detect={"config": [{"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "channel"},
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, {"quant_method": "fbgemm_fp8"}]},
+    digest="cd32b34e983e7de9",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -12,7 +12,7 @@
     torchao_swizzled: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec nvfp4_modelopt (sha256 4db125c5062cdf91) by qdsl 0.1.0.
+Built from the spec nvfp4_modelopt (sha256 b510fcc5cd129821) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -541,8 +541,8 @@ FORMAT = Format(
     name="nvfp4_modelopt", title="NVFP4, 4-bit floats with an 8-bit float per 16 times a scale of the whole weight",
     source="ModelOpt NVFP4 (weight_scale_2), torchao NVFP4Tensor (per_tensor_scale)", formula="s * g * q",
     variants={(): VARIANT},
-    detect={"config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-    digest="4db125c5062cdf91",
+    detect={"config": [{"quant_method": "modelopt", "quant_algo": "NVFP4", "storage": "modelopt"}]},
+    digest="b510fcc5cd129821",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -14,7 +14,7 @@
     torchao_swizzled: 4.25 bits per weight
     planar: 4.25 bits per weight
 
-Built from the spec ocp_mxfp4 (sha256 b09c2b1b026b8b02) by qdsl 0.1.0.
+Built from the spec ocp_mxfp4 (sha256 b5c1aaf2409bd4c7) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -685,9 +685,9 @@ VARIANT = Variant(
         ),
         "gpt_oss": Storage(
             tensors={
-                "blocks": Stored("u8", "N", "K/32", "16*1", aliases=("gate_up_proj_blocks", "down_proj_blocks"),
-                    bits=("q[1@0, 2:4 16:1@2 1@1]",)),
-                "scales": Stored("u8", "N", "K/32", aliases=("gate_up_proj_scales", "down_proj_scales"),
+                "blocks": Stored("u8", "N", "K/32", "16*1",
+                    aliases=("_blocks", "gate_up_proj_blocks", "down_proj_blocks"), bits=("q[1@0, 2:4 16:1@2 1@1]",)),
+                "scales": Stored("u8", "N", "K/32", aliases=("_scales", "gate_up_proj_scales", "down_proj_scales"),
                     bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_gpt_oss, pack=pack_gpt_oss,
@@ -737,8 +737,11 @@ FORMAT = Format(
     name="ocp_mxfp4", title="OCP MXFP4, 4-bit floats with a power of two per 32",
     source="OCP Microscaling Formats 1.0; compressed-tensors, ModelOpt, gpt-oss, DeepSeek-V4, torchao MXTensor", formula="e * q",
     variants={(): VARIANT},
-    detect={"config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}},
-    digest="b09c2b1b026b8b02",
+    detect={"config": [{"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
+        "storage": "compressed_tensors"}, {"quant_method": "mxfp4", "storage": "gpt_oss"},
+        {"quant_method": "modelopt", "quant_algo": ["MXFP4", "W4A8_MXFP4_FP8"], "storage": "modelopt"},
+        {"quant_method": "fp8", "expert_dtype": "fp4", "storage": "deepseek"}]},
+    digest="b5c1aaf2409bd4c7",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -60,6 +60,21 @@ FOUND: dict[str, tuple[dict[str, Any], str, dict[str, int | str], tuple[int, int
     "ct_fp8_block128_ragged_N130_K134": (ct(type="float", num_bits=8, strategy="block", block_structure=[128, 128]),
                                          "fp8_block.safetensors", {"bn": 128, "bk": 128}, (130, 134)),
     "ct_fp8_channel_N64_K128": (ct(type="float", num_bits=8, strategy="channel"), "fp8_channel.safetensors", {}, (64, 128)),
+    "hf_fp8_block128_ue8m0_N128_K128": (fp8(weight_block_size=[128, 128], scale_fmt="ue8m0"), "fp8_block.safetensors",
+                                        {"scale_type": "e8m0"}, (128, 128)),
+    "hf_fp8_expert_fp4_N32_K128": (fp8(weight_block_size=[128, 128], expert_dtype="fp4"), "ocp_mxfp4.deepseek", {}, (32, 128)),
+    "ct_nvfp4_N64_K128": (ct(type="float", num_bits=4, strategy="tensor_group", format="nvfp4-pack-quantized"),
+                          "nvfp4_ct.compressed_tensors", {}, (64, 128)),
+    "ct_mxfp4_N64_K128": (ct(type="float", num_bits=4, strategy="group", format="mxfp4-pack-quantized"),
+                          "ocp_mxfp4.compressed_tensors", {}, (64, 128)),
+    "ct_mxfp6_N64_K128": (ct(type="float", num_bits=6, strategy="group", format="mxfp6-pack-quantized"),
+                          "ocp_mxfp6.compressed_tensors", {}, (64, 128)),
+    "ct_mxfp8_N64_K128": (ct(type="float", num_bits=8, strategy="group", format="mxfp8-quantized"),
+                          "ocp_mxfp8.compressed_tensors", {}, (64, 128)),
+    "modelopt_nvfp4_N64_K128": ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+                                "nvfp4_modelopt.modelopt", {}, (64, 128)),
+    "modelopt_mxfp4_N64_K128": ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP4"}},
+                                "ocp_mxfp4.modelopt", {}, (64, 128)),
     "ct_fp8_tensor_N64_K128": (ct(type="float", num_bits=8, strategy="tensor"), "fp8_tensor.safetensors", {}, (64, 128)),
 }
 
@@ -245,6 +260,15 @@ def test_experts_one_after_the_other(tmp_path: Path) -> None:
     tensors = {leaf: torch.stack([tensor] * 3) for leaf, tensor in golden("hf_fp8_block128_N128_K128").items()}
     layer = one(read(checkpoints.folder(tmp_path, {UP: tensors}, fp8(weight_block_size=[128, 128]))))
     assert (layer.format, layer.shape, layer.experts) == ("fp8_block", (128, 128), 3)
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    tensors = golden("gptoss_mxfp4_E2_O48_I64")
+    config = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}}
+    layer = one(read(checkpoints.folder(tmp_path, {"model.layers.0.mlp.experts": tensors}, config)))
+    assert (layer.name, layer.format, layer.storage, layer.problems) == ("model.layers.0.mlp.experts.gate_up_proj", "ocp_mxfp4",
+                                                                        "gpt_oss", ())
+    assert (layer.shape, layer.experts) == ((48, 64), 2)
 
 
 def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@
     torchao at code = e2m3: 8.25 bits per weight
     torchao at code = e3m2: 8.25 bits per weight
 
-Built from the spec ocp_mxfp6 (sha256 14d3c4a425b1c25e) by qdsl 0.1.0.
+Built from the spec ocp_mxfp6 (sha256 157bf5f171693b45) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -28,8 +28,9 @@ FORMAT = Format(
         ("e3m2",): code_e3m2.VARIANT,
     },
     params={"code": ("e2m3", "e3m2")},
-    detect={"config": {"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized"}},
-    digest="14d3c4a425b1c25e",
+    detect={"config": [{"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized",
+        "storage": "compressed_tensors"}]},
+    digest="157bf5f171693b45",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     compressed_tensors: 6.25 bits per weight
     torchao: 8.25 bits per weight
 
-Built from the spec ocp_mxfp6 (sha256 14d3c4a425b1c25e) by qdsl 0.1.0.
+Built from the spec ocp_mxfp6 (sha256 157bf5f171693b45) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

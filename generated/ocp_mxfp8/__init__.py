@@ -15,7 +15,7 @@
     planar at code = e4m3: 8.25 bits per weight
     planar at code = e5m2: 8.25 bits per weight
 
-Built from the spec ocp_mxfp8 (sha256 3f3d7c294b120a1a) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 89e792d9bf1d4551) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -32,8 +32,10 @@ FORMAT = Format(
         ("e5m2",): code_e5m2.VARIANT,
     },
     params={"code": ("e4m3", "e5m2")},
-    detect={"config": {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}},
-    digest="3f3d7c294b120a1a",
+    detect={"config": [{"quant_method": "compressed-tensors", "format": "mxfp8-quantized",
+        "storage": "compressed_tensors"}, {"quant_method": "mxfp8", "storage": "compressed_tensors"},
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "storage": "compressed_tensors"}]},
+    digest="89e792d9bf1d4551",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

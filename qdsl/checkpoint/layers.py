@@ -417,7 +417,7 @@ class _Leaves:
             if parts[place] in self.heads:
                 return ".".join(parts[:place]), ".".join(parts[place:])
         module, _, leaf = name.rpartition(".")
-        if leaf not in self.names and leaf.endswith(self.tails):
+        if leaf.endswith(self.tails) and leaf not in self.tails:
             tail = next(each for each in self.tails if leaf.endswith(each))
             return name[:-len(tail)], tail
         return module, leaf
