@@ -445,7 +445,7 @@ VARIANT = Variant(
             tensors={
                 "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
                 "weight_scale": Stored("scale_type", "N", "1", bits=("s[1@0]",)),
-                "weight_zero_point": Stored("i8", "N", "1", optional=True, bits=("z[1@0]",)),
+                "weight_zero_point": Stored("i8", "N", "1", optional="z", bits=("z[1@0]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
@@ -456,7 +456,7 @@ VARIANT = Variant(
             tensors={
                 "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
                 "s": Stored("scale_type", "N", bits=("s[1@0]",)),
-                "z": Stored("i8", "N", optional=True, bits=("z[1@0]",)),
+                "z": Stored("i8", "N", optional="z", bits=("z[1@0]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",

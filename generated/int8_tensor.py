@@ -436,7 +436,7 @@ VARIANT = Variant(
             tensors={
                 "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
                 "weight_scale": Stored("scale_type", bits=("s[]",)),
-                "weight_zero_point": Stored("i8", optional=True, bits=("z[]",)),
+                "weight_zero_point": Stored("i8", optional="z", bits=("z[]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
@@ -447,7 +447,7 @@ VARIANT = Variant(
             tensors={
                 "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
                 "s": Stored("scale_type", bits=("s[]",)),
-                "z": Stored("i8", optional=True, bits=("z[]",)),
+                "z": Stored("i8", optional="z", bits=("z[]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",

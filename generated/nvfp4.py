@@ -370,7 +370,7 @@ VARIANT = Variant(
         "gguf": Storage(
             tensors={
                 "blocks": Stored("u8", "N", "36*K/64", bits=("e[1@0, 4:1@1 36@1]", "q+32[1@0, 8:1@1 2:4 4:8@1 36@1]")),
-                "scale": Stored("f32", optional=True, bits=("s[]",)),
+                "scale": Stored("f32", optional="s", bits=("s[]",)),
             },
             unpack=unpack_gguf, pack=pack_gguf,
             kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,)),
@@ -379,7 +379,7 @@ VARIANT = Variant(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
                 "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
-                "s": Stored("f32", optional=True, bits=("s[]",)),
+                "s": Stored("f32", optional="s", bits=("s[]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",

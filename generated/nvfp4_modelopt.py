@@ -498,14 +498,14 @@ VARIANT = Variant(
                 "weight_scale": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
                 "weight_scale_2": Stored("f32", bits=("g[]",)),
             },
-            unpack=unpack_modelopt, pack=pack_modelopt,
+            unpack=unpack_modelopt, pack=pack_modelopt, always=("g",),
             kernels=Kernels(_dequantize_modelopt, _linear_modelopt, rows="N", units="K/2", last="k"),
         ),
         "torchao": Storage(
             tensors={
                 "qdata": Stored("u8", "N", "K/2", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 1@1]",)),
                 "scale": Stored("e4m3", "N", "K/16", aliases=("_weight_scale",), bits=("s[1@0, 1@1]",)),
-                "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional=True, bits=("g[]",)),
+                "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional="g", bits=("g[]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
             kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K/2", last="k"),
@@ -515,7 +515,7 @@ VARIANT = Variant(
                 "qdata": Stored("u8", "N", "8*K/16", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 8:1@1 8@1]",)),
                 "scale": Stored("e4m3", "ceil(N/128)", "ceil(K/64)", "512*1", aliases=("_weight_scale",),
                     bits=("s[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
-                "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional=True, bits=("g[]",)),
+                "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional="g", bits=("g[]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, needs_shape=True,
             kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K/2", last="k"),
@@ -523,7 +523,7 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "g": Stored("f32", optional=True, bits=("g[]",)),
+                "g": Stored("f32", optional="g", bits=("g[]",)),
                 "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,

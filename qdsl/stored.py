@@ -19,7 +19,7 @@ FLOATS = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
     "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
 }
-INTEGERS = {"u8": "uint8", "i8": "int8", "i16": "int16", "i32": "int32", "index": "int32"}
+INTEGERS = {"u8": "uint8", "i8": "int8", "i16": "int16", "i32": "int32", "index": "int32", "shape": "int64"}
 
 
 def field_dtype(kind: str) -> str:
@@ -37,8 +37,10 @@ def element_dtype(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Stored:
-    """A stored tensor: element type ('u8', 'i32', 'e4m3', a parameter, or 'index' for a field of that type) and axes.
+    """A stored tensor: element type and axes.
 
+    The type is 'u8', 'i32', 'e4m3', a parameter, 'index' for a field of that type, or 'shape' for N and K themselves.
+    optional: the field that has its default where the tensor is missing; '' for a tensor that must be there.
     bits: where all its fields lie, as runtime/bits.py reads it; nothing where they do not lie at digits.
     adds: what an element that the file holds has more than the one whose bits these are.
     """
@@ -46,11 +48,11 @@ class Stored:
     dtype: str
     axes: tuple[Axis, ...]
     aliases: tuple[str, ...]
-    optional: bool
+    optional: str
     bits: tuple[str, ...]
     adds: int
 
-    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: bool = False, bits: Sequence[str] = (),
+    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", bits: Sequence[str] = (),
                  adds: int = 0) -> None:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "axes", tuple(map(axis, axes)))
@@ -88,10 +90,11 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A tensor of which only this is known."""
+    """A tensor of which only this is known.  values: of the tensor that says N and K, what it says."""
 
     dtype: str
     shape: tuple[int, ...]
+    values: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,7 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
         raise Misfit(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
     there = _rows_of_experts(layout, {name: tensors[key] for name, key in keys.items()})
     chosen, dtypes = _typed(format, layout, label, there, given)
-    solved = shape or _solved(layout, label, there)
+    solved = _said(layout, label, there, shape) or shape or _solved(layout, label, there)
     found: list[Fit] = []
     nearest = Misfit(0, "")
     for sizes in _size_choices(format, chosen):
@@ -221,6 +224,17 @@ def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensor
             chosen[kind] = fit[0]
         dtypes[name] = element_dtype(fit[0])
     return chosen, dtypes
+
+
+def _said(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int] | None,
+          ) -> tuple[int, int] | None:
+    """N and K from the tensor that says them."""
+    for name, tensor in tensors.items():
+        if layout[name].dtype == "shape" and tensor.values:
+            if len(tensor.values) != 2 or min(tensor.values) < 0 or shape not in (None, tensor.values):
+                raise Misfit(2, f"{label}: '{name}' says {list(tensor.values)}{f', not {list(shape)}' if shape else ''}")
+            return tensor.values[0], tensor.values[1]
+    return None
 
 
 def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given]) -> tuple[int, int]:

@@ -9,19 +9,22 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 from qdsl.emit.module import module as module_text
 from qdsl.ir.program import Program
 from qdsl.passes import compile_spec
 from qdsl.runtime.format import Format
+from qdsl.spec.model import Spec
 from qdsl.spec.source import SpecError
-from tests.support.answers import Answers, differences, kept
+from tests.support.answers import Answers, differences, kept, told_params
 from tests.support.covering import ALL
-from tests.support.formats import SPECS
-from tests.support.mistakes import Mutant, mutants
+from tests.support.formats import SPECS, spec
+from tests.support.mistakes import Mutant, listing, mutants
 
 ONE_WORD = "a record is one word, so it does not matter which of the two digits is the slower"
 ALSO_ELSEWHERE = "another tensor of the storage divides the axis by a multiple of this number, so nothing can be padded"
@@ -35,6 +38,7 @@ EQUAL: dict[str, dict[str, str]] = {
         "gptq_v1.qzeros.stored: bits in (2, 4, 8), word = word - (((2 ** 32) - 1) / ((2 ** bits) - 1)) -> "
         "bits in (2, 4, 8), word = word - ceil(((2 ** 32) - 1) / ((2 ** bits) - 1))":
             "2^a - 1 divides 2^b - 1 where a divides b, and 2, 4 and 8 divide 32",
+        "dims.C: 32 // bits -> 31 // bits": "only bits that do not divide 32 are packed so",
         "awq.qweight: i32[k<K, t<N / 8 word] -> i32[k<K, word t<N / 8]": ONE_WORD,
         "awq.qzeros: i32[g<G, t<N / 8 word] -> i32[g<G, word t<N / 8]": ONE_WORD,
         "awq.qweight: i32[k<K, t<N / 8 word] -> i32[k<K, t<ceil(N / 8) word]": ALSO_ELSEWHERE,
@@ -131,23 +135,55 @@ EQUAL: dict[str, dict[str, str]] = {
 
 
 def caught(mutant: Mutant, answers: Answers) -> str:
-    """'refused: ...' or 'answers: ...' for a mutant that is caught; 'crash: ...' where the compiler is; '' for one that lives."""
+    """'refused: ...' or 'answers: ...' for a mutant that is caught; 'crash: ...' where the compiler is; '' for one that lives.
+
+    What a spec lists is compared as it stands.  Else the storage with the mistake is tried alone, with one type of scales, or
+    the first where it is in none; where that is not enough, all of the spec is.
+    """
+    right = spec(next(path for path in SPECS if path.stem == answers["format"]))
+    if listed(mutant.spec) != listed(right):
+        return "answers: other parameters, or storages"
+    return caught_whole(*alone(mutant.spec, right, answers)) or caught_whole(mutant.spec, answers)
+
+
+def listed(found: Spec) -> list[Any]:
+    """Parameters and storages, in order."""
+    return [*((param.name.value, param.values) for param in found.params), *(storage.name.value for storage in found.storages)]
+
+
+def alone(found: Spec, right: Spec, answers: Answers) -> tuple[Spec, Answers]:
+    """A spec and its answers with the first of the storages that are not as they should be."""
+    rows, wanted = listing(found), listing(right)
+    storage = next((each for each in found.storages if [row for row in rows if row.startswith(f"{each.name}.")]
+                    != [row for row in wanted if row.startswith(f"{each.name}.")]), found.storages[0])
+    params = tuple(replace(param, values=param.values[:1]) if isinstance(param.values[0], str) else param
+                   for param in found.params)
+    types = {param.name.value: param.values[0] for param in params if isinstance(param.values[0], str)}
+    few = {key: [each for each in answers[key] if each["storage"] == storage.name.value
+                 and types.items() <= each["params"].items()] for key in ("cases", "quantized")}
+    return replace(found, storages=(storage,), params=params), {**answers, **few, "params": None}
+
+
+def caught_whole(found: Spec, answers: Answers) -> str:
+    """The same for a spec as it is; answers without parameters are not compared in what they list."""
     try:
-        files = text_of(mutant)
+        files = text_of(found)
     except SpecError as error:
         return f"refused: {error.problems[0].message}"
     except Exception as error:                                   # no catch: a wrong spec is refused, with its place
         return f"crash: {type(error).__name__}: {error}"
     format = built(files)
+    if answers["params"] is None:
+        answers = {**answers, "params": told_params(format), "storages": list(format.storages)}
     try:
         return next((f"answers: {difference}" for difference in differences(answers, format)), "")
     except Exception as error:                                   # from the mutant's own text, at work on the answers
         return f"answers: {type(error).__name__}: {error}".split("\n")[0]
 
 
-def text_of(mutant: Mutant) -> Mapping[str, str]:
+def text_of(found: Spec) -> Mapping[str, str]:
     """Its module; of the kernels, the most of the text, the names alone, because nothing calls them (`make test-all`: whole)."""
-    programs = compile_spec(mutant.spec)
+    programs = compile_spec(found)
     with patch("qdsl.emit.module.kernels", names_of_kernels) if not ALL else nullcontext():
         return module_text(programs)
 

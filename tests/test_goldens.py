@@ -31,14 +31,15 @@ from qdsl.generated import (
     ocp_mxfp6,
     ocp_mxfp8,
 )
-from qdsl.runtime import PackedWeight, launch
+from qdsl.runtime import FormatError, PackedWeight, launch
 from tests.support.formats import ROOT, SHIPPED, canonical, module, raw, same_bits
 from tests.support.interpreter import INTERPRETED, guarded
 
 DATA = ROOT / "tests" / "data"
-CHECKPOINTS = sorted((DATA / "ckpt").glob("*.npz"))
+CHECKPOINTS = sorted(path for path in (DATA / "ckpt").glob("*.npz") if not path.name.startswith(("ct_pack_oldnew", "ao_int4")))
 GGUF = {path.stem: module(path) for path in SHIPPED if "run: k" in path.read_text()}
-BY_NAME = (("gptq", int_group), ("autogptq", int_group), ("awq", int_group), ("ct_int8_tensor", int8_tensor),
+BY_NAME = (("gptq", int_group), ("autogptq", int_group), ("awq", int_group), ("ct_pack", int_group),
+           ("modelopt_int4awq", int_group), ("ct_int8_tensor", int8_tensor),
            ("ct_int8", int8_channel), ("ct_fp8_block", fp8_block), ("ds_fp8_block", fp8_block), ("hf_fp8_block", fp8_block),
            ("ct_fp8_channel", fp8_channel), ("ct_fp8_tensor", fp8_tensor), ("hf_fp8_tensor", fp8_tensor),
            ("fp8_tensor", fp8_tensor), ("bnb_nf4", nf4), ("ct_nvfp4", nvfp4_ct), ("modelopt_nvfp4", nvfp4_modelopt),
@@ -46,12 +47,15 @@ BY_NAME = (("gptq", int_group), ("autogptq", int_group), ("awq", int_group), ("c
            ("gptoss", ocp_mxfp4), ("hf_fp8_expert_fp4", ocp_mxfp4), ("ct_mxfp6", ocp_mxfp6), ("ao_mx_e2m3", ocp_mxfp6),
            ("ao_mx_e3m2", ocp_mxfp6), ("ct_mxfp8", ocp_mxfp8), ("ao_mx_e4m3", ocp_mxfp8), ("ao_mx_e5m2", ocp_mxfp8))
 # How producers quantize where it is not the format's default.  transformers rounds an inverse first.
-RULES: tuple[tuple[str, dict[str, str]], ...] = (
+RULES: tuple[tuple[str, dict[str, str | bool]], ...] = (
+    ("ct_pack*_sym", {"symmetric": True}),
     ("hf_", {"by": "inverse"}), ("ct_mxfp8", {"power": "half"}), ("ct_mxfp", {"power": "even"}),
     ("modelopt_mxfp4", {"power": "up", "ties": "zero", "zeros": "negative"}), ("ao_mx_*_rceil", {"power": "up"}),
     ("ao_mx_*_ceil", {"power": "ceil"}), ("ao_mx_*_even", {"power": "even"}), ("", {}))
 # The producer stored a zero point of 0 one too small without carrying the borrow: no reader gets its weights back.
 CORRUPT = "autogptq_v1_b4_ge0_g32_N64_K128"
+# Its producer decoded rounded floats, of which some are -0.
+NEGATIVE_ZEROS = ("ct_pack4_actorder_gidx_g32_N64_K128", "modelopt_int4awq_N32_K128")
 # Quantized with zero points, which is another scheme than the format's own.
 ASYMMETRIC = "ct_int8_channel_asym_N64_K96"
 
@@ -75,14 +79,16 @@ def format_of(path: Path) -> ModuleType:
 
 
 def storage_of(path: Path) -> str | None:
-    if path.name.startswith("autogptq"):
-        return "gptq_v1"
+    if path.name.startswith("autogptq") or "_planar_" in path.name:
+        return "gptq_v1" if path.name.startswith("autogptq") else "gptq_p"
     return "gptq_v2" if path.name.startswith("gptq") else None
 
 
-def given(path: Path) -> dict[str, str]:
-    """Parameters that the tensors do not say: of codes in bytes their type."""
-    return {"code": path.name.split("_")[2]} if path.name.startswith("ao_mx_") and format_of(path) is not ocp_mxfp4 else {}
+def given(path: Path) -> dict[str, int | str]:
+    """Parameters that the tensors do not say: of codes in bytes their type; 8 bits of one packing look like 7 of another."""
+    if path.name.startswith("ao_mx_") and format_of(path) is not ocp_mxfp4:
+        return {"code": path.name.split("_")[2]}
+    return {"bits": int(path.name[7])} if path.name.startswith("ct_pack") else {}
 
 
 def weight_of(tensors: dict[str, Tensor]) -> Tensor:
@@ -115,7 +121,7 @@ def kernel(packed: PackedWeight) -> Tensor:
 def test_checkpoint(path: Path) -> None:
     tensors = read(path)
     module = format_of(path)
-    weight = weight_of(tensors)
+    weight = weight_of(tensors) + (0 if path.stem in NEGATIVE_ZEROS else -0.0)
     packed = module.wrap(disk(tensors), shape=tuple(weight.shape), storage=storage_of(path), **given(path))
     if path.stem == CORRUPT:
         again = module.pack(module.unpack(packed), storage="gptq_v1", **packed.params)
@@ -123,11 +129,15 @@ def test_checkpoint(path: Path) -> None:
         assert not same_bits(module.dequantize(packed), weight)
         return
     check(module, packed, weight)
+    fields = module.unpack(packed)
     if "codes" in tensors:
-        assert torch.equal(module.unpack(packed)["q"].int(), tensors["codes"].int().view(weight.shape))
+        assert torch.equal(fields["q"].int(), tensors["codes"].int().view(weight.shape))
+    if "codes_signed" in tensors and module is int_group:
+        assert torch.equal(fields["q"].int() - 2 ** (int(packed.params["bits"]) - 1), tensors["codes_signed"].int())
 
 
-@pytest.mark.parametrize("path", [p for p in CHECKPOINTS if p.name.startswith("gptq")], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in CHECKPOINTS if p.name.startswith("gptq") and storage_of(p) == "gptq_v2"],
+                         ids=lambda path: path.stem)
 def test_both_versions_of_gptq_are_one_weight(path: Path) -> None:
     """gptq_v1 stores zero points less one, borrows and all; converting between the two gives the other's bytes."""
     tensors = read(path)
@@ -138,19 +148,19 @@ def test_both_versions_of_gptq_are_one_weight(path: Path) -> None:
     assert same_bits(int_group.convert(old, "gptq_v2").tensors["qzeros"], new.tensors["qzeros"])
 
 
-@pytest.mark.parametrize("path", [p for p in CHECKPOINTS if "_act_" in p.name], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in CHECKPOINTS if "_act" in p.name], ids=lambda path: path.stem)
 def test_act_order_goes_into_the_planar_storage_and_back(path: Path) -> None:
     tensors = read(path)
-    packed = int_group.wrap(disk(tensors), storage="gptq_v2")
+    packed = int_group.wrap(disk(tensors), storage=storage_of(path))
     planar = int_group.convert(packed, "planar")
     assert planar.order is not None
-    check(int_group, planar, tensors["dequant_f32"])
-    back = int_group.convert(planar, "gptq_v2")
+    check(int_group, planar, tensors["dequant_f32"] + (0 if path.stem in NEGATIVE_ZEROS else -0.0))
+    back = int_group.convert(planar, packed.storage)
     assert back.tensors.keys() == packed.tensors.keys()
     assert all(same_bits(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
 
 
-@pytest.mark.parametrize("path", [p for p in CHECKPOINTS if "awq" in p.name], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in CHECKPOINTS if "awq_gemm" in p.name], ids=lambda path: path.stem)
 def test_awq_converts_to_gptq_without_a_change(path: Path) -> None:
     tensors = read(path)
     packed = int_group.wrap(disk(tensors))
@@ -168,7 +178,49 @@ def test_quantizing_gives_the_producers_bytes(path: Path) -> None:
     packed = module.wrap(disk(tensors), **given(path))
     options = next(rule for pattern, rule in RULES if fnmatch(path.name, f"{pattern}*"))
     made = module.quantize(tensors["W"], packed.storage, **{**packed.params, **options})
+    assert made.tensors.keys() == packed.tensors.keys()
     assert all(same_bits(made.tensors[name], tensor) for name, tensor in packed.tensors.items())
+
+
+@pytest.mark.parametrize("path", sorted((DATA / "ckpt").glob("ct_pack_oldnew*")), ids=lambda path: path.stem)
+def test_bits_that_do_not_divide_32_are_packed_in_two_ways(path: Path) -> None:
+    """compressed-tensors before 0.18 and from there on: told apart by shape, and each made from the other."""
+    tensors = read(path)
+    codes = tensors["codes_signed"].int()
+    bits = int(path.stem.split("_b")[1][0])
+    both = {storage: int_group.wrap({"weight_packed": tensors[key], "weight_scale": torch.ones(len(codes), 1),
+                                     "weight_shape": torch.tensor(codes.shape)}, bits=bits)
+            for storage, key in (("pack_quantized_0_17", "old.weight_packed"), ("pack_quantized", "new.weight_packed"))}
+    for storage, packed in both.items():
+        assert packed.storage == storage
+        check(int_group, packed, codes.float())
+        other = next(each for each in both.values() if each is not packed)
+        assert same_bits(int_group.convert(packed, other.storage).tensors["weight_packed"], other.tensors["weight_packed"])
+
+
+def test_torchao_packs_for_xpu_as_the_storage_does() -> None:
+    tensors = read(DATA / "ckpt" / "ao_int4_tinygemm_g32_N64_K128.npz")
+    fields = {"q": tensors["codes"], "z": torch.full((64, 4), 8, dtype=torch.uint8), "s": torch.ones(64, 4)}
+    packed = int_group.pack(fields, "xpu_int4pack", group=32)
+    assert same_bits(packed.tensors["qweight"], tensors["xpu.int32"])
+    assert packed.tensors["qzeros"].dtype == torch.int8 and set(packed.tensors["qzeros"].flatten().tolist()) == {8}
+
+
+def test_the_shape_is_what_its_tensor_says() -> None:
+    """And a part of the weight says its own."""
+    tensors = disk(read(DATA / "ckpt" / "ct_pack4_channel_asym_oddN_N37_K90.npz"))
+    packed = int_group.wrap(tensors)
+    assert packed.shape == (37, 90)
+    assert packed.cut("N", 8, 24).tensors["weight_shape"].tolist() == [16, 90]
+    with pytest.raises(FormatError, match=r"'weight_shape' says \[37, 90\], not \[37, 96\]"):
+        int_group.wrap(tensors, shape=(37, 96))
+    with pytest.raises(FormatError, match="says"):
+        int_group.FORMAT.checked(packed.derive({**packed.tensors, "weight_shape": torch.tensor([37, 96])}))
+
+
+def test_marlin_has_other_scales_for_a_single_group() -> None:
+    with pytest.raises(FormatError, match="of 2 or more"):
+        int_group.quantize(torch.randn(64, 128), "marlin", group=-1, symmetric=True)
 
 
 def test_every_type_of_blocks_has_goldens() -> None:

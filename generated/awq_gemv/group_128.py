@@ -93,7 +93,7 @@ def decode(q: Tensor, z: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
     """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, symmetric.
+    of 0.  options: by, symmetric, rounds, span.
     """
     q, z, s = minmax(weight, code="u4", zero="u4", scale="f16", rows=1, columns=128, axes=2, **options)
     return {"q": q, "z": z, "s": s}
@@ -385,6 +385,8 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("128",))),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact"), "symmetric": (True, False)},
+    decode=decode, encode=encode,
+    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
+        "span": ("found", "full")},
     cuts=("N", "ceil(K/128)"),
 )

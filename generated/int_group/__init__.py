@@ -4,9 +4,9 @@
     float32, rounded after each operation
 
     g      index into ceil(K/group) groups [K]
-    q      u{bits} [N, K]
-    z      u{bits} [N, ceil(K/group)]
-    s      f16     [N, ceil(K/group)]
+    q      u{bits}    [N, K]
+    z      u{bits}    [N, ceil(K/group)]
+    s      scale_type [N, ceil(K/group)]
 
     gptq_v2 at bits = 4: 4.15625 bits per weight with group = 128
     gptq_v2 at bits = 2: 2.14062 bits per weight with group = 128
@@ -16,31 +16,56 @@
     gptq_v1 at bits = 2: 2.14062 bits per weight with group = 128
     gptq_v1 at bits = 3: 3.14844 bits per weight with group = 128
     gptq_v1 at bits = 8: 8.1875 bits per weight with group = 128
+    gptq_p at bits = 3: 3.14844 bits per weight with group = 128
+    gptq_p at bits = 5: 5.16406 bits per weight with group = 128
+    gptq_p at bits = 6: 6.17188 bits per weight with group = 128
+    gptq_p at bits = 7: 7.17969 bits per weight with group = 128
     awq at bits = 4: 4.15625 bits per weight with group = 128
-    planar at bits = 4: 4.1875 bits per weight with group = 128
-    planar at bits = 2: 2.1875 bits per weight with group = 128
-    planar at bits = 3: 3.1875 bits per weight with group = 128
-    planar at bits = 8: 8.1875 bits per weight with group = 128
+    pack_quantized at bits = 4: 4.125 bits per weight with group = 128
+    pack_quantized at bits = 2: 2.125 bits per weight with group = 128
+    pack_quantized at bits = 3: 3.125 bits per weight with group = 128
+    pack_quantized at bits = 5: 5.125 bits per weight with group = 128
+    pack_quantized at bits = 6: 6.125 bits per weight with group = 128
+    pack_quantized at bits = 7: 7.125 bits per weight with group = 128
+    pack_quantized at bits = 8: 8.125 bits per weight with group = 128
+    pack_quantized_0_17 at bits = 3: 3.32501 bits per weight with group = 128
+    pack_quantized_0_17 at bits = 5: 5.45834 bits per weight with group = 128
+    pack_quantized_0_17 at bits = 6: 6.52501 bits per weight with group = 128
+    pack_quantized_0_17 at bits = 7: 8.125 bits per weight with group = 128
+    int_quantized at bits = 8: 8.125 bits per weight with group = 128
+    marlin at bits = 4: 4.125 bits per weight with group = 128
+    modelopt at bits = 4: 4.125 bits per weight with group = 128
+    xpu_int4pack at bits = 4: 4.1875 bits per weight with group = 128
+    planar at bits = 4: 4.125 bits per weight with group = 128
+    planar at bits = 2: 2.125 bits per weight with group = 128
+    planar at bits = 3: 3.125 bits per weight with group = 128
+    planar at bits = 8: 8.125 bits per weight with group = 128
+    planar at bits = 5: 5.125 bits per weight with group = 128
+    planar at bits = 6: 6.125 bits per weight with group = 128
+    planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 65fba60bfdc509a0) by qdsl 0.1.0.
+Built from the spec int_group (sha256 96c6c8ef64906f77) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 from qdsl.runtime import Format
 
-from . import bits_4, bits_2, bits_3, bits_8
+from . import bits_4, bits_2, bits_3, bits_8, bits_5, bits_6, bits_7
 
 FORMAT = Format(
     name="int_group", title="integer codes with a zero point and a scale per group of columns",
-    source="GPTQ and AWQ checkpoints (auto-gptq, gptqmodel, autoawq)", formula="(q - z) * s",
+    source="GPTQ and AWQ checkpoints (auto-gptq, gptqmodel, autoawq); compressed-tensors pack-quantized and int-quantized", formula="(q - z) * s",
     by=("bits",),
     variants={
         (4,): bits_4.VARIANT,
         (2,): bits_2.VARIANT,
         (3,): bits_3.VARIANT,
         (8,): bits_8.VARIANT,
+        (5,): bits_5.VARIANT,
+        (6,): bits_6.VARIANT,
+        (7,): bits_7.VARIANT,
     },
-    params={"bits": (4, 2, 3, 8), "group": (128, 64, 32, -1)},
+    params={"bits": (4, 2, 3, 5, 6, 7, 8), "group": (128, 64, 32, -1), "scale_type": ("f16", "bf16", "f32")},
     sizes={"group": "K"},
     detect={"config": [{"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": "bits", "group_size": "group",
         "storage": "gptq_v2"},
@@ -53,7 +78,7 @@ FORMAT = Format(
         {"bits": 2, "qzeros": "0x55555555", "storage": "gptq_v1"},
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}]},
-    digest="65fba60bfdc509a0",
+    digest="96c6c8ef64906f77",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

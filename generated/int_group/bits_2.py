@@ -4,15 +4,16 @@
     float32, rounded after each operation
 
     g      index into ceil(K/group) groups [K]
-    q      u2    [N, K]
-    z      u2    [N, ceil(K/group)]
-    s      f16   [N, ceil(K/group)]
+    q      u2         [N, K]
+    z      u2         [N, ceil(K/group)]
+    s      scale_type [N, ceil(K/group)]
 
     gptq_v2: 2.14062 bits per weight with group = 128
     gptq_v1: 2.14062 bits per weight with group = 128
-    planar: 2.1875 bits per weight with group = 128
+    pack_quantized: 2.125 bits per weight with group = 128
+    planar: 2.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 65fba60bfdc509a0) by qdsl 0.1.0.
+Built from the spec int_group (sha256 96c6c8ef64906f77) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -32,7 +33,7 @@ from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_fl
 
 
 def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
-    """Fields of qweight int32 [K/16, N]; qzeros int32 [ceil(K/group), N/16]; scales float16 [ceil(K/group), N];
+    """Fields of qweight int32 [K/16, N]; qzeros int32 [ceil(K/group), N/16]; scales scale_type [ceil(K/group), N];
     g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
@@ -64,7 +65,7 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
 
 
 def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
-    """Fields of qweight int32 [K/16, N]; qzeros int32 [ceil(K/group), N/16]; scales float16 [ceil(K/group), N];
+    """Fields of qweight int32 [K/16, N]; qzeros int32 [ceil(K/group), N/16]; scales scale_type [ceil(K/group), N];
     g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
@@ -95,50 +96,91 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     return tensors
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/256)]; s float16 [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
+def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
+        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of weight_packed int32 [N, ceil(K/16)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
+    int32 [ceil(N/16), ceil(K/group)]; weight_g_idx int32 [K].
+    """
+    weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
+    fields = {
+        "q": spread(weight_packed_bytes, 2).flatten(1)[:, :K],
+        "s": weight_scale,
+    }
+    if weight_g_idx is not None:
+        fields["g"] = weight_g_idx
+    if weight_zero_point is not None:
+        weight_zero_point_bytes = as_type(weight_zero_point, torch.uint8).unflatten(-1, (-1, 4))
+        fields["z"] = spread(weight_zero_point_bytes, 2).permute(0, 2, 3, 1).flatten(0, 2)[:N, :]
+    return fields
+
+
+def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
+    unpack_pack_quantized.
+    """
+    q_split = pad(q, (0, -q.shape[1] % 16, 0, 0)).unflatten(-1, (-1, 4, 4))
+    weight_packed_bytes = sum(q_split[..., i] << 2 * i for i in range(4))
+    tensors = {
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
+        "weight_scale": s,
+    }
+    if z is not None:
+        z_split = pad(z, (0, 0, 0, -z.shape[0] % 16)).unflatten(0, (-1, 4, 4))
+        weight_zero_point_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4))
+        tensors["weight_zero_point"] = integer(weight_zero_point_bytes.transpose(-1, -2), torch.int32)
+    if g is not None:
+        tensors["weight_g_idx"] = g
+    return tensors
+
+
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; s scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
-    return {
+    fields = {
         "q": torch.stack([q_bytes2 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 6], -5).unflatten(2,
             (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
-        "z": z & 3,
         "s": s,
     }
+    if z is not None:
+        fields["z"] = z & 3
+    return fields
 
 
-def pack_planar(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     q_bytes = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
-    z_bytes[...] = z.unsqueeze(-1)
-    return {
+    tensors = {
         "q": as_type(q_bytes, torch.int32).flatten(1),
         "s": s,
-        "z": z_bytes.squeeze(-1),
     }
+    if z is not None:
+        z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
+        z_bytes[...] = z.unsqueeze(-1)
+        tensors["z"] = z_bytes.squeeze(-1)
+    return tensors
 
 
-def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], z [N, ceil(K/group)], s [N,
-    ceil(K/group)], g [K].
+def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K],
+    z [N, ceil(K/group)].
     """
     if g is not None:
-        z, s = z[:, g], s[:, g]
-    out = out if out is None else out.unflatten(1, (z.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (z.shape[1], -1))
-    z = z.view(torch.int8).unsqueeze(-1)
+        z, s = z if z is None else z[:, g], s[:, g]
+    out = out if out is None else out.unflatten(1, (s.shape[1], -1))
+    q = q.view(torch.int8).unflatten(1, (s.shape[1], -1))
+    z = 2 if z is None else z.view(torch.int8).unsqueeze(-1)
     s = s.float().unsqueeze(-1)
     return torch.mul(as_float(q - z, out), s, out=out).flatten(1)
 
 
-def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:
+def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
     """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, symmetric.
+    of 0.  options: by, symmetric, rounds, span.
     """
-    q, z, s = minmax(weight, code="u2", zero="u2", scale="f16", rows=1, columns=group, axes=2, **options)
+    q, z, s = minmax(weight, code="u2", zero="u2", scale=scale_type, rows=1, columns=group, axes=2, **options)
     return {"q": q, "z": z, "s": s}
 
 
@@ -272,6 +314,89 @@ def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
 
 
 @triton.jit
+def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 16 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 16)
+    if weight_zero_point is None:
+        z = 2
+    else:
+        weight_zero_point += (n // 16).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < tl.cdiv(K, 16))
+    q_word = tl.load(weight_packed + t, live, 0)
+    for h in tl.static_range(16):
+        inside = live & (n < N) & (16 * t + h < K)
+        q = (q_word >> 2 * h & 3).to(tl.int32)
+        if weight_g_idx is None:
+            g = (16 * t + h) // group
+        if weight_zero_point is not None:
+            if weight_g_idx is None:
+                z = (tl.load(weight_zero_point + g, inside, 0) >> 2 * (n % 16) & 3).to(tl.int32)
+        if weight_g_idx is not None:
+            g = tl.load(weight_g_idx + 16 * t + h, inside, 0)
+        if weight_zero_point is not None:
+            if weight_g_idx is not None:
+                z = (tl.load(weight_zero_point + g, inside, 0) >> 2 * (n % 16) & 3).to(tl.int32)
+        if weight_g_idx is None:
+            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+        else:
+            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + 16 * t + h, w, inside)
+
+
+@triton.jit
+def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 16)
+    if weight_zero_point is None:
+        z = 2
+    else:
+        weight_zero_point += (n // 16).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, tl.cdiv(K, 16), BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < tl.cdiv(K, 16))
+        q_word = tl.load(weight_packed + t, live, 0)
+        for h in tl.static_range(16):
+            inside = live & (n < N) & (16 * t + h < K)
+            q = (q_word >> 2 * h & 3).to(tl.int32)
+            if weight_g_idx is None:
+                g = (16 * t + h) // group
+            if weight_zero_point is not None:
+                if weight_g_idx is None:
+                    z = (tl.load(weight_zero_point + g, inside, 0) >> 2 * (n % 16) & 3).to(tl.int32)
+            if weight_g_idx is not None:
+                g = tl.load(weight_g_idx + 16 * t + h, inside, 0)
+            if weight_zero_point is not None:
+                if weight_g_idx is not None:
+                    z = (tl.load(weight_zero_point + g, inside, 0) >> 2 * (n % 16) & 3).to(tl.int32)
+            if weight_g_idx is None:
+                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+            else:
+                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+            x_k = tl.load(x + 16 * t + h, inside, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
 def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -280,7 +405,10 @@ def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.const
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    z += n.to(tl.int64) * tl.cdiv(K, group)
+    if z is None:
+        z1 = 2
+    else:
+        z += n.to(tl.int64) * tl.cdiv(K, group)
     s += n.to(tl.int64) * tl.cdiv(K, group)
     out += n.to(tl.int64) * K
     t = u // 16
@@ -295,7 +423,8 @@ def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.const
                     inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                     q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
                     g = (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c) // group
-                    z1 = (tl.load(z + g, inside, 0) & 3).to(tl.int32)
+                    if z is not None:
+                        z1 = (tl.load(z + g, inside, 0) & 3).to(tl.int32)
                     s1 = tl.load(s + g, inside, 0).to(tl.float32)
                     w = (q1 - z1) * s1
                     tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, inside)
@@ -311,7 +440,10 @@ def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    z += n.to(tl.int64) * tl.cdiv(K, group)
+    if z is None:
+        z1 = 2
+    else:
+        z += n.to(tl.int64) * tl.cdiv(K, group)
     s += n.to(tl.int64) * tl.cdiv(K, group)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 256), BK):
@@ -328,7 +460,8 @@ def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.
                         inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                         q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
                         g = (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c) // group
-                        z1 = (tl.load(z + g, inside, 0) & 3).to(tl.int32)
+                        if z is not None:
+                            z1 = (tl.load(z + g, inside, 0) & 3).to(tl.int32)
                         s1 = tl.load(s + g, inside, 0).to(tl.float32)
                         x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
                             + c, inside, 0).to(tl.float32)
@@ -387,7 +520,10 @@ def _few_planar(
                 row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
                 s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
-                z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 2)
+                if z is None:
+                    z_g = 2.0
+                else:
+                    z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 2)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
                     sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 2, 2, SIZE, F)
@@ -431,7 +567,10 @@ def _row_planar(
                     words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
                 sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 2, 2, F)
                 s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, STEP, group, 0)
-                z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, STEP, group, 2)
+                if z is None:
+                    z_g = 2.0
+                else:
+                    z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, STEP, group, 2)
                 sum += lanes.shifted(-z_g, BASE) * sums
                 sum *= s_g
                 new = new + (acc[r] + sum,)
@@ -454,7 +593,7 @@ def _many_planar(
     """
     SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = 0
+    ZERO: tl.constexpr = 0 if F == tl.float16 else -128
     if WHOLE:
         K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
@@ -470,10 +609,15 @@ def _many_planar(
             words = lanes.by_size(many.turned(_words_planar(q, row, K, chunk), chunk, 4, 0, 0), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                point = many.points(z, row, lanes.count(K, group), chunk * 128 + u * SIZE, group, SIZE, F)
                 sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
-                                         point, 2, 2, SIZE, F)
+                                         None, 2, 2, SIZE, F)
+                sums = many.column_sums(columns[u], 16 * W, UNIT, F)
                 s_g = many.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
+                if z is None:
+                    z_g = 2.0
+                else:
+                    z_g = many.of_rows(z, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 2)
+                sum += (-z_g) * sums
                 sum *= s_g
                 total += sum
             new = new + (total,)
@@ -490,41 +634,56 @@ VARIANT = Variant(
         "g": Field("index", "K", groups="ceil(K/group)"),
         "q": Field("u2", "N", "K"),
         "z": Field("u2", "N", "ceil(K/group)"),
-        "s": Field("f16", "N", "ceil(K/group)"),
+        "s": Field("scale_type", "N", "ceil(K/group)"),
     },
     storages={
         "gptq_v2": Storage(
             tensors={
                 "qweight": Stored("i32", "K/16", "N", bits=("q[1@1, 16:2 1@0]",)),
                 "qzeros": Stored("i32", "ceil(K/group)", "N/16", bits=("z[16:2 1@1, 1@0]",)),
-                "scales": Stored("f16", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional=True, bits=("g[1@0]",)),
+                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
-            unpack=unpack_gptq_v2, pack=pack_gptq_v2,
+            unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",),
             kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/16", last="n"),
         ),
         "gptq_v1": Storage(
             tensors={
                 "qweight": Stored("i32", "K/16", "N", bits=("q[1@1, 16:2 1@0]",)),
                 "qzeros": Stored("i32", "ceil(K/group)", "N/16", bits=("z[16:2 1@1, 1@0]",), adds=-0x55555555),
-                "scales": Stored("f16", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional=True, bits=("g[1@0]",)),
+                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
-            unpack=unpack_gptq_v1, pack=pack_gptq_v1,
+            unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",),
             kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/16", last="n"),
+        ),
+        "pack_quantized": Storage(
+            tensors={
+                "weight_packed": Stored("i32", "N", "ceil(K/16)", bits=("q[1@0, 16:2 1@1]",)),
+                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "weight_zero_point": Stored("i32", "ceil(N/16)", "ceil(K/group)", optional="z",
+                    bits=("z[16:2 1@0, 1@1]",)),
+                "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+                "weight_shape": Stored("shape", "2*1"),
+            },
+            unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
+                "span": "full"}, needs_shape=True, shape="weight_shape",
+            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/16)", last="k"),
         ),
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-                "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("u8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-                "order": Stored("i32", "K", optional=True),
+                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
+                "order": Stored("i32", "K", optional="order"),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact"), "symmetric": (True, False)}, defaults={"g": None},
-    cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode,
+    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
+        "span": ("found", "full")},
+    defaults={"g": None, "z": 2}, cuts=("N", "ceil(K/group)"),
 )

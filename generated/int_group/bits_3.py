@@ -4,15 +4,18 @@
     float32, rounded after each operation
 
     g      index into ceil(K/group) groups [K]
-    q      u3    [N, K]
-    z      u3    [N, ceil(K/group)]
-    s      f16   [N, ceil(K/group)]
+    q      u3         [N, K]
+    z      u3         [N, ceil(K/group)]
+    s      scale_type [N, ceil(K/group)]
 
     gptq_v2: 3.14844 bits per weight with group = 128
     gptq_v1: 3.14844 bits per weight with group = 128
-    planar: 3.1875 bits per weight with group = 128
+    gptq_p: 3.14844 bits per weight with group = 128
+    pack_quantized: 3.125 bits per weight with group = 128
+    pack_quantized_0_17: 3.32501 bits per weight with group = 128
+    planar: 3.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 65fba60bfdc509a0) by qdsl 0.1.0.
+Built from the spec int_group (sha256 96c6c8ef64906f77) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -24,16 +27,16 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, lanes,
-        many, pad)
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
+        integer, lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
 def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
-    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales float16 [ceil(K/group), N];
-    g_idx int32 [K].
+    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales scale_type [ceil(K/group),
+    N]; g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 12))
     q_words = integer(qweight_bytes.unflatten(-1, (4, 3)))
@@ -69,8 +72,8 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
 
 
 def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
-    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales float16 [ceil(K/group), N];
-    g_idx int32 [K].
+    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales scale_type [ceil(K/group),
+    N]; g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 12))
     q_words = integer(qweight_bytes.unflatten(-1, (4, 3)))
@@ -105,9 +108,138 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     return tensors
 
 
-def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; s float16 [N, ceil(K/group)]; z uint8
-    [N, ceil(K/group)].
+def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales scale_type [ceil(K/group),
+    N]; g_idx int32 [K].
+    """
+    qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 12))
+    q_low = spread(qweight_bytes[..., 0:8], 2).flatten(1)
+    q_high = spread(qweight_bytes[..., 8:12], 1).flatten(1)
+    qzeros_bytes = as_type(qzeros.unflatten(-1, (-1, 3)).permute(1, 0, 2), torch.uint8)
+    z_low = spread(qzeros_bytes[..., 0:8], 2).permute(0, 2, 3, 1).flatten(0, 2)
+    z_high = spread(qzeros_bytes[..., 8:12], 1).permute(0, 2, 3, 1).flatten(0, 2)
+    fields = {
+        "q": q_low | q_high << 2,
+        "z": z_low | z_high << 2,
+        "s": scales.t(),
+    }
+    if g_idx is not None:
+        fields["g"] = g_idx
+    return fields
+
+
+def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_p."""
+    qweight_bytes = empty((q.shape[0], q.shape[1] // 32, 12), torch.uint8, q.device)
+    q_split = q.unflatten(-1, (-1, 8, 4))
+    qweight_bytes[..., 0:8] = sum((q_split[..., i] & 3) << 2 * i for i in range(4))
+    q_split2 = q.unflatten(-1, (-1, 4, 8))
+    qweight_bytes[..., 8:12] = sum((q_split2[..., i] >> 2) << 1 * i for i in range(8))
+    qzeros_bytes = empty((z.shape[0] // 32, z.shape[1], 12), torch.uint8, z.device)
+    z_split = z.unflatten(0, (-1, 8, 4))
+    qzeros_bytes[..., 0:8] = sum((z_split[:, :, i] & 3) << 2 * i for i in range(4)).permute(0, 2, 1)
+    z_split2 = z.unflatten(0, (-1, 4, 8))
+    qzeros_bytes[..., 8:12] = sum((z_split2[:, :, i] >> 2) << 1 * i for i in range(8)).permute(0, 2, 1)
+    tensors = {
+        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
+        "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
+        "scales": s.t().contiguous(),
+    }
+    if g is not None:
+        tensors["g_idx"] = g
+    return tensors
+
+
+def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
+        weight_g_idx: Tensor | None) -> dict[str, Tensor]:
+    """Fields of weight_packed int32 [N, 3*K/32]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int32
+    [3*N/32, ceil(K/group)]; weight_g_idx int32 [K].
+    """
+    weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 12))
+    q_words = integer(weight_packed_bytes.unflatten(-1, (4, 3)))
+    fields = {
+        "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
+        "s": weight_scale,
+    }
+    if weight_g_idx is not None:
+        fields["g"] = weight_g_idx
+    if weight_zero_point is not None:
+        weight_zero_point_bytes = as_type(weight_zero_point.unflatten(0, (-1, 3)).permute(0, 2, 1), torch.uint8)
+        z_words = integer(weight_zero_point_bytes.unflatten(-1, (4, 3)))
+        fields["z"] = torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3,
+            1).flatten(0, 2)
+    return fields
+
+
+def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
+    unpack_pack_quantized.
+    """
+    q_split = q.unflatten(-1, (-1, 4, 8))
+    q_packed = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8))
+    weight_packed_bytes = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+    tensors = {
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).flatten(1),
+        "weight_scale": s,
+    }
+    if z is not None:
+        z_split = z.unflatten(0, (-1, 4, 8))
+        z_packed = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1)
+        weight_zero_point_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+        tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).permute(0, 2,
+            1).contiguous().flatten(0, 1)
+    if g is not None:
+        tensors["weight_g_idx"] = g
+    return tensors
+
+
+def unpack_pack_quantized_0_17(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
+        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of weight_packed int32 [N, ceil(K/10)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
+    int32 [ceil(N/10), ceil(K/group)]; weight_g_idx int32 [K].
+    """
+    weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
+    q_words = integer(weight_packed_bytes)
+    fields = {
+        "q": torch.stack([q_words >> 3 * i & 7 for i in range(10)], -1).to(torch.uint8).flatten(1)[:, :K],
+        "s": weight_scale,
+    }
+    if weight_g_idx is not None:
+        fields["g"] = weight_g_idx
+    if weight_zero_point is not None:
+        weight_zero_point_bytes = as_type(weight_zero_point, torch.uint8).unflatten(-1, (-1, 4))
+        z_words = integer(weight_zero_point_bytes)
+        fields["z"] = torch.stack([z_words >> 3 * i & 7 for i in range(10)], -1).to(torch.uint8).permute(0, 2,
+            1).flatten(0, 1)[:N, :]
+    return fields
+
+
+def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
+    unpack_pack_quantized_0_17.
+    """
+    weight_packed_bytes = torch.zeros(q.shape[0], cdiv(q.shape[1], 10), 4, dtype=torch.uint8, device=q.device)
+    q_split = pad(q, (0, -q.shape[1] % 10, 0, 0)).unflatten(-1, (-1, 10))
+    q_packed = sum(q_split[..., i].to(torch.int64) << 3 * i for i in range(10))
+    weight_packed_bytes[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
+    tensors = {
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
+        "weight_scale": s,
+    }
+    if z is not None:
+        weight_zero_point_bytes = torch.zeros(cdiv(z.shape[0], 10), z.shape[1], 4, dtype=torch.uint8, device=z.device)
+        z_split = pad(z, (0, 0, 0, -z.shape[0] % 10)).unflatten(0, (-1, 10))
+        z_packed = sum(z_split[:, i].to(torch.int64) << 3 * i for i in range(10))
+        weight_zero_point_bytes[...] = z_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
+        tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).squeeze(-1)
+    if g is not None:
+        tensors["weight_g_idx"] = g
+    return tensors
+
+
+def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; s scale_type [N, ceil(K/group)]; z
+    uint8 [N, ceil(K/group)].
     """
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
@@ -118,14 +250,16 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor, *, N: int, K: 
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
         & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
         8, 4, 5, 7).flatten(1)[:, :K]
-    return {
+    fields = {
         "q": q_low | q_high << 2,
-        "z": z & 7,
         "s": s,
     }
+    if z is not None:
+        fields["z"] = z & 7
+    return fields
 
 
-def pack_planar(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2
@@ -137,34 +271,36 @@ def pack_planar(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
         | (q_split2[:, :, 1, 0, :, :, 0] >> 2) << 1 | (q_split2[:, :, 1, 0, :, :, 1] >> 2) << 3
         | (q_split2[:, :, 1, 1, :, :, 0] >> 2) << 5 | (q_split2[:, :, 1, 1, :, :, 1] >> 2)
         << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
-    z_bytes[...] = z.unsqueeze(-1)
-    return {
+    tensors = {
         "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
         "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
         "s": s,
-        "z": z_bytes.squeeze(-1),
     }
+    if z is not None:
+        z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
+        z_bytes[...] = z.unsqueeze(-1)
+        tensors["z"] = z_bytes.squeeze(-1)
+    return tensors
 
 
-def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], z [N, ceil(K/group)], s [N,
-    ceil(K/group)], g [K].
+def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K],
+    z [N, ceil(K/group)].
     """
     if g is not None:
-        z, s = z[:, g], s[:, g]
-    out = out if out is None else out.unflatten(1, (z.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (z.shape[1], -1))
-    z = z.view(torch.int8).unsqueeze(-1)
+        z, s = z if z is None else z[:, g], s[:, g]
+    out = out if out is None else out.unflatten(1, (s.shape[1], -1))
+    q = q.view(torch.int8).unflatten(1, (s.shape[1], -1))
+    z = 4 if z is None else z.view(torch.int8).unsqueeze(-1)
     s = s.float().unsqueeze(-1)
     return torch.mul(as_float(q - z, out), s, out=out).flatten(1)
 
 
-def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:
+def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
     """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, symmetric.
+    of 0.  options: by, symmetric, rounds, span.
     """
-    q, z, s = minmax(weight, code="u3", zero="u3", scale="f16", rows=1, columns=group, axes=2, **options)
+    q, z, s = minmax(weight, code="u3", zero="u3", scale=scale_type, rows=1, columns=group, axes=2, **options)
     return {"q": q, "z": z, "s": s}
 
 
@@ -309,6 +445,255 @@ def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, B
 
 
 @triton.jit
+def _dequantize_gptq_p(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 32 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+    qweight += n
+    qzeros += 3 * (n // 32)
+    scales += n
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 32)
+    q_word1 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
+    if g_idx is None:
+        g = t // (group // 32)
+        z_low = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + n % 32 // 16, live, 0) >> 2 * (n % 32 % 16) & 3
+        z_high = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + 2, live, 0) >> n % 32 & 1
+        z = (z_low | z_high << 2).to(tl.int32)
+        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    for h in tl.static_range(2):
+        q_word = tl.load(qweight + 3 * t.to(tl.int64) * N + h * N, live, 0)
+        for i in tl.static_range(16):
+            q_low = q_word >> 2 * i & 3
+            q_high = q_word1 >> 16 * h + i & 1
+            q = (q_low | q_high << 2).to(tl.int32)
+            if g_idx is not None:
+                g = tl.load(g_idx + 32 * t + 16 * h + i, live, 0)
+                z_low = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32)
+                    + n % 32 // 16, live, 0) >> 2 * (n % 32 % 16) & 3
+                z_high = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + 2, live, 0) >> n % 32 & 1
+                z = (z_low | z_high << 2).to(tl.int32)
+                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+            w = (q - z) * s
+            tl.store(out + 32 * t + 16 * h + i, w, live)
+
+
+@triton.jit
+def _linear_gptq_p(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qweight += n
+    qzeros += 3 * (n // 32)
+    scales += n
+    acc = tl.zeros((BK, BN), tl.float32)
+    for start in range(0, K // 32, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
+        live = (n < N) & (t < K // 32)
+        q_word1 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
+        if g_idx is None:
+            g = t // (group // 32)
+            z_low = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + n % 32 // 16, live, 0) >> 2 * (n % 32 % 16) & 3
+            z_high = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + 2, live, 0) >> n % 32 & 1
+            z = (z_low | z_high << 2).to(tl.int32)
+            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        for h in tl.static_range(2):
+            q_word = tl.load(qweight + 3 * t.to(tl.int64) * N + h * N, live, 0)
+            for i in tl.static_range(16):
+                q_low = q_word >> 2 * i & 3
+                q_high = q_word1 >> 16 * h + i & 1
+                q = (q_low | q_high << 2).to(tl.int32)
+                if g_idx is not None:
+                    g = tl.load(g_idx + 32 * t + 16 * h + i, live, 0)
+                    z_low = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32)
+                        + n % 32 // 16, live, 0) >> 2 * (n % 32 % 16) & 3
+                    z_high = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + 2, live, 0) >> n % 32 & 1
+                    z = (z_low | z_high << 2).to(tl.int32)
+                    s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+                x_k = tl.load(x + 32 * t + 16 * h + i, live, 0).to(tl.float32)
+                acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
+
+
+@triton.jit
+def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 32 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight_packed += 3 * n.to(tl.int64) * (K // 32)
+    if weight_zero_point is None:
+        z = 4
+    else:
+        weight_zero_point += 3 * (n // 32).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 32)
+    q_0 = tl.load(weight_packed + 3 * t, live, 0)
+    q_1 = tl.load(weight_packed + 3 * t + 1, live, 0)
+    q_2 = tl.load(weight_packed + 3 * t + 2, live, 0)
+    q_words = (q_0, q_1, q_2)
+    if weight_g_idx is None:
+        g = t // (group // 32)
+    if weight_zero_point is not None:
+        if weight_g_idx is None:
+            z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, live).to(tl.int32)
+    if weight_g_idx is None:
+        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+    for h in tl.static_range(32):
+        q = device.bits(q_words, 3 * h, 3).to(tl.int32)
+        if weight_g_idx is not None:
+            g = tl.load(weight_g_idx + 32 * t + h, live, 0)
+        if weight_zero_point is not None:
+            if weight_g_idx is not None:
+                z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, live).to(tl.int32)
+        if weight_g_idx is not None:
+            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + 32 * t + h, w, live)
+
+
+@triton.jit
+def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight_packed += 3 * n.to(tl.int64) * (K // 32)
+    if weight_zero_point is None:
+        z = 4
+    else:
+        weight_zero_point += 3 * (n // 32).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 32, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 32)
+        q_0 = tl.load(weight_packed + 3 * t, live, 0)
+        q_1 = tl.load(weight_packed + 3 * t + 1, live, 0)
+        q_2 = tl.load(weight_packed + 3 * t + 2, live, 0)
+        q_words = (q_0, q_1, q_2)
+        if weight_g_idx is None:
+            g = t // (group // 32)
+        if weight_zero_point is not None:
+            if weight_g_idx is None:
+                z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, live).to(tl.int32)
+        if weight_g_idx is None:
+            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+        for h in tl.static_range(32):
+            q = device.bits(q_words, 3 * h, 3).to(tl.int32)
+            if weight_g_idx is not None:
+                g = tl.load(weight_g_idx + 32 * t + h, live, 0)
+            if weight_zero_point is not None:
+                if weight_g_idx is not None:
+                    z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, live).to(tl.int32)
+            if weight_g_idx is not None:
+                s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+            x_k = tl.load(x + 32 * t + h, live, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 10 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 10)
+    if weight_zero_point is None:
+        z = 4
+    else:
+        weight_zero_point += (n // 10).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < tl.cdiv(K, 10))
+    q_word = tl.load(weight_packed + t, live, 0)
+    for h in tl.static_range(10):
+        inside = live & (n < N) & (10 * t + h < K)
+        q = (q_word >> 3 * h & 7).to(tl.int32)
+        if weight_g_idx is None:
+            g = (10 * t + h) // group
+        if weight_zero_point is not None:
+            if weight_g_idx is None:
+                z = (tl.load(weight_zero_point + g, inside, 0) >> 3 * (n % 10) & 7).to(tl.int32)
+        if weight_g_idx is not None:
+            g = tl.load(weight_g_idx + 10 * t + h, inside, 0)
+        if weight_zero_point is not None:
+            if weight_g_idx is not None:
+                z = (tl.load(weight_zero_point + g, inside, 0) >> 3 * (n % 10) & 7).to(tl.int32)
+        if weight_g_idx is None:
+            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+        else:
+            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + 10 * t + h, w, inside)
+
+
+@triton.jit
+def _linear_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K,
+    group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 10 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 10)
+    if weight_zero_point is None:
+        z = 4
+    else:
+        weight_zero_point += (n // 10).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, tl.cdiv(K, 10), BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < tl.cdiv(K, 10))
+        q_word = tl.load(weight_packed + t, live, 0)
+        for h in tl.static_range(10):
+            inside = live & (n < N) & (10 * t + h < K)
+            q = (q_word >> 3 * h & 7).to(tl.int32)
+            if weight_g_idx is None:
+                g = (10 * t + h) // group
+            if weight_zero_point is not None:
+                if weight_g_idx is None:
+                    z = (tl.load(weight_zero_point + g, inside, 0) >> 3 * (n % 10) & 7).to(tl.int32)
+            if weight_g_idx is not None:
+                g = tl.load(weight_g_idx + 10 * t + h, inside, 0)
+            if weight_zero_point is not None:
+                if weight_g_idx is not None:
+                    z = (tl.load(weight_zero_point + g, inside, 0) >> 3 * (n % 10) & 7).to(tl.int32)
+            if weight_g_idx is None:
+                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+            else:
+                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+            x_k = tl.load(x + 10 * t + h, inside, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
 def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -318,7 +703,10 @@ def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: t
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
     q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    z += n.to(tl.int64) * tl.cdiv(K, group)
+    if z is None:
+        z1 = 4
+    else:
+        z += n.to(tl.int64) * tl.cdiv(K, group)
     s += n.to(tl.int64) * tl.cdiv(K, group)
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
@@ -330,7 +718,8 @@ def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: t
         0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
     q = (q_low | q_high << 2).to(tl.int32)
     g = k // group
-    z1 = (tl.load(z + g, live, 0) & 7).to(tl.int32)
+    if z is not None:
+        z1 = (tl.load(z + g, live, 0) & 7).to(tl.int32)
     s1 = tl.load(s + g, live, 0).to(tl.float32)
     w = (q - z1) * s1
     tl.store(out + k, w, live)
@@ -347,7 +736,10 @@ def _linear_planar(q_0, q_1, s, z, x, bias, out, N, K, group, BN: tl.constexpr, 
     out += tl.program_id(1).to(tl.int64) * N
     q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
     q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    z += n.to(tl.int64) * tl.cdiv(K, group)
+    if z is None:
+        z1 = 4
+    else:
+        z += n.to(tl.int64) * tl.cdiv(K, group)
     s += n.to(tl.int64) * tl.cdiv(K, group)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, K, BK):
@@ -361,7 +753,8 @@ def _linear_planar(q_0, q_1, s, z, x, bias, out, N, K, group, BN: tl.constexpr, 
             0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
         q = (q_low | q_high << 2).to(tl.int32)
         g = k // group
-        z1 = (tl.load(z + g, live, 0) & 7).to(tl.int32)
+        if z is not None:
+            z1 = (tl.load(z + g, live, 0) & 7).to(tl.int32)
         s1 = tl.load(s + g, live, 0).to(tl.float32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += (q - z1) * s1 * x_k
@@ -420,7 +813,10 @@ def _few_planar(
                 row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_planar(q_0, q_1, row, K, chunk), SIZE)
                 s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
-                z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 3)
+                if z is None:
+                    z_g = 4.0
+                else:
+                    z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 3)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
                     sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 2, 3, SIZE, F)
@@ -465,7 +861,10 @@ def _row_planar(
                         t if EVEN else 0),)
                 sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 2, 3, F)
                 s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, STEP, group, 0)
-                z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, STEP, group, 3)
+                if z is None:
+                    z_g = 4.0
+                else:
+                    z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, STEP, group, 3)
                 sum += lanes.shifted(-z_g, BASE) * sums
                 sum *= s_g
                 new = new + (acc[r] + sum,)
@@ -488,7 +887,7 @@ def _many_planar(
     """
     SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = 0
+    ZERO: tl.constexpr = 0 if F == tl.float16 else -128
     if WHOLE:
         K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
@@ -504,10 +903,15 @@ def _many_planar(
             words = lanes.by_size(many.turned(_words_planar(q_0, q_1, row, K, chunk), chunk, 4, 4, 0), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                point = many.points(z, row, lanes.count(K, group), chunk * 128 + u * SIZE, group, SIZE, F)
                 sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
-                                         point, 2, 3, SIZE, F)
+                                         None, 2, 3, SIZE, F)
+                sums = many.column_sums(columns[u], 16 * W, UNIT, F)
                 s_g = many.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
+                if z is None:
+                    z_g = 4.0
+                else:
+                    z_g = many.of_rows(z, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 3)
+                sum += (-z_g) * sums
                 sum *= s_g
                 total += sum
             new = new + (total,)
@@ -524,28 +928,65 @@ VARIANT = Variant(
         "g": Field("index", "K", groups="ceil(K/group)"),
         "q": Field("u3", "N", "K"),
         "z": Field("u3", "N", "ceil(K/group)"),
-        "s": Field("f16", "N", "ceil(K/group)"),
+        "s": Field("scale_type", "N", "ceil(K/group)"),
     },
     storages={
         "gptq_v2": Storage(
             tensors={
                 "qweight": Stored("i32", "3*K/32", "N"),
                 "qzeros": Stored("i32", "ceil(K/group)", "3*N/32"),
-                "scales": Stored("f16", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional=True, bits=("g[1@0]",)),
+                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
-            unpack=unpack_gptq_v2, pack=pack_gptq_v2,
+            unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",),
             kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/32", last="n"),
         ),
         "gptq_v1": Storage(
             tensors={
                 "qweight": Stored("i32", "3*K/32", "N"),
                 "qzeros": Stored("i32", "ceil(K/group)", "3*N/32"),
-                "scales": Stored("f16", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional=True, bits=("g[1@0]",)),
+                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
-            unpack=unpack_gptq_v1, pack=pack_gptq_v1,
+            unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",),
             kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/32", last="n"),
+        ),
+        "gptq_p": Storage(
+            tensors={
+                "qweight": Stored("i32", "3*K/32", "N"),
+                "qzeros": Stored("i32", "ceil(K/group)", "3*N/32",
+                    bits=("z.at(0):2[16:2 2:1@1 3@1, 1@0]", "z.at(2):1+64[32:1 3@1, 1@0]")),
+                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+            },
+            unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",),
+            kernels=Kernels(_dequantize_gptq_p, _linear_gptq_p, rows="N", units="K/32", last="n"),
+        ),
+        "pack_quantized": Storage(
+            tensors={
+                "weight_packed": Stored("i32", "N", "3*K/32"),
+                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "weight_zero_point": Stored("i32", "3*N/32", "ceil(K/group)", optional="z"),
+                "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+                "weight_shape": Stored("shape", "2*1"),
+            },
+            unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
+                "span": "full"}, shape="weight_shape",
+            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="K/32", last="k"),
+        ),
+        "pack_quantized_0_17": Storage(
+            tensors={
+                "weight_packed": Stored("i32", "N", "ceil(K/10)", bits=("q[1@0, 10:3 1@1]",)),
+                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "weight_zero_point": Stored("i32", "ceil(N/10)", "ceil(K/group)", optional="z",
+                    bits=("z[10:3 1@0, 1@1]",)),
+                "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+                "weight_shape": Stored("shape", "2*1"),
+            },
+            unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z",
+                "g"), options={"rounds": "sum", "span": "full"}, needs_shape=True, shape="weight_shape",
+            kernels=Kernels(_dequantize_pack_quantized_0_17, _linear_pack_quantized_0_17, rows="N", units="ceil(K/10)",
+                    last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -553,15 +994,17 @@ VARIANT = Variant(
                     bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
                 "q_1": Stored("i32", "N", "16*ceil(K/512)",
                     bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
-                "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("u8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-                "order": Stored("i32", "K", optional=True),
+                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
+                "order": Stored("i32", "K", optional="order"),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact"), "symmetric": (True, False)}, defaults={"g": None},
-    cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode,
+    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
+        "span": ("found", "full")},
+    defaults={"g": None, "z": 4}, cuts=("N", "ceil(K/group)"),
 )

@@ -4,16 +4,20 @@
     float32, rounded after each operation
 
     g      index into ceil(K/group) groups [K]
-    q      u4    [N, K]
-    z      u4    [N, ceil(K/group)]
-    s      f16   [N, ceil(K/group)]
+    q      u4         [N, K]
+    z      u4         [N, ceil(K/group)]
+    s      scale_type [N, ceil(K/group)]
 
     gptq_v2: 4.15625 bits per weight with group = 128
     gptq_v1: 4.15625 bits per weight with group = 128
     awq: 4.15625 bits per weight with group = 128
-    planar: 4.1875 bits per weight with group = 128
+    pack_quantized: 4.125 bits per weight with group = 128
+    marlin: 4.125 bits per weight with group = 128
+    modelopt: 4.125 bits per weight with group = 128
+    xpu_int4pack: 4.1875 bits per weight with group = 128
+    planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 65fba60bfdc509a0) by qdsl 0.1.0.
+Built from the spec int_group (sha256 96c6c8ef64906f77) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -33,8 +37,8 @@ from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_fl
 
 
 def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
-    """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales float16 [ceil(K/group), N]; g_idx
-    int32 [K].
+    """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales scale_type [ceil(K/group), N];
+    g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
@@ -65,8 +69,8 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
 
 
 def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
-    """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales float16 [ceil(K/group), N]; g_idx
-    int32 [K].
+    """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales scale_type [ceil(K/group), N];
+    g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type((qzeros + 0x11111111).t(), torch.uint8).unflatten(-1, (-1, 4))
@@ -97,7 +101,7 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
 
 
 def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """Fields of qweight int32 [K, N/8]; qzeros int32 [K/group, N/8]; scales float16 [K/group, N]."""
+    """Fields of qweight int32 [K, N/8]; qzeros int32 [K/group, N/8]; scales scale_type [K/group, N]."""
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     q_bytes = qweight_bytes.unflatten(-1, (2, 2))
     qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
@@ -122,48 +126,154 @@ def pack_awq(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; s float16 [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
-    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
-    q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
+def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
+        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of weight_packed int32 [N, ceil(K/8)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
+    int32 [ceil(N/8), ceil(K/group)]; weight_g_idx int32 [K].
+    """
+    weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
+    fields = {
+        "q": torch.stack([weight_packed_bytes & 15, weight_packed_bytes >> 4], -1).flatten(1)[:, :K],
+        "s": weight_scale,
+    }
+    if weight_g_idx is not None:
+        fields["g"] = weight_g_idx
+    if weight_zero_point is not None:
+        weight_zero_point_bytes = as_type(weight_zero_point, torch.uint8).unflatten(-1, (-1, 4))
+        fields["z"] = torch.stack([weight_zero_point_bytes & 15, weight_zero_point_bytes >> 4], -1).permute(0, 2, 3,
+            1).flatten(0, 2)[:N, :]
+    return fields
+
+
+def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
+    unpack_pack_quantized.
+    """
+    q_split = pad(q, (0, -q.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 4, 2))
+    weight_packed_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    tensors = {
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
+        "weight_scale": s,
+    }
+    if z is not None:
+        z_split = pad(z, (0, 0, 0, -z.shape[0] % 8)).unflatten(0, (-1, 4, 2))
+        weight_zero_point_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
+        tensors["weight_zero_point"] = integer(weight_zero_point_bytes.transpose(-1, -2), torch.int32)
+    if g is not None:
+        tensors["weight_g_idx"] = g
+    return tensors
+
+
+def unpack_marlin(qweight: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """Fields of qweight int32 [K/16, 128*N/64]; scales scale_type [K/group, 64*N/64]."""
+    qweight_bytes = as_type(qweight.unflatten(-1, (-1, 128)).permute(1, 0, 2), torch.uint8)
+    q_bytes = qweight_bytes.unflatten(-1, (8, 4, 4, 2, 2))
+    scales_bytes = as_type(scales.unflatten(-1, (-1, 64)).permute(1, 0, 2), torch.uint8)
     return {
-        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-        "z": z & 15,
-        "s": s,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 5, 7, 2, 1, 3, 4, 6).flatten(0, 3).flatten(1),
+        "s": as_type(scales_bytes, scales.dtype).unflatten(-1, (8, 8)).permute(0, 3, 2, 1).flatten(0, 2),
     }
 
 
-def pack_planar(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_marlin(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, scales of the fields; the inverse of unpack_marlin."""
+    q_split = q.unflatten(-1, (-1, 2, 4, 2)).unflatten(0, (-1, 4, 2, 8))
+    qweight_bytes = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 4, 3, 5, 1, 6, 2).flatten(2)
+    scales_bytes = as_type(s.unflatten(0, (-1, 8, 8)).permute(0, 3, 2, 1).unsqueeze(-1), torch.uint8).flatten(2)
+    return {
+        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
+        "scales": as_type(scales_bytes, s.dtype).permute(1, 0, 2).contiguous().flatten(1),
+    }
+
+
+def unpack_modelopt(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
+    """Fields of weight uint8 [N/2, K]; weight_scale scale_type [N, ceil(K/group)]."""
+    return {
+        "q": torch.stack([weight & 15, weight >> 4], -1).permute(0, 2, 1).flatten(0, 1) + 8 & 15,
+        "s": weight_scale,
+    }
+
+
+def pack_modelopt(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """weight, weight_scale of the fields; the inverse of unpack_modelopt."""
+    q_split = (q - 8 & 15).unflatten(0, (-1, 2))
+    r = q_split[:, 0] | q_split[:, 1] << 4
+    return {
+        "weight": r,
+        "weight_scale": s,
+    }
+
+
+def unpack_xpu_int4pack(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> dict[str, Tensor]:
+    """Fields of qweight int32 [N, K/8]; scales scale_type [K/group, N]; qzeros int8 [K/group, N]."""
+    qweight_bytes = as_type(qweight, torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = qzeros.t().view(torch.uint8)
+    return {
+        "q": torch.stack([qweight_bytes & 15, qweight_bytes >> 4], -1).flatten(1),
+        "z": qzeros_bytes & 15,
+        "s": scales.t(),
+    }
+
+
+def pack_xpu_int4pack(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, scales, qzeros of the fields; the inverse of unpack_xpu_int4pack."""
+    q_split = q.unflatten(-1, (-1, 4, 2))
+    qweight_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    qzeros_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
+    qzeros_bytes[...] = z.unsqueeze(-1)
+    return {
+        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1),
+        "scales": s.t().contiguous(),
+        "qzeros": as_type(qzeros_bytes, torch.int8).squeeze(-1).t().contiguous(),
+    }
+
+
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
+    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
+    fields = {
+        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
+        "s": s,
+    }
+    if z is not None:
+        fields["z"] = z & 15
+    return fields
+
+
+def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     q_bytes = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
-    z_bytes[...] = z.unsqueeze(-1)
-    return {
+    tensors = {
         "q": as_type(q_bytes, torch.int32).flatten(1),
         "s": s,
-        "z": z_bytes.squeeze(-1),
     }
+    if z is not None:
+        z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
+        z_bytes[...] = z.unsqueeze(-1)
+        tensors["z"] = z_bytes.squeeze(-1)
+    return tensors
 
 
-def decode(q: Tensor, z: Tensor, s: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], z [N, ceil(K/group)], s [N,
-    ceil(K/group)], g [K].
+def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K],
+    z [N, ceil(K/group)].
     """
     if g is not None:
-        z, s = z[:, g], s[:, g]
-    out = out if out is None else out.unflatten(1, (z.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (z.shape[1], -1))
-    z = z.view(torch.int8).unsqueeze(-1)
+        z, s = z if z is None else z[:, g], s[:, g]
+    out = out if out is None else out.unflatten(1, (s.shape[1], -1))
+    q = q.view(torch.int8).unflatten(1, (s.shape[1], -1))
+    z = 8 if z is None else z.view(torch.int8).unsqueeze(-1)
     s = s.float().unsqueeze(-1)
     return torch.mul(as_float(q - z, out), s, out=out).flatten(1)
 
 
-def encode(weight: Tensor, *, group: int, **options: Any) -> dict[str, Tensor]:
+def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
     """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, symmetric.
+    of 0.  options: by, symmetric, rounds, span.
     """
-    q, z, s = minmax(weight, code="u4", zero="u4", scale="f16", rows=1, columns=group, axes=2, **options)
+    q, z, s = minmax(weight, code="u4", zero="u4", scale=scale_type, rows=1, columns=group, axes=2, **options)
     return {"q": q, "z": z, "s": s}
 
 
@@ -391,6 +501,239 @@ def _linear_awq(qweight, qzeros, scales, x, bias, out, N, K, group, BN: tl.const
 
 
 @triton.jit
+def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 8)
+    if weight_zero_point is None:
+        z = 8
+    else:
+        weight_zero_point += (n // 8).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < tl.cdiv(K, 8))
+    q_word = tl.load(weight_packed + t, live, 0)
+    for h in tl.static_range(8):
+        inside = live & (n < N) & (8 * t + h < K)
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        if weight_g_idx is None:
+            g = (8 * t + h) // group
+        if weight_zero_point is not None:
+            if weight_g_idx is None:
+                z = (tl.load(weight_zero_point + g, inside, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+        if weight_g_idx is not None:
+            g = tl.load(weight_g_idx + 8 * t + h, inside, 0)
+        if weight_zero_point is not None:
+            if weight_g_idx is not None:
+                z = (tl.load(weight_zero_point + g, inside, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+        if weight_g_idx is None:
+            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+        else:
+            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + 8 * t + h, w, inside)
+
+
+@triton.jit
+def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 8)
+    if weight_zero_point is None:
+        z = 8
+    else:
+        weight_zero_point += (n // 8).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, tl.cdiv(K, 8), BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < tl.cdiv(K, 8))
+        q_word = tl.load(weight_packed + t, live, 0)
+        for h in tl.static_range(8):
+            inside = live & (n < N) & (8 * t + h < K)
+            q = (q_word >> 4 * h & 15).to(tl.int32)
+            if weight_g_idx is None:
+                g = (8 * t + h) // group
+            if weight_zero_point is not None:
+                if weight_g_idx is None:
+                    z = (tl.load(weight_zero_point + g, inside, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+            if weight_g_idx is not None:
+                g = tl.load(weight_g_idx + 8 * t + h, inside, 0)
+            if weight_zero_point is not None:
+                if weight_g_idx is not None:
+                    z = (tl.load(weight_zero_point + g, inside, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+            if weight_g_idx is None:
+                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+            else:
+                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+            x_k = tl.load(x + 8 * t + h, inside, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_marlin(qweight, scales, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    qweight += 128 * (n // 64)
+    z = 8
+    scales += 64 * (n // 64)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q = (tl.load(qweight + 128 * (k // 16).to(tl.int64) * (N // 64) + 16 * (n % 64 % 8) + 4 * (k % 16 // 2 % 4)
+        + n % 64 // 16, live, 0) >> 16 * (k % 16 % 2) + 8 * (n % 64 // 8 % 2) + 4 * (k % 16 // 8) & 15).to(tl.int32)
+    g = k // group
+    s = tl.load(scales + 64 * g.to(tl.int64) * (N // 64) + 8 * (n % 64 % 8) + n % 64 // 8, live, 0).to(tl.float32)
+    w = (q - z) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_marlin(qweight, scales, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qweight += 128 * (n // 64)
+    z = 8
+    scales += 64 * (n // 64)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q = (tl.load(qweight + 128 * (k // 16).to(tl.int64) * (N // 64) + 16 * (n % 64 % 8) + 4 * (k % 16 // 2 % 4)
+            + n % 64 // 16, live, 0) >> 16 * (k % 16 % 2) + 8 * (n % 64 // 8 % 2) + 4 * (k % 16 // 8) & 15).to(tl.int32)
+        g = k // group
+        s = tl.load(scales + 64 * g.to(tl.int64) * (N // 64) + 8 * (n % 64 % 8) + n % 64 // 8, live, 0).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_modelopt(weight, weight_scale, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 2 weights.
+    """
+    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight += r.to(tl.int64) * K
+    z = 8
+    weight_scale += 2 * r.to(tl.int64) * tl.cdiv(K, group)
+    live = (r < N // 2) & (k < K)
+    q_word = tl.load(weight + k, live, 0)
+    g = k // group
+    for h in tl.static_range(2):
+        q = ((q_word >> 4 * h & 15) + 8 & 15).to(tl.int32)
+        s = tl.load(weight_scale + g + h * tl.cdiv(K, group), live, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + (2 * r + h).to(tl.int64) * K + k, w, live)
+
+
+@triton.jit
+def _linear_modelopt(weight, weight_scale, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
+    """
+    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight += r.to(tl.int64) * K
+    z = 8
+    weight_scale += 2 * r.to(tl.int64) * tl.cdiv(K, group)
+    acc0 = tl.zeros((BN, BK), tl.float32)
+    acc1 = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (r < N // 2) & (k < K)
+        q_word = tl.load(weight + k, live, 0)
+        q = ((q_word & 15) + 8 & 15).to(tl.int32)
+        g = k // group
+        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        q1 = ((q_word >> 4 & 15) + 8 & 15).to(tl.int32)
+        s1 = tl.load(weight_scale + g + tl.cdiv(K, group), live, 0).to(tl.float32)
+        acc0 += (q - z) * s * x_k
+        acc1 += (q1 - z) * s1 * x_k
+    r = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, 2 * r, N, tl.sum(acc0, 1))
+    device.store_sums(out, bias, 2 * r + 1, N, tl.sum(acc1, 1))
+
+
+@triton.jit
+def _dequantize_xpu_int4pack(qweight, scales, qzeros, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    qweight += n.to(tl.int64) * (K // 8)
+    qzeros += n
+    scales += n
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 8)
+    q_word = tl.load(qweight + t, live, 0)
+    g = t // (group // 8)
+    z = (tl.load(qzeros + g.to(tl.int64) * N, live, 0) & 15).to(tl.int32)
+    s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    for h in tl.static_range(8):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        w = (q - z) * s
+        tl.store(out + 8 * t + h, w, live)
+
+
+@triton.jit
+def _linear_xpu_int4pack(qweight, scales, qzeros, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qweight += n.to(tl.int64) * (K // 8)
+    qzeros += n
+    scales += n
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 8, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 8)
+        q_word = tl.load(qweight + t, live, 0)
+        g = t // (group // 8)
+        z = (tl.load(qzeros + g.to(tl.int64) * N, live, 0) & 15).to(tl.int32)
+        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        for h in tl.static_range(8):
+            q = (q_word >> 4 * h & 15).to(tl.int32)
+            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
 def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -399,7 +742,10 @@ def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.const
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    z += n.to(tl.int64) * tl.cdiv(K, group)
+    if z is None:
+        z1 = 8
+    else:
+        z += n.to(tl.int64) * tl.cdiv(K, group)
     s += n.to(tl.int64) * tl.cdiv(K, group)
     out += n.to(tl.int64) * K
     t = u // 16
@@ -412,7 +758,8 @@ def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.const
             inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
             g = (128 * t + 32 * j + 8 * h + 2 * c + i) // group
-            z1 = (tl.load(z + g, inside, 0) & 15).to(tl.int32)
+            if z is not None:
+                z1 = (tl.load(z + g, inside, 0) & 15).to(tl.int32)
             s1 = tl.load(s + g, inside, 0).to(tl.float32)
             w = (q1 - z1) * s1
             tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
@@ -428,7 +775,10 @@ def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    z += n.to(tl.int64) * tl.cdiv(K, group)
+    if z is None:
+        z1 = 8
+    else:
+        z += n.to(tl.int64) * tl.cdiv(K, group)
     s += n.to(tl.int64) * tl.cdiv(K, group)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 128), BK):
@@ -443,7 +793,8 @@ def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.
                 inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
                 q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
                 g = (128 * t + 32 * j + 8 * h + 2 * c + i) // group
-                z1 = (tl.load(z + g, inside, 0) & 15).to(tl.int32)
+                if z is not None:
+                    z1 = (tl.load(z + g, inside, 0) & 15).to(tl.int32)
                 s1 = tl.load(s + g, inside, 0).to(tl.float32)
                 x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
                 acc += (q1 - z1) * s1 * x_k
@@ -501,7 +852,10 @@ def _few_planar(
                 row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
                 s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
-                z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 4)
+                if z is None:
+                    z_g = 8.0
+                else:
+                    z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 4)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
                     sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 4, 4, SIZE, F)
@@ -545,7 +899,10 @@ def _row_planar(
                     words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
                 sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 4, 4, F)
                 s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, STEP, group, 0)
-                z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, STEP, group, 4)
+                if z is None:
+                    z_g = 8.0
+                else:
+                    z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, STEP, group, 4)
                 sum += lanes.shifted(-z_g, BASE) * sums
                 sum *= s_g
                 new = new + (acc[r] + sum,)
@@ -568,7 +925,7 @@ def _many_planar(
     """
     SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = 0
+    ZERO: tl.constexpr = 0 if F == tl.float16 else -128
     if WHOLE:
         K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
@@ -584,10 +941,15 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                point = many.points(z, row, lanes.count(K, group), chunk * 128 + u * SIZE, group, SIZE, F)
                 sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
-                                         point, 4, 4, SIZE, F)
+                                         None, 4, 4, SIZE, F)
+                sums = many.column_sums(columns[u], 16 * W, UNIT, F)
                 s_g = many.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
+                if z is None:
+                    z_g = 8.0
+                else:
+                    z_g = many.of_rows(z, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 4)
+                sum += (-z_g) * sums
                 sum *= s_g
                 total += sum
             new = new + (total,)
@@ -604,50 +966,92 @@ VARIANT = Variant(
         "g": Field("index", "K", groups="ceil(K/group)"),
         "q": Field("u4", "N", "K"),
         "z": Field("u4", "N", "ceil(K/group)"),
-        "s": Field("f16", "N", "ceil(K/group)"),
+        "s": Field("scale_type", "N", "ceil(K/group)"),
     },
     storages={
         "gptq_v2": Storage(
             tensors={
                 "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
                 "qzeros": Stored("i32", "ceil(K/group)", "N/8", bits=("z[8:4 1@1, 1@0]",)),
-                "scales": Stored("f16", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional=True, bits=("g[1@0]",)),
+                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
-            unpack=unpack_gptq_v2, pack=pack_gptq_v2,
+            unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",),
             kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/8", last="n"),
         ),
         "gptq_v1": Storage(
             tensors={
                 "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
                 "qzeros": Stored("i32", "ceil(K/group)", "N/8", bits=("z[8:4 1@1, 1@0]",), adds=-0x11111111),
-                "scales": Stored("f16", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional=True, bits=("g[1@0]",)),
+                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
-            unpack=unpack_gptq_v1, pack=pack_gptq_v1,
+            unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",),
             kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/8", last="n"),
         ),
         "awq": Storage(
             tensors={
                 "qweight": Stored("i32", "K", "N/8", bits=("q[2:16 4:4 1@1, 1@0]",)),
                 "qzeros": Stored("i32", "K/group", "N/8", bits=("z[2:16 4:4 1@1, 1@0]",)),
-                "scales": Stored("f16", "K/group", "N", bits=("s[1@1, 1@0]",)),
+                "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
             },
-            unpack=unpack_awq, pack=pack_awq, where=("g",),
+            unpack=unpack_awq, pack=pack_awq, where=("g",), always=("z",),
             kernels=Kernels(_dequantize_awq, _linear_awq, rows="N/8", units="K", last="n", sums=8),
+        ),
+        "pack_quantized": Storage(
+            tensors={
+                "weight_packed": Stored("i32", "N", "ceil(K/8)", bits=("q[1@0, 8:4 1@1]",)),
+                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "weight_zero_point": Stored("i32", "ceil(N/8)", "ceil(K/group)", optional="z",
+                    bits=("z[8:4 1@0, 1@1]",)),
+                "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+                "weight_shape": Stored("shape", "2*1"),
+            },
+            unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
+                "span": "full"}, needs_shape=True, shape="weight_shape",
+            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/8)", last="k"),
+        ),
+        "marlin": Storage(
+            tensors={
+                "qweight": Stored("i32", "K/16", "128*N/64", aliases=("B",),
+                    bits=("q[8:16@1 2:8 4:1@1 128@1, 2:16 4:4@1 2:4 1@0]",)),
+                "scales": Stored("scale_type", "K/group", "64*N/64", aliases=("s",),
+                    bits=("s[8:8@1 8:1@1 64@1, 1@0]",)),
+            },
+            unpack=unpack_marlin, pack=pack_marlin, where=("z", "g"), least={"ceil(K/group)": 2},
+            kernels=Kernels(_dequantize_marlin, _linear_marlin, rows="N", units="K", last="k"),
+        ),
+        "modelopt": Storage(
+            tensors={
+                "weight": Stored("u8", "N/2", "K"),
+                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            },
+            unpack=unpack_modelopt, pack=pack_modelopt, where=("z", "g"),
+            kernels=Kernels(_dequantize_modelopt, _linear_modelopt, rows="N/2", units="K", last="k", sums=2),
+        ),
+        "xpu_int4pack": Storage(
+            tensors={
+                "qweight": Stored("i32", "N", "K/8", aliases=("qdata",), bits=("q[1@0, 8:4 1@1]",)),
+                "scales": Stored("scale_type", "K/group", "N", aliases=("scale",), bits=("s[1@1, 1@0]",)),
+                "qzeros": Stored("i8", "K/group", "N", aliases=("zero_point",), bits=("z[1@1, 1@0]",)),
+            },
+            unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",),
+            kernels=Kernels(_dequantize_xpu_int4pack, _linear_xpu_int4pack, rows="N", units="K/8", last="k"),
         ),
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("u8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-                "order": Stored("i32", "K", optional=True),
+                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
+                "order": Stored("i32", "K", optional="order"),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact"), "symmetric": (True, False)}, defaults={"g": None},
-    cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode,
+    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
+        "span": ("found", "full")},
+    defaults={"g": None, "z": 8}, cuts=("N", "ceil(K/group)"),
 )

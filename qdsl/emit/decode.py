@@ -59,7 +59,7 @@ def decode(programs: Sequence[Program]) -> Decode:
     lookups = [value for value in program.values if value.op == "table" and len(program.spec.table(value.name).shape) > 1]
     extents = {program.spec.table(value.name).shape[1] for value in lookups}
     rows, columns = (_levels(programs, [*read, *(f for f in fields if f.number is None)], axis, extents) for axis in "nk")
-    lines = _gathers(fields)
+    lines = _gathers(fields, optional)
     together = joint(program)
     copied = _copied(program)
     taken = {program.values[value.args[0]].name for value in lookups}
@@ -77,7 +77,7 @@ def decode(programs: Sequence[Program]) -> Decode:
     if deep != (1, 1):
         digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
                          for axis, letter, levels in ((0, "n", rows), (deep[0], "k", columns)) if len(levels.blocks) > 1)
-        lines.insert(len(_gathers(fields)), f"out = out if out is None else out{digits}")
+        lines.insert(len(_gathers(fields, optional)), f"out = out if out is None else out{digits}")
     *before, last_step = _copy(program, copied) if copied else _result(program, names)
     lines += before
     lines.append(f"return {last_step}{f'.flatten({deep[0]})' if deep[1] > 1 else ''}"
@@ -232,7 +232,7 @@ def _divisor(program: Program, axis: str) -> int:
     return divisor_of({"n": "N", "k": "K"}[axis], [var.extent for tensor in program.tensors for var in tensor.vars])
 
 
-def _gathers(fields: Sequence[Field]) -> list[str]:
+def _gathers(fields: Sequence[Field], optional: Collection[str]) -> list[str]:
     """Values by group become values by column where a checkpoint stores which group a column is in."""
     lines: list[str] = []
     for index in fields:
@@ -240,6 +240,8 @@ def _gathers(fields: Sequence[Field]) -> list[str]:
             found = [field.name for field in fields if _gathered(field) == index.name]
             taken = [f"{name}[:, {index.name}]" if len(_field(fields, name).index) == 2 else f"{name}[{index.name}]"
                      for name in found]
+            taken = [f"{name} if {name} is None else {text}" if name in optional else text
+                     for name, text in zip(found, taken, strict=True)]
             lines += [f"if {index.name} is not None:", f"    {', '.join(found)} = {', '.join(taken)}"]
     return lines
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
-from qdsl.emit.body import Body
+from qdsl.emit.body import Body, both
 from qdsl.emit.formula import TRITON, formula, integer_fields, tables
 from qdsl.emit.tensors import is_read_by_dtype
 from qdsl.ir import index as ix
@@ -155,7 +155,7 @@ class Decoder:
         read = set().union(*(index.names() for index in indices))
         fixed = {self.tile.rows, "N", "K", *self.program.sizes, *self.lanes} | {v for v, _ in self.body.at}
         depth = max([i + 2 for i, lane in enumerate(self.lanes) if lane in read] + ([1] if read - fixed else [])
-                    + [self.body.level(variable, guard) for variable in read if (variable, guard) in self.body.at], default=0)
+                    + [self.body.level(variable, guard) for variable in read if self.body.sees(variable, guard)], default=0)
         return len(self.lanes) + 1 if depth > 1 and self.tile.ragged else depth
 
     def mask(self, level: int, rows: bool = True) -> str:
@@ -178,24 +178,26 @@ class Decoder:
             default = ix.substitute(program.where[field.name], coordinates, self.tile.facts)
             return self.body.add(self.level(default), field.name, shown(default))
         stored = {p.field: t for t in program.tensors for p in t.placements}
+        given = ""
         if field.name in program.defaults:
             tensor = stored[field.name].name
             default = ix.substitute(program.defaults[field.name], coordinates, self.tile.facts)
             self.body.add(self.level(default), field.name, shown(default), f"{tensor} is None")
-            return self.load_field(field, coordinates, f"{tensor} is not None")
+            given = f"{tensor} is not None"
         if not gathers:
-            return self.load_field(field, coordinates, "")
+            return self.load_field(field, coordinates, given)
         index = gathers[0]
         if index in program.where:
-            return self.load_field(field, coordinates | {index: self.group(index, program.where[index], coordinates, "")}, "")
+            known = self.group(index, program.where[index], coordinates, "")
+            return self.load_field(field, coordinates | {index: known}, given)
         guard = ""
         if index in program.defaults:
             tensor = stored[index].name
             guard = f"{tensor} is not None"
             known = self.group(index, program.defaults[index], coordinates, f"{tensor} is None")
-            self.load_field(field, coordinates | {index: known}, f"{tensor} is None")
+            self.load_field(field, coordinates | {index: known}, both(given, f"{tensor} is None"))
         stored_group = name(self.load_field(program.field(index), coordinates, guard))
-        return self.load_field(field, coordinates | {index: stored_group}, guard)
+        return self.load_field(field, coordinates | {index: stored_group}, both(given, guard))
 
     def group(self, index: str, value: Index, coordinates: Mapping[str, Index], guard: str) -> Index:
         """The group of a column, where it is not stored but computed."""

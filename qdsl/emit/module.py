@@ -32,6 +32,7 @@ from qdsl.passes.derive_planar import order_name
 from qdsl.passes.samples import size_axis
 from qdsl.passes.schemes import SCHEMES
 from qdsl.passes.streams import STREAMS
+from qdsl.spec import model
 from qdsl.spec.model import Data, Spec
 from qdsl.spec.source import Problem, SpecError
 
@@ -72,7 +73,9 @@ def module(programs: Sequence[Program]) -> dict[str, str]:
         lines = [*_header(part.programs, title), *_imports(part.body), "", "", *part.body]
         files[f"{name}/{_part_name(by, part)}.py"] = _finish(lines)
     names = ", ".join(_part_name(by, part) for part in parts)
-    lines = [*_header(programs), "from qdsl.runtime import Format", "", f"from . import {names}", "",
+    different = [part.params for part in parts]
+    header = _header([program for program in programs if program.params in different])
+    lines = [*header, "from qdsl.runtime import Format", "", f"from . import {names}", "",
              *_format(parts, by, programs)]
     files[f"{name}/__init__.py"] = _finish(lines)
     return files
@@ -258,8 +261,10 @@ def _variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
         axes = "".join(f', "{axis}"' for axis in field_axes(programs, field))
         lines.append(f'        "{field.name}": Field("{field.kind}"{axes}{groups}),')
     lines += ["    },", "    storages={"]
+    defaults = _defaults(programs)
     for program in programs:
-        lines += indent(_storage(program, len(programs) > 1), 2)
+        always = [name for name in defaults if name not in {**program.defaults, **program.where}]
+        lines += indent(_storage(program, len(programs) > 1, always), 2)
     lines.append("    },")
     tail = ["decode=decode"] + (["encode=encode"] if first.encode is not None else [])
     if first.encode is not None:
@@ -270,7 +275,6 @@ def _variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
         options = ", ".join(f"{_quoted(option)}: ({', '.join(allowed)})" for option, allowed in words.items())
         tail += ["importance=True"] if first.encode.importance else []
         tail += [f"options={{{options}}}"] if options else []
-    defaults = _defaults(programs)
     if defaults:
         tail.append("defaults={" + ", ".join(f'"{name}": {value}' for name, value in defaults.items()) + "}")
     if [str(cut) for cut in decoded.cuts] != ["1", "1"]:
@@ -291,8 +295,10 @@ def _defaults(programs: Sequence[Program]) -> dict[str, str]:
     return found
 
 
-def _storage(program: Program, several: bool) -> list[str]:
-    """several: the format has other storages too, between which bits move."""
+def _storage(program: Program, several: bool, always: Sequence[str]) -> list[str]:
+    """several: the format has other storages too, between which bits move.  always: fields that other storages may leave out,
+    and this one holds.
+    """
     lines = [f'"{program.storage}": Storage(', "    tensors={"]
     streams = []
     for tensor in program.tensors:
@@ -305,14 +311,15 @@ def _storage(program: Program, several: bool) -> list[str]:
             continue
         aliases = "".join(f'"{alias}", ' for alias in tensor.aliases)
         more = (f", aliases=({aliases.rstrip(' ') if len(tensor.aliases) == 1 else aliases[:-2]})" if aliases else "") + \
-            (", optional=True" if tensor.optional else "")
+            (f', optional="{tensor.placements[0].field}"' if tensor.optional else "")
         bits = bits_texts(program, tensor) if several else []
         more += f", bits=({', '.join(map(_quoted, bits))}{',' if len(bits) == 1 else ''})" if bits else ""
         adds = tensor.stored.amount if several and tensor.stored is not None and tensor.stored.field is None else 0
         more += f", adds={adds:#x}" if adds else ""
         lines.append(f'        "{tensor.name}": Stored("{kind}"{axes}{more}),')
-    order = order_name(program)
-    lines += [f'        "{order}": Stored("i32", "K", optional=True),'] if order else []
+    order, shape = order_name(program), _authored(program).shape
+    lines += [f'        "{order}": Stored("i32", "K", optional="{order}"),'] if order else []
+    lines += [f'        "{shape}": Stored("shape", "2*1"),'] if shape else []
     lines.append("    },")
     at = tile(program)
     sums = 1
@@ -337,6 +344,17 @@ def _storage(program: Program, several: bool) -> list[str]:
     tail = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}"]
     if program.where:
         tail.append("where=(" + ", ".join(f'"{name}"' for name in program.where) + ("," if len(program.where) == 1 else "") + ")")
+    if always:
+        tail.append(f"always={_tuple(always)}")
+    omitted = [tensor.placements[0].field for tensor in program.tensors if tensor.omitted]
+    if omitted:
+        tail.append(f"omits={_tuple(omitted)}")
+    fewest = [f"{_quoted(axis_text(program.dims[key.value]))}: {extent}" for key, extent in _authored(program).least]
+    if fewest:
+        tail.append(f"least={{{', '.join(fewest)}}}")
+    given = {key.value: _literal(word.value) for key, word in _authored(program).options}
+    if given:
+        tail.append(f"options={{{', '.join(f'{_quoted(key)}: {word}' for key, word in given.items())}}}")
     if needs_shape(program):
         tail.append("needs_shape=True")
     if extents := pack_extents(program):
@@ -349,6 +367,8 @@ def _storage(program: Program, several: bool) -> list[str]:
         tail.append(f'order="{order}"')
     if streams:
         tail.append(f"streams={{{', '.join(streams)}}}")
+    if shape:
+        tail.append(f'shape="{shape}"')
     return [*lines, "    " + ", ".join(tail) + ",", *indent(wrapped("kernels=Kernels(", kernel, "),", level=1)), "),"]
 
 
@@ -365,6 +385,11 @@ def _coded(stream: Stream) -> list[str]:
         shown = "".join(f', "{axis}"' for axis in axes)
         found.append(f'        "{stream.tensors[role]}": Stored("{kind}"{shown}),')
     return found
+
+
+def _authored(program: Program) -> model.Storage:
+    """The storage in the spec."""
+    return next(storage for storage in program.spec.storages if storage.name.value == program.storage)
 
 
 def _narrow(program: Program, made: Plan) -> str:
@@ -431,8 +456,8 @@ def _header(programs: Sequence[Program], title: str = "") -> list[str]:
         lines.append(f"    {field.name:<6} {kind:<{width}} [{', '.join(field_axes(programs, field))}]")
     lines.append("")
     for program in programs:
-        differ = len({tuple(p.params.items()) for p in programs}) > 1
-        only = f" at {', '.join(f'{k} = {v}' for k, v in program.params.items())}" if differ else ""
+        differ = [key for key, value in program.params.items() if any(p.params[key] != value for p in programs)]
+        only = f" at {', '.join(f'{key} = {program.params[key]}' for key in differ)}" if differ else ""
         sizes = [f"{p.name} = {p.values[0]}" for p in spec.params if p.name.value in program.sizes]
         with_sizes = f" with {', '.join(sizes)}" if sizes else ""
         lines.append(f"    {program.storage}{only}: {bits_text(program)}{with_sizes}")

@@ -21,6 +21,7 @@ from qdsl.emit.tensors import (
     records_name,
     tensor_dtype,
     to_axes,
+    type_text,
     variables,
 )
 from qdsl.emit.views import BYTES, Chain, Label, region
@@ -35,11 +36,14 @@ def pack_body(program: Program) -> list[str]:
     lines: list[str] = []
     entries: list[str] = []
     optional: list[str] = []
-    for tensor in program.tensors:
+    for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
+        before = len(lines)
         chain = _plain(program, tensor) if is_plain(program, tensor) else _records(program, tensor, lines)
         text = to_axes(tensor, chain)
         if tensor.optional:
-            optional += [f"if {tensor.placements[0].field} is not None:", f'    tensors["{tensor.name}"] = {text}']
+            optional += [f"if {tensor.placements[0].field} is not None:", *indent(lines[before:]),
+                         f'    tensors["{tensor.name}"] = {text}']
+            del lines[before:]
         else:
             entries.append(f'"{tensor.name}": {text},')
     if not optional:
@@ -91,7 +95,8 @@ def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
         filled = sum(part.filled for _, part in parts) == tensor.record_bits
         lines.insert(start, _allocate(tensor, chain.text, size, filled and not any(shared)))
     if tensor_dtype(tensor) != "uint8":
-        chain = Chain(f"as_type({chain.text}, torch.{tensor_dtype(tensor)})", chain.labels)
+        field = program.field(tensor.placements[0].field)
+        chain = Chain(f"as_type({chain.text}, {type_text(field, tensor, field.name, tensor_dtype(tensor))})", chain.labels)
     return Chain(f"{chain.text}.squeeze(-1)", chain.labels[:-1]) if tensor.words == 1 and BYTES in chain.labels else chain
 
 

@@ -46,6 +46,11 @@ def tensor_dtype(tensor: Tensor) -> str:
         "uint8" if number.name == "u8" else f"int{number.bits}"
 
 
+def type_text(field: Field, tensor: Tensor, given: str, known: str) -> str:
+    """A torch dtype as text: the known one, or of a field and a tensor whose type is a parameter, that of what is given."""
+    return f"{given}.dtype" if tensor.kind == field.kind != tensor.element.name else f"torch.{known}"
+
+
 def is_signed(field: Field) -> bool:
     return field.number is not None and field.number.kind == "signed"
 

@@ -26,6 +26,7 @@ from qdsl.emit.tensors import (
     records_name,
     sizes,
     tensor_dtype,
+    type_text,
     variables,
 )
 from qdsl.emit.views import BYTES, Chain, Label, region
@@ -37,9 +38,11 @@ from qdsl.layout import Slice
 def unpack_body(program: Program) -> list[str]:
     """Statements that turn the stored tensors into a dict of fields."""
     lines: list[str] = []
+    inside: dict[str, list[str]] = {}                            # of tensors that may be missing
     taken = arguments(program)
     parts: dict[str, list[tuple[int, str]]] = {}
-    for tensor in program.tensors:
+    for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
+        before = len(lines)
         if is_plain(program, tensor):
             field = program.field(tensor.placements[0].field)
             parts.setdefault(field.name, []).append((0, _plain(tensor, field)))
@@ -53,6 +56,9 @@ def unpack_body(program: Program) -> list[str]:
                 if ranges[0].width < program.field(placement.field).bits:
                     text = named(lines, f"{placement.field}_{'high' if ranges[0].lo else 'low'}", bare(text), taken)
                 parts.setdefault(placement.field, []).append((ranges[0].lo, text))
+        if tensor.optional:
+            inside[tensor.name] = lines[before:]
+    lines = lines[:len(lines) - sum(map(len, inside.values()))]
     optional = {tensor.placements[0].field: tensor.name for tensor in program.tensors if tensor.optional}
     stored = [field for field in program.fields if field.name in parts]
     entries = [f'"{f.name}": {_join(f, parts[f.name])},' for f in stored if f.name not in optional]
@@ -61,7 +67,7 @@ def unpack_body(program: Program) -> list[str]:
     lines += ["fields = {", *indent(entries), "}"]
     for field in stored:
         if field.name in optional:
-            lines += [f"if {optional[field.name]} is not None:",
+            lines += [f"if {optional[field.name]} is not None:", *indent(inside.get(optional[field.name], [])),
                       f'    fields["{field.name}"] = {_join(field, parts[field.name])}']
     return [*lines, "return fields"]
 
@@ -140,10 +146,10 @@ def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int, size: int = 1)
 
 def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
     """Bytes as the elements that they are; where they are aligned, all bytes of the record are seen so."""
-    kind, size = field_dtype(field), cuts.container
+    kind, size = type_text(field, tensor, tensor.name, field_dtype(field)), cuts.container
     steps = (cuts.first, tensor.record_bits // 8, *(digit.stride // 8 for digit in cuts.bytes_))
     if size > 1 and all(step % size == 0 for step in steps):
-        wide = Chain(f"as_type({records.text}, torch.{kind})", records.labels)
+        wide = Chain(f"as_type({records.text}, {kind})", records.labels)
         moved = replace(cuts, first=cuts.first // size, container=1,
                         bytes_=tuple(replace(d, stride=d.stride // size) for d in cuts.bytes_))
         if not cuts.bytes_:
@@ -154,9 +160,9 @@ def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
         return Chain(found.text, tuple(back.get(label, label) for label in found.labels))
     chain, digits = _region(tensor, cuts, records, 0)
     if size > 1:
-        chain = Chain(f"as_type({chain.text}, torch.{kind})", chain.labels)
-    elif kind != "uint8":
-        chain = chain.call(f"view(torch.{kind})")
+        chain = Chain(f"as_type({chain.text}, {kind})", chain.labels)
+    elif kind != "torch.uint8":
+        chain = chain.call(f"view({kind})")
     return _digits(chain, digits, sizes(list(digits)))
 
 

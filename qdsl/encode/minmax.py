@@ -13,12 +13,16 @@ from qdsl.numbers import number
 
 
 def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, columns: int, axes: int, by: str = "stored",
-           symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+           symmetric: bool = False, rounds: str = "quotient", span: str = "found") -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zero points, scales) of w = (code - zero) * scale, round to nearest as GPTQ's quantizer starts.
 
     The range from the smallest to the largest weight, zero included, is cut into 2^bits - 1 steps; symmetric makes it
-    -largest to largest with the zero point in the middle code.  A block of zeros ranges from -1 to 1.
+    -largest to largest with the zero point in the middle code.
     by 'stored': codes are w / the stored scale; 'exact': w / the exact one.
+    rounds 'quotient': that is rounded, and the zero point added (GPTQ); 'sum': both are counted from the middle code, and their
+    sum is rounded (compressed-tensors).
+    span 'found': symmetric leaves a block without negative weights its range, and a block of zeros ranges from -1 to 1 (GPTQ);
+    'full': symmetric doubles that range, and zeros have the scale that is the dtype's epsilon (compressed-tensors).
     """
     kind = number(code)
     assert kind is not None
@@ -27,17 +31,27 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     high = blocks.amax((1, 3), keepdim=True).clamp(min=0)
     if symmetric:
         high = torch.maximum(high, -low)
-        low = torch.where(low < 0, -high, low)
+        low = -high if span == "full" else torch.where(low < 0, -high, low)
     empty = (low == 0) & (high == 0)
-    low, high = torch.where(empty, -1.0, low), torch.where(empty, 1.0, high)
+    if span == "found":
+        low, high = torch.where(empty, -1.0, low), torch.where(empty, 1.0, high)
     exact = (high - low) / (kind.high - kind.low)
+    if span == "full":
+        exact = torch.where(empty, torch.finfo(exact.dtype).eps, exact)
     stored = stored_scale(exact, scale)
     used = exact if by == "exact" else stored.to(exact.dtype)
     used = torch.where(used == 0, torch.ones_like(used), used)
-    middle = torch.full_like(low, (kind.high - kind.low + 1) // 2 + kind.low)
-    zeros = middle if symmetric else torch.round(kind.low - low / used).clamp(kind.low, kind.high)
-    chosen = codes((blocks / used).round_().add_(zeros), code, "even")
-    return join_blocks(chosen, *weight.shape), shaped(codes(zeros, zero, "even"), axes).contiguous(), \
+    middle = (kind.high - kind.low + 1) // 2 + kind.low
+    first = middle if rounds == "sum" else 0                     # where codes are counted from
+    zeros = torch.full_like(low, middle - first)
+    if not symmetric:
+        found = torch.round(kind.low - first - low / used).clamp(kind.low - first, kind.high - first)
+        zeros = torch.where(empty, zeros, found) if span == "full" else found
+    scaled = blocks / used
+    if rounds == "quotient":
+        scaled.round_()
+    chosen = codes(scaled.add_(zeros), code, "even", first)
+    return join_blocks(chosen, *weight.shape), shaped(codes(zeros, zero, "even", first), axes).contiguous(), \
         shaped(stored, axes).contiguous()
 
 

@@ -118,7 +118,7 @@ class Stream:
 class Tensor:
     """A stored tensor: records of `record_bits`, each along the word digit of an axis, in elements of `element`.
 
-    `kind` is the element type as the spec names it.
+    `kind` is the element type as the spec names it.  omitted: it is left out where its field has the value of a missing one.
     """
 
     name: str
@@ -131,6 +131,7 @@ class Tensor:
     placements: tuple[Placement, ...]
     stored: Add | None
     optional: bool
+    omitted: bool
     aliases: tuple[str, ...]
     span: Span
     record_span: Span

@@ -16,6 +16,7 @@ from qdsl.ir.index import Index, flat_of
 from qdsl.ir.program import Constant, Encode, Program, Value
 from qdsl.passes.schemes import KINDS, SCHEMES, Scheme
 from qdsl.spec import grammar as g
+from qdsl.spec.model import Storage
 from qdsl.spec.source import Problems, Source, Span, Text, did_you_mean
 
 Constants = dict[str, Constant]
@@ -27,6 +28,8 @@ LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of 
 def check_encode(program: Program, problems: Problems) -> Program:
     call = program.spec.encode
     if call is None:
+        for option, _ in _storage(program).options:
+            problems.add(option.span, f"'{option}' is an option of encode, which the format has not")
         return program
     scheme = SCHEMES.get(call.name)
     if scheme is None:
@@ -75,7 +78,16 @@ def check_encode(program: Program, problems: Problems) -> Program:
                          f"'{key.name}' is for codes that are floats; {code.name} is none")
         if key.name == "lost" and (options.get("by") != "exact" or not constants.get("offset")):
             problems.add(key.span, "'lost' is for codes with an offset and by=exact")
+    for given, choice in _storage(program).options:
+        allowed = scheme.words(given.value, code) if given.value in offered and scheme.options[given.value] else ()
+        if choice.value not in allowed:
+            problems.add(given.span, f"'{given}' of '{call.name}' is one of {', '.join(allowed)}, not {choice}" if allowed else
+                         f"'{given}' is no option of '{call.name}' that is a word{did_you_mean(given.value, offered)}")
     return replace(program, encode=Encode(call.name, roles, options, constants, offered, scheme.takes_importance(code)))
+
+
+def _storage(program: Program) -> Storage:
+    return next(storage for storage in program.spec.storages if storage.name.value == program.storage)
 
 
 def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: dict[str, str], problems: Problems) -> None:

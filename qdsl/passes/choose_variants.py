@@ -14,7 +14,7 @@ from qdsl.numbers import number
 from qdsl.passes.scope import Scope
 from qdsl.spec import grammar as g
 from qdsl.spec.model import Param, Spec, Storage
-from qdsl.spec.source import Problems
+from qdsl.spec.source import Problems, did_you_mean
 
 MAX_PROGRAMS = 128
 
@@ -29,7 +29,7 @@ def choose_variants(spec: Spec, problems: Problems) -> list[Program]:
     programs: list[Program] = []
     for storage in spec.storages:
         fixed = _fixed(spec, storage, problems)
-        choices = [[fixed[p.name.value]] if p.name.value in fixed else list(p.values) for p in shaping]
+        choices = [fixed.get(p.name.value, p.values) for p in shaping]
         if len(programs) + prod(map(len, choices)) > MAX_PROGRAMS:
             problems.add(storage.name.span, f"storages and values of parameters make more than {MAX_PROGRAMS} programs",
                          f"these parameters shape the bits: {', '.join(p.name.value for p in shaping)}")
@@ -76,10 +76,17 @@ def _check_values(param: Param, structural: bool, problems: Problems) -> None:
                            [] if structural else ["-1 stands for the whole axis"]))
 
 
-def _fixed(spec: Spec, storage: Storage, problems: Problems) -> dict[str, int | str]:
-    """Parameters that a storage's `where` fixes."""
+def _fixed(spec: Spec, storage: Storage, problems: Problems) -> dict[str, tuple[int | str, ...]]:
+    """The values that a storage's `where` leaves to parameters, in the order of the parameter's own."""
     params = {param.name.value: param for param in spec.params}
-    found: dict[str, int | str] = {}
+    found: dict[str, tuple[int | str, ...]] = {}
+    for key, values in storage.only:
+        known = params[key.value].values if key.value in params else ()
+        if wrong := [value for value in values if value not in known]:
+            problems.add(key.span, f"'{key}' is one of {', '.join(map(str, known))}, not {wrong[0]}" if known else
+                         f"'{key}' has several values here, and is no parameter{did_you_mean(key.value, params)}")
+        else:
+            found[key.value] = tuple(value for value in known if value in values)
     for key, expr in storage.where:
         if key.value not in params:
             continue
@@ -93,5 +100,5 @@ def _fixed(spec: Spec, storage: Storage, problems: Problems) -> dict[str, int | 
             listed = ", ".join(str(v) for v in params[key.value].values)
             problems.add(expr.span, f"'{key}' is one of {listed}")
         else:
-            found[key.value] = value
+            found[key.value] = (value,)
     return found

@@ -45,7 +45,8 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
 
     programs: the format's other storages, with one choice of params.  Blocks that are whole in all of them are whole here.
     """
-    program = programs[-1]
+    missing = {key: value for each in programs for key, value in (*each.where.items(), *each.defaults.items())}
+    program = replace(programs[-1], defaults=missing)
     whole = gcd(*(divisor_of("K", [var.extent for tensor in each.tensors for var in tensor.vars]) for each in programs))
     affine = program.affine
     if affine is None:
@@ -170,7 +171,6 @@ def _plain(program: Program, field: Field, divisor: int, span: Span) -> Tensor:
     item = f"{field.name}[{', '.join(subscripts)}]" if subscripts else field.name
     shape = f"{element}[{', '.join(axes)}]" if axes else f"{element}[]"
     default = program.defaults.get(field.name)
-    default = default if default is not None else program.where.get(field.name)
     return _tensor(field.name, shape, item + (f" pad:{spare}" if spare else ""), span, None if default is None else str(default))
 
 

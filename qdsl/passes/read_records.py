@@ -82,6 +82,9 @@ def _where(program: Program, storage: model.Storage, problems: Problems) -> dict
     found: dict[str, Index] = {}
     params = {param.name.value for param in program.spec.params}
     fields = {field.name for field in program.fields}
+    for key, _ in storage.only:
+        if key.value in program.sizes:
+            problems.add(key.span, f"'{key}' is a size: where fixes parameters that shape the bits, and fields")
     for key, expr in storage.where:
         if key.value in fields:
             value = _value(program, program.field(key.value), expr, problems)
@@ -91,6 +94,9 @@ def _where(program: Program, storage: model.Storage, problems: Problems) -> dict
             problems.add(key.span, f"'{key}' is neither a parameter nor a field{did_you_mean(key.value, params | fields)}")
         elif key.value in program.sizes:
             problems.add(key.span, f"'{key}' is a size: where fixes parameters that shape the bits, and fields")
+    for key, _ in storage.least:
+        if key.value not in program.dims or program.dims[key.value].is_const:
+            problems.add(key.span, f"'{key}' is no extent of dims{did_you_mean(key.value, program.dims)}")
     return found
 
 
@@ -124,7 +130,7 @@ class _TensorReader:
         kept = tuple(p for p in placements if p is not None)
         kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
         return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element, lines),
-                      item.optional is not None, tuple(alias.value for alias in item.aliases), item.name.span,
+                      item.optional is not None, item.omitted, tuple(alias.value for alias in item.aliases), item.name.span,
                       item.record_text.span, self.stream(element, variables, axes))
 
     def stream(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...]) -> Stream | None:
@@ -243,6 +249,8 @@ class _TensorReader:
             loops = self.loops(line.loops, variables)
             if loops is None:
                 return None
+            if 0 in (extent for _, extent in loops):
+                continue                                         # a line that these parameters do not have
             names = variables | {loop for loop, _ in loops}
             pieces += len(line.items) * prod(extent for _, extent in loops)
             if pieces > MAX_PIECES:
@@ -268,7 +276,8 @@ class _TensorReader:
             extent = Scope(self.constants, self.what, self.problems).const(loop.extent, "a loop's extent")
             if loop.name in taken | {seen for seen, _ in found} | self.constants.keys():
                 self.problems.add(loop.span, f"loop '{loop.name}' has the name of something else")
-            if extent is not None and not 1 <= extent <= MAX_PIECES:
+            least = 0 if any(g.names(loop.extent)) else 1        # parameters may leave out a line
+            if extent is not None and not least <= extent <= MAX_PIECES:
                 self.problems.add(loop.span, f"a loop runs from 1 to {MAX_PIECES} times, not {extent}")
                 extent = None
             if extent is None:
@@ -287,7 +296,7 @@ class _TensorReader:
         if len(kept) < len(forms):
             return None
         size = len(kept) * prod(extent for _, extent in loops)
-        if size > PLACES:
+        if not 1 <= size <= PLACES:
             self.problems.add(item.span, f"a byte has room for {PLACES} digits of base {BASE}, not {size}")
             return None
         if len({form.field for form in kept}) > 1:

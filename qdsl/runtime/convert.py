@@ -19,7 +19,7 @@ from qdsl.numbers import number
 from qdsl.runtime import order, tiles, transpose
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.bits import Piece, Placed, pieces, place
-from qdsl.runtime.packed import PackedWeight
+from qdsl.runtime.packed import PackedWeight, said
 from qdsl.shapes import granule
 
 if TYPE_CHECKING:
@@ -30,8 +30,11 @@ def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Ten
     """The tensors of a weight in another storage.  Raises FormatError where it cannot hold them."""
     other = PackedWeight(format, storage, {}, packed.shape, packed.params)
     streams = packed.layout.streams or other.layout.streams
-    found = {} if streams else by_words(format, packed, other)
-    return found or by_fields(format, packed, other)
+    index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
+    fixed = {*other.layout.where} - {*packed.layout.where} - index             # what the other storage holds one value of
+    found = {} if streams or fixed else by_words(format, packed, other)
+    found = found or by_fields(format, packed, other)
+    return {**found, other.layout.shape: said(packed.shape, packed.device)} if other.layout.shape else found
 
 
 # -- by words ---------------------------------------------------------------------------------------------------------
@@ -104,7 +107,7 @@ class _Change:
     def held(self) -> dict[str, tuple[Piece, ...]]:
         """What the tensors of the source hold; nothing, of those whose bits do not lie at digits."""
         return {name: pieces(self.packed.layout.tensors[name].bits) for name in self.packed.tensors
-                if name != self.packed.layout.order}
+                if name not in (self.packed.layout.order, self.packed.layout.shape)}
 
     def tensor(self, name: str) -> Tensor | None:
         """A tensor of the result; None where moves of words do not make it."""
@@ -160,8 +163,8 @@ class _Change:
         used = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
         open_ = any(not held or not {piece.field for piece in held} <= used | set(self.other.layout.where)
                     for held in self.held.values())
-        return [name for name, stored in self.other.layout.tensors.items()
-                if name not in moved and name != self.other.layout.order and (open_ or not stored.optional)]
+        known = {*moved, self.other.layout.order, self.other.layout.shape}
+        return [name for name in self.wanted if name not in known and (open_ or not self.other.layout.tensors[name].optional)]
 
     def size(self, names: Sequence[str]) -> int:
         """Bytes of tensors of the result."""
@@ -175,6 +178,8 @@ class _Change:
         n, k = self.packed.shape
         fields = self.packed.layout.unpack(*given, **({"N": n, "K": k} if self.packed.layout.needs_shape else {}))
         extents = {key: value for key, value in {**self.packed.sizes, "N": n, "K": k}.items() if key in self.other.layout.extents}
+        fields |= {name: self.packed.format.default(self.packed.variant, name, (n, k), self.packed.sizes, self.packed.device)
+                   for name in self.other.layout.always if name not in fields}
         made = self.other.layout.pack(**{name: fields.get(name) for name in self.packed.variant.fields
                                          if name not in self.other.layout.where}, **extents)
         return {name: tensor.contiguous() for name, tensor in made.items() if name not in moved}

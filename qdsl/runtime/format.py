@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,9 +19,9 @@ from qdsl.runtime.layout import Lanes, Storage, Variant
 from qdsl.runtime.linear import mode_of, tile_weights
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.module import QuantizedLinear, linear_class
-from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.packed import FormatError, PackedWeight, said
 from qdsl.runtime.requantize import Report, compare
-from qdsl.shapes import Axis, extents
+from qdsl.shapes import Axis, axis, extents
 from qdsl.stored import Description
 
 PLANAR = "planar"                                                # the storage that the compiler derives
@@ -126,7 +126,9 @@ class Format:
         """The only match; among several of one storage, the one with default parameters where they are open."""
         storages = list(dict.fromkeys(match.storage for match in found))
         if len(storages) > 1:
-            raise FormatError(f"{self.name}: the tensors fit the storages {' and '.join(storages)}; say which with storage=")
+            told = {match.storage: "".join(f" {key}={match.params[key]}" for key in self.by) for match in found}
+            listed = " and ".join(f"{storage}{told[storage] if len(set(told.values())) > 1 else ''}" for storage in storages)
+            raise FormatError(f"{self.name}: the tensors fit the storages {listed}; say which with storage=")
         fits = {name: list(dict.fromkeys(match.params[name] for match in found)) for name in self.params}
         wanted = {name: fit[0] if len(fit) == 1 else self.params[name][0] for name, fit in fits.items()}
         for match in found:
@@ -139,8 +141,15 @@ class Format:
                 notes: Sequence[str] = (), names: Mapping[str, str] | None = None) -> PackedWeight:
         """A weight of tensors in the storage's own shapes and dtypes, with its index tensors range-checked."""
         layout = self.variant(params).storages[storage]
+        sizes = self.sizes(params, shape)
+        for text, least in layout.least.items():
+            if (axis(text).extent(*shape, sizes) or 0) < least:
+                raise FormatError(f"{self.name}.{storage} is for weights with {text} of {least} or more, not {list(shape)}")
         in_order = {name for name, tensor in tensors.items() if (name == layout.order or layout.tensors[name].dtype == "index")
                     and self._check_columns(name, tensor, name == layout.order, shape, params)}
+        if layout.shape and not tensors[layout.shape].is_meta and tuple(tensors[layout.shape].tolist()) != shape:
+            raise FormatError(f"{self.name}.{storage}: '{layout.shape}' says {tensors[layout.shape].tolist()}; the weight is "
+                              f"{list(shape)}")
         return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
                             finite=_are_finite(layout.kernels.lanes, tensors))
 
@@ -178,14 +187,16 @@ class Format:
         chosen = self.complete(params)
         name, layout = self.storage(storage, chosen)
         sizes = self.sizes(chosen, shape)
-        known = [key for key, stored in layout.tensors.items() if stored.optional]
+        known = {key: stored.optional for key, stored in layout.tensors.items() if stored.optional}
         for key in optional:
             if key not in known:
                 raise FormatError(f"{self.name}.{name} has no optional tensor '{key}'; it has {', '.join(known) or 'none'}")
-        self._check_shape(name, layout.opened, shape, sizes)
+        self._check_shape(name, layout.opened, shape, sizes, [known[key] for key in optional])
         packed = PackedWeight(self, name, {}, shape, chosen)
         packed.tensors = {key: torch.empty(whole, dtype=dtype, device=device)
                           for key, (dtype, whole) in self.stored(packed).items() if key not in known or key in optional}
+        if layout.shape and torch.device(device).type != "meta":
+            packed.tensors[layout.shape] = said(shape, packed.tensors[layout.shape].device)
         return packed
 
     def stored(self, packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -193,6 +204,8 @@ class Format:
         found = {}
         for name, each in packed.layout.tensors.items():
             shape = extents(each.axes, *packed.shape, packed.sizes, packed.tensors[name].shape if name in packed.tensors else ())
+            if shape is None and each.optional:
+                continue                                         # it cannot be there
             assert shape is not None                             # a packed weight has a shape that its storage can hold
             found[name] = (stored_dtype(str(packed.params.get(each.dtype, each.dtype))), shape)
         return found
@@ -231,15 +244,19 @@ class Format:
             if not self._is_default(variant, key, field, sizes):
                 extra = self._order_of(layout, name, key, field, shape, chosen)
                 held = _moved(variant, held, extra[layout.order])
+        held |= {key: self.default(variant, key, shape, sizes, next(iter(held.values())).device)
+                 for key in layout.always if key not in held}
         stored = [key for key in variant.fields if key not in layout.where]
         missing = [key for key in stored if key not in held and key not in variant.defaults]
         if missing:
             raise FormatError(f"{self.name}: field '{missing[0]}' is missing; given are {', '.join(fields)}")
-        self._check_shape(name, layout.opened, shape, sizes)
+        self._check_shape(name, layout.opened, shape, sizes, held)
         extents = {key: value for key, value in {**sizes, "N": shape[0], "K": shape[1]}.items() if key in layout.extents}
         made = layout.pack(**{key: held.get(key) for key in stored}, **extents)
         tensors = {key: made[key].contiguous() for key in layout.opened.tensors if key in made}
         tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors
+        if layout.shape:
+            extra[layout.shape] = said(shape, next(iter(tensors.values())).device)
         return self._packed(name, {**tensors, **extra}, shape, chosen)
 
     def _order_of(self, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],
@@ -255,9 +272,11 @@ class Format:
             raise FormatError(f"{self.name}.{storage} cannot hold '{name}', because it stores columns by groups: {why}")
         return {layout.order: order.by_groups(field)}
 
-    def _check_shape(self, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int]) -> None:
+    def _check_shape(self, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int], held: Collection[str],
+                     ) -> None:
+        """Refuse what does not divide as the tensors need; held: the optional fields that are there."""
         for stored in layout.tensors.values():
-            for each in stored.axes:
+            for each in stored.axes if not stored.optional or stored.optional in held else ():
                 if each.extent(*shape, sizes) is None:
                     raise FormatError(f"{self.name}.{name}: {each.dim} = {shape[each.dim == 'K']} must be a multiple of "
                                       f"{each.by(sizes)}")
@@ -300,6 +319,16 @@ class Format:
             if least < low or most > high:
                 raise FormatError(f"{self.name}: field '{name}' has values from {least} to {most}; {kind} holds {low} to {high}")
 
+    def default(self, variant: Variant, name: str, shape: tuple[int, int], sizes: Mapping[str, int],
+                 device: torch.device) -> Tensor:
+        """The field where no tensor says what it is."""
+        field, value = variant.fields[name], variant.defaults[name]
+        if field.groups is not None:
+            return _in_order(torch.empty(shape[1], dtype=torch.int32, device=device), field.groups.by(sizes))
+        whole = extents(field.axes, *shape, sizes)
+        assert whole is not None and value is not None
+        return torch.full(whole, value, dtype=torch_dtype(field.type), device=device)
+
     def _is_default(self, variant: Variant, name: str, value: Tensor, sizes: Mapping[str, int]) -> bool:
         default = variant.defaults[name]
         if default is not None:
@@ -330,11 +359,14 @@ class Format:
         sizes = self.sizes(params, shape)
         types = {key: value for key, value in params.items() if isinstance(value, str)}
         given = {} if importance is None else {"importance": self._importance(importance, weight)}
-        fields = tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **rest, **(given if variant.importance else {})})
+        chosen = {**layout.options, **rest, **(given if variant.importance else {})}
+        fields = tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **chosen})
         for key, field in variant.fields.items():
-            if field.type == "index" and key not in layout.where and field.groups is not None:
-                columns = torch.arange(shape[1], dtype=torch.int32, device=weight.device)
-                fields[key] = columns // field.groups.by(sizes)
+            if field.type == "index" and key not in (*layout.where, *layout.omits):
+                fields[key] = self.default(variant, key, shape, sizes, weight.device)
+        for key in layout.omits:
+            if key in fields and self._is_default(variant, key, fields[key], sizes):
+                del fields[key]
         return self.pack(fields, storage=name, **params)
 
     def _importance(self, importance: Tensor, weight: Tensor) -> Tensor:
@@ -417,7 +449,9 @@ class Format:
             return packed
         try:
             self.storage(storage, packed.params)
-            self._check_shape(storage, packed.variant.storages[storage], packed.shape, packed.sizes)
+            missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
+            self._check_shape(storage, packed.variant.storages[storage], packed.shape, packed.sizes,
+                              packed.variant.fields.keys() - missing - {*packed.layout.where})
             return self._packed(storage, convert.convert(self, packed, storage), packed.shape, packed.params)
         except FormatError as error:
             offer = "; requantize makes another weight, and says how far it is off"
@@ -461,7 +495,11 @@ class Format:
                 if each.extent(*packed.shape, packed.sizes) is None:
                     return f"blocks of {each.by(packed.sizes)} weights go over the ends of rows of {packed.shape[1]}"
         size = sum(tensor.nbytes for tensor in wide.values())
-        new = self.empty(packed.shape, PLANAR, "meta", (name,) if index else (), **packed.params).nbytes
+        missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
+        planar = packed.variant.storages[PLANAR].tensors
+        given = [key for key, each in planar.items()
+                 if each.optional and (index if key == name else each.optional not in missing)]
+        new = self.empty(packed.shape, PLANAR, "meta", given, **packed.params).nbytes
         limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12
         return f"{size} bytes would become {new}" if new > size * limit else ""
 

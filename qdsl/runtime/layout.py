@@ -122,11 +122,14 @@ class Stream:
 class Storage:
     """One storage: its tensors in order, and the functions between them and the fields.
 
-    where: fields that are not stored because here they always have their default.
+    where: fields that are not stored because here they always have their default; always: those that are stored, default or
+    not, although other storages may leave them out; omits: those that a quantizer leaves out where they have their default.
     needs_shape: unpack takes N and K, because the last records may hold padding.
     extents: which of N, K and the size parameters pack takes.  whole: no row lies by itself, so that nothing can be cut.
     order: the tensor that may say in which order columns are stored (runtime/order.py); all else then is of that weight.
     streams: tensors that unpack takes and pack makes, and that the storage holds in an entropy code.
+    shape: the tensor that says N and K, int64 [2].  options: those of `encode` that its producers choose.
+    least: of axes, the fewest elements that a weight here has.
     """
 
     tensors: Mapping[str, Stored]
@@ -134,10 +137,15 @@ class Storage:
     pack: Callable[..., dict[str, torch.Tensor]]
     kernels: Kernels
     where: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
+    omits: tuple[str, ...] = ()
     needs_shape: bool = False
     extents: tuple[str, ...] = ()
     whole: bool = False
     order: str = ""
+    shape: str = ""
+    options: Mapping[str, str | bool] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
     streams: Mapping[str, Stream] = field(default_factory=dict)
 
     @property
@@ -151,7 +159,7 @@ class Storage:
     @property
     def coded(self) -> list[str]:
         """The tensors that hold the fields, which unpack and the kernels take."""
-        return [name for name in self.tensors if name != self.order]
+        return [name for name in self.tensors if name not in (self.order, self.shape)]
 
 
 @dataclass(frozen=True, slots=True)

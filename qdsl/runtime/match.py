@@ -33,7 +33,10 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise FormatError(f"'{name}' is a {type(tensor).__name__}, not a torch tensor")
-    known = {name: Given(str(tensor.dtype)[6:], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    says = {name for storages in format.description.variants.values() for layout in storages.values()
+            for name, stored in layout.items() if stored.dtype == "shape"}
+    known = {name: Given(str(tensor.dtype)[6:], tuple(tensor.shape), _values(tensor) if name in says else ())
+             for name, tensor in tensors.items()}
     try:
         found = fits(format.description, known, shape, storage, given)
     except Misfit as miss:
@@ -41,6 +44,11 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
     return [Match(fit.storage, fit.params, fit.shape,
                   {name: _viewed(tensors[use.name], use.dtype).reshape(use.shape) for name, use in fit.tensors.items()})
             for fit in found]
+
+
+def _values(tensor: Tensor) -> tuple[int, ...]:
+    """What a tensor of a few integers says."""
+    return () if tensor.is_meta or tensor.numel() > 2 or tensor.is_floating_point() else tuple(tensor.flatten().tolist())
 
 
 def torch_dtype(kind: str) -> torch.dtype:

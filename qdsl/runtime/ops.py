@@ -57,8 +57,11 @@ def register(format: Format, digest: str) -> str:
 
 
 def words(packed: PackedWeight) -> tuple[list[Tensor], Words]:
-    """A packed weight as operations take it; an index whose columns lie in order is left out, as it adds nothing."""
-    given = {name: tensor for name, tensor in packed.tensors.items() if name not in packed.in_order}
+    """A packed weight as operations take it; an index whose columns lie in order is left out, and what says the shape, as they
+    add nothing.
+    """
+    spare = {*packed.in_order, packed.layout.shape}
+    given = {name: tensor for name, tensor in packed.tensors.items() if name not in spare}
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in given.values()]
     return tensors, Words(packed.format.key, packed.storage, packed.params_text, " ".join(given), packed.finite)
 

@@ -93,7 +93,10 @@ class PackedWeight:
 
     def derive(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None,
                in_order: frozenset[str] | None = None) -> PackedWeight:
-        """The same parameters with other tensors, unchecked."""
+        """The same parameters with other tensors, unchecked; one that says the shape says the new one."""
+        name = self.layout.shape
+        if shape not in (None, self.shape) and name in tensors:
+            tensors = {**tensors, name: said(shape, tensors[name].device)}
         return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
                             in_order=self.in_order if in_order is None else in_order, finite=self.finite, notes=self.notes,
                             names=self.names, opened=self.opened)
@@ -157,6 +160,11 @@ class PackedWeight:
         by = each.by(self.sizes)
         first = start // by * each.words
         return first, -(-stop // by) * each.words - first
+
+
+def said(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """What a tensor holds that says the shape."""
+    return torch.tensor(shape, dtype=torch.int64, device=device)
 
 
 def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],

@@ -76,15 +76,23 @@ class Tensor:
     aliases: tuple[Text, ...]
     stored: tuple[Stored, ...]
     stream: Apply | None = None
+    omitted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """`where` fixes parameters to one value and gives fields that are not stored their value."""
+    """`where` fixes parameters to one value and gives fields that are not stored their value; `only` lists those it allows.
+
+    shape: the tensor that says N and K.  options: those of the encode scheme that its producers choose.  least: of dims.
+    """
 
     name: Text
     where: tuple[tuple[Text, Expr], ...]
     tensors: tuple[Tensor, ...]
+    only: tuple[tuple[Text, tuple[int | str, ...]], ...] = ()
+    shape: Text | None = None
+    options: tuple[tuple[Text, Text], ...] = ()
+    least: tuple[tuple[Text, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ TENSOR_KEYS = {
     "run": "for tensors of records: a record holds consecutive elements along this axis, and subscripts are local",
     "record": "the items in storage order, low bits first",
     "optional": "the tensor may be missing; the expression is then its field's value",
+    "omit": "true: a quantizer leaves the optional tensor out where its field has that value",
     "aliases": "other names that checkpoints use for the tensor",
     "stored": "a reversible operation between what the record packs and what the file holds",
     "stream": "the entropy code that holds the tensor's elements, and what its tensors are called",
@@ -317,18 +318,36 @@ class _Reader:
 
     def storage(self, name: Text, node: Node) -> Storage:
         where: list[tuple[Text, grammar.Expr]] = []
+        only: list[tuple[Text, tuple[int | str, ...]]] = []
         tensors: list[Tensor] = []
+        shapes: list[Text] = []
+        options: list[tuple[Text, Text]] = []
+        least: list[tuple[Text, int]] = []
         for key, value in self.mapping(node, f"storage '{name}'"):
             if key.value == "where":
                 for field, expr in self.mapping(value, "where"):
-                    parsed = self.parsed(grammar.expression, self.text(expr, "a value"))
-                    if parsed is not None:
+                    if isinstance(expr, Sequence):
+                        only.append((field, self.values(expr, "a parameter's value")))
+                    elif (parsed := self.parsed(grammar.expression, self.text(expr, "a value"))) is not None:
                         where.append((field, parsed))
+            elif key.value == "least":
+                numbers = [(dim, self.text(number, "an extent")) for dim, number in self.mapping(value, "least")]
+                least = [(dim, int(text.value)) for dim, text in numbers if text is not None and self.counted(text)]
+            elif key.value == "encode":
+                given = [(option, self.text(word, "an option's value")) for option, word in self.mapping(value, "encode")]
+                options = [(option, word) for option, word in given if word is not None]
             elif self.name(key, "tensor", _ANY_CASE):
-                tensors.append(self.tensor(key, value))
+                tensor = self.tensor(key, value)
+                if self.says_shape(tensor):
+                    shapes.append(key)
+                else:
+                    tensors.append(tensor)
         if not tensors:
             self.problems.add(name.span, f"storage '{name}' has no tensors")
-        return Storage(name, tuple(where), tuple(tensors))
+        for other in shapes[1:]:
+            self.problems.add(other.span, f"'{other}' says N and K, as '{shapes[0]}' does")
+        shape = shapes[0] if shapes else None
+        return Storage(name, tuple(where), tuple(tensors), tuple(only), shape, tuple(options), tuple(least))
 
     def tensor(self, name: Text, node: Node) -> Tensor:
         what = f"tensor '{name}'"
@@ -343,13 +362,35 @@ class _Reader:
         for alias in aliases:
             if not _ALIAS.match(alias.value):
                 self.problems.add(alias.span, f"alias {alias.value!r} is not a name of letters, digits, '_' and '.'")
+        omit = self.text(parts.get("omit"), "omit")
+        if omit is not None and (omit.value != "true" or "optional" not in parts):
+            self.problems.add(omit.span, "omit is true, for an optional tensor")
         stored = parts.get("stored")
         rules = stored.items if isinstance(stored, Sequence) else () if stored is None else (stored,)
         return Tensor(name, self.parsed(grammar.shape, self.text(parts.get("tensor"), "tensor")),
                       self.text(parts.get("run"), "run"), record or (), record_text,
                       self.parsed(grammar.expression, self.text(parts.get("optional"), "optional")),
                       aliases, tuple(rule for item in rules if (rule := self.stored(item)) is not None),
-                      self.parsed(grammar.call, self.text(parts.get("stream"), "stream")))
+                      self.parsed(grammar.call, self.text(parts.get("stream"), "stream")), omit is not None)
+
+    def counted(self, text: Text) -> bool:
+        if not _INTEGER.match(text.value) or int(text.value) < 1:
+            self.problems.add(text.span, f"the least extent is a positive integer, not '{text}'")
+            return False
+        return True
+
+    def says_shape(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds N and K themselves: `i64[word]` with the record `N K`."""
+        items = [item for line in tensor.record for item in line.items if isinstance(item, grammar.Item)]
+        names = [item.field.name for item in items if item.field is not None and not item.index and item.part == "whole"]
+        if not {"N", "K"} & set(names):
+            return False
+        words = tensor.shape is not None and tensor.shape.type.name == "i64" and \
+            [axis.digits for axis in tensor.shape.axes] == [(None,)]
+        more = (tensor.optional, tensor.aliases, tensor.stored, *(line.loops for line in tensor.record))
+        if names != ["N", "K"] or len(items) != 2 or not words or any(more):
+            self.problems.add(tensor.record_text.span, "a tensor that says the weight's shape is i64[word], with the record N K")
+        return True
 
     def stored(self, node: Node) -> Stored | None:
         """`{bits: [2, 4], word: word - 5}`: all keys but the last are conditions on parameters."""

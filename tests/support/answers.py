@@ -31,11 +31,12 @@ ABOUT = {
              "case begin at seed, seed + 1, ...; an index is its four bytes, little-endian, modulo 2^31 and the groups",
     "weight": "step * h / 2, h = low + (two bytes, little-endian) mod (high - low + 1); h is low where k mod 16 is "
               "8 * (n mod 2), and high 8 columns from there; rows with n mod 4 = 3 are 0 in even columns and -0 in odd ones",
+    "says": "the tensor that holds the shape",
     "refused": "shapes that the storage cannot hold",
     "NaN": "told as 7fc00000",
-    "results": "what quantize makes by default, and which tensors become others by an option, by an importance of columns "
-               "(1 + byte) / 64 from seed 7, of the weight times 2^-140, or of a weight of few integers: byte from seed 7 mod "
-               "`integers`, less half of that",
+    "results": "what quantize makes by default, and which tensors become others ('': none) by an option, by an importance of "
+               "columns, (1 + byte) / 64 from seed 7, of the weight times 2^-140, or of a weight of few integers: byte from seed "
+               "7 mod `integers`, less half of that",
 }
 IMPORTANCE, TINY, INTEGERS = "importance", "times 2^-140", "integers"          # keys of results beside options
 Answers = dict[str, Any]
@@ -94,6 +95,9 @@ def inputs(case: Answers) -> dict[str, Tensor]:
         kind, _, rest = text.partition("[")
         shape = [int(extent) for extent in rest.split("]")[0].split(",") if extent]
         dtype = getattr(torch, kind)
+        if name == case.get("says"):
+            found[name] = torch.tensor(case["shape"])
+            continue
         data = stream(case["seed"] + i, int(np.prod(shape)) * dtype.itemsize)
         found[name] = torch.from_numpy(data).view(dtype).view(shape)
         if name == case.get("index"):
@@ -142,7 +146,8 @@ def _quantized(case: Answers, format: Format) -> Iterator[str]:
     yield from _compared(f"{label(case)}: the weight to quantize", {"weight": case["weight"]}, {"weight": weight})
     for key, other in case["results"].items():
         made = format.quantize(changed_weight(weight, key, few), storage=case["storage"], **case["params"], **options(key, k))
-        yield from _compared(f"{label(case)}: quantize({key})", {**case["results"][""], **other}, made.tensors)
+        wanted = {name: text for name, text in {**case["results"][""], **other}.items() if text}
+        yield from _compared(f"{label(case)}: quantize({key})", wanted, made.tensors)
 
 
 def refuses(format: Format, storage: str, params: Mapping[str, int | str], shape: tuple[int, int]) -> bool:

@@ -81,7 +81,7 @@ def module(path: Path) -> ModuleType:
 
 @cache
 def cases(types: bool = False) -> list[Case]:
-    """All storages of all formats; with `types`, once more for every type that a scale may have."""
+    """All storages of all formats; with `types`, the first and the planar one once more for every type that a scale may have."""
     found: list[Case] = []
     for path in SPECS:
         format = module(path).FORMAT
@@ -89,7 +89,7 @@ def cases(types: bool = False) -> list[Case]:
             for storage in variant.storages:
                 base = format.complete(dict(zip(format.by, key, strict=True)))
                 choices = [base]
-                if types:
+                if types and key == next(iter(format.variants)) and storage in (next(iter(variant.storages)), PLANAR):
                     for name, values in format.params.items():
                         if isinstance(values[0], str) and name not in format.by:
                             choices += [{**base, name: value} for value in values[1:]]

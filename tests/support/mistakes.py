@@ -64,11 +64,16 @@ def listing(spec: Spec) -> list[str]:
     rows += [f"decode: {shown(spec.decode)}"] + ([f"encode: {shown(spec.encode)}"] if spec.encode else [])
     for storage in spec.storages:
         rows += [f"{storage.name}.where.{key}: {shown(value)}" for key, value in storage.where]
+        rows += [f"{storage.name}.where.{key}: {list(values)}" for key, values in storage.only]
+        rows += [f"{storage.name}.encode.{key}: {word}" for key, word in storage.options]
+        rows += [f"{storage.name}.least.{key}: {extent}" for key, extent in storage.least]
+        rows += [f"{storage.name}.{storage.shape}: N, K"] if storage.shape else []
         for tensor in storage.tensors:
             place = f"{storage.name}.{tensor.name}"
             rows += [f"{place}: {shown(tensor.shape)}" if tensor.shape else f"{place}: run {tensor.run}"]
             rows += [f"{place}.record: {shown(line)}" for line in tensor.record]
             rows += [f"{place}.optional: {shown(tensor.optional)}"] if tensor.optional else []
+            rows += [f"{place}.omit: true"] if tensor.omitted else []
             rows += [f"{place}.stored: {''.join(f'{key} in {values}, ' for key, values in rule.when)}{rule.target} = "
                      f"{shown(rule.value)}" for rule in tensor.stored]
     return rows
@@ -195,7 +200,8 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             yield "digits", replace(node, line=replace(node.line, items=(*node.line.items, node.line.items[-1])))
         case Tensor():
             yield from (("line-order", replace(node, record=record)) for record in _exchanged(node.record))
-            yield from [("optional", replace(node, optional=None))] if node.optional else []
+            yield from [("optional", replace(node, optional=None, omitted=False))] if node.optional else []
+            yield from [("optional", replace(node, omitted=False))] if node.omitted else []
             yield from (("stored", replace(node, stored=rules)) for rules in _dropped(node.stored))
         case Stored():
             yield from (("stored", replace(node, when=when)) for when in _dropped(node.when))
@@ -210,6 +216,11 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
                                                               for new in (-last, last + 1))))
         case Storage():
             yield from (("where", replace(node, where=where)) for where in _dropped(node.where))
+            for i, (key, values) in enumerate(node.only):
+                yield from (("where", replace(node, only=(*node.only[:i], (key, fewer), *node.only[i + 1:])))
+                            for fewer in _dropped(values))
+            yield from (("option", replace(node, options=options)) for options in _dropped(node.options))
+            yield from [("where", replace(node, shape=None))] if node.shape else []
             yield from (("tensor-order", replace(node, tensors=tensors)) for tensors in _exchanged(node.tensors))
         case Param():
             yield from (("values", replace(node, values=values)) for values in (*_exchanged(node.values), *_dropped(node.values)))

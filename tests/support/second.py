@@ -266,14 +266,15 @@ class Reading:
 
     @property
     def arguments(self) -> dict[str, str | float]:
-        """Roles and options of the encode scheme, as the spec gives them."""
+        """Roles and options of the encode scheme, as the spec gives them, and the storage in place of some."""
         assert self.spec.encode is not None
+        storage = next(s for s in self.spec.storages if s.name.value == self.storage)
         found: dict[str, str | float] = {}
         for key, given in self.spec.encode.keywords:
             inner = given.value if isinstance(given, g.Negate) else given
             assert isinstance(inner, g.Name | g.Number)
             found[key.name] = inner.name if isinstance(inner, g.Name) else -inner.value if inner is not given else inner.value
-        return found
+        return {**found, **{key.value: word.value for key, word in storage.options}}
 
     def span(self) -> tuple[int, int]:
         """Half steps, from and to, in which weights fill the codes' range when the scale is one step."""
@@ -674,25 +675,30 @@ def _exponent(largest: float, exact: np.float32, divisor: float, kind: str, rule
 def _minmax(x: list[np.float32], kind: str, zero: str, scale: str, given: Mapping[str, str | float | bool],
             ) -> tuple[list[int], int, int]:
     """Codes, the zero point's code and the scale's code for a range from the least weight to the largest, zero included."""
-    symmetric = given.get("symmetric") in (True, "true")
+    symmetric, full = given.get("symmetric") in (True, "true"), given.get("span") == "full"
     low, high = min(np.float32(0), *x), max(np.float32(0), *x)
     if symmetric:
         high = max(high, -low)
-        low = -high if low < 0 else low
-    if low == high:
+        low = -high if full or low < 0 else low
+    empty = low == high
+    if empty and not full:
         low, high = np.float32(-1), np.float32(1)
-    bits = int(kind[1:])
+    bits, zeros = int(kind[1:]), int(zero[1:])
     least = -(1 << bits - 1) if kind[0] == "i" else 0
-    exact = (high - low) / np.float32((1 << bits) - 1)
+    middle = (1 << bits - 1) + least
+    first = middle if given.get("rounds") == "sum" else 0        # where codes are counted from
+    exact = np.float32(2 ** -23) if empty and full else (high - low) / np.float32((1 << bits) - 1)
     code, stored = _stored(exact, scale)
     used = exact if given.get("by") == "exact" else stored
-    if symmetric:
-        middle = (1 << bits - 1) + least
+    point = middle - first
+    if not symmetric and not (empty and full):
+        found = round(float(np.float32(least - first) - low / used))
+        point = min(max(found, least - first), least - first + (1 << bits) - 1)
+    if first or given.get("rounds") == "sum":
+        codes = [round(float(v / used + np.float32(point))) + first for v in x]
     else:
-        middle = min(max(round(float(np.float32(least) - low / used)), least), least + (1 << bits) - 1)
-    codes = [round(float(v / used)) + middle for v in x]
-    zeros = int(zero[1:])
-    return [_clip(c, bits, least) for c in codes], _clip(middle, zeros, -(1 << zeros - 1) if zero[0] == "i" else 0), code
+        codes = [round(float(v / used)) + point for v in x]
+    return [_clip(c, bits, least) for c in codes], _clip(point + first, zeros, -(1 << zeros - 1) if zero[0] == "i" else 0), code
 
 
 def _unit(x: list[np.float32], levels: list[Scalar]) -> tuple[list[int], int]:

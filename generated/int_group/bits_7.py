@@ -1,0 +1,818 @@
+"""int_group at bits = 7: integer codes with a zero point and a scale per group of columns.
+
+    w = (q - z) * s
+    float32, rounded after each operation
+
+    g      index into ceil(K/group) groups [K]
+    q      u7         [N, K]
+    z      u7         [N, ceil(K/group)]
+    s      scale_type [N, ceil(K/group)]
+
+    gptq_p: 7.17969 bits per weight with group = 128
+    pack_quantized: 7.125 bits per weight with group = 128
+    pack_quantized_0_17: 8.125 bits per weight with group = 128
+    planar: 7.125 bits per weight with group = 128
+
+Built from the spec int_group (sha256 96c6c8ef64906f77) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import minmax
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
+        integer, lanes, many, pad, spread)
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+    """Fields of qweight int32 [7*K/32, N]; qzeros int32 [ceil(K/group), 7*N/32]; scales scale_type [ceil(K/group),
+    N]; g_idx int32 [K].
+    """
+    qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 28))
+    q_bytes = qweight_bytes[..., 0:16].contiguous()
+    q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -1).flatten(1)
+    q_high = spread(qweight_bytes[..., 16:24], 2).flatten(1)
+    q_high2 = spread(qweight_bytes[..., 24:28], 1).flatten(1)
+    qzeros_bytes = as_type(qzeros.unflatten(-1, (-1, 7)).permute(1, 0, 2), torch.uint8)
+    z_bytes = qzeros_bytes[..., 0:16].contiguous()
+    z_low = torch.stack([z_bytes & 15, z_bytes >> 4], -1).permute(0, 2, 3, 1).flatten(0, 2)
+    z_high = spread(qzeros_bytes[..., 16:24], 2).permute(0, 2, 3, 1).flatten(0, 2)
+    z_high2 = spread(qzeros_bytes[..., 24:28], 1).permute(0, 2, 3, 1).flatten(0, 2)
+    fields = {
+        "q": q_low | q_high << 4 | q_high2 << 6,
+        "z": z_low | z_high << 4 | z_high2 << 6,
+        "s": scales.t(),
+    }
+    if g_idx is not None:
+        fields["g"] = g_idx
+    return fields
+
+
+def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_p."""
+    qweight_bytes = empty((q.shape[0], q.shape[1] // 32, 28), torch.uint8, q.device)
+    q_split = q.unflatten(-1, (-1, 16, 2))
+    qweight_bytes[..., 0:16] = (q_split[..., 0] & 15) | (q_split[..., 1] & 15) << 4
+    q_split2 = q.unflatten(-1, (-1, 8, 4))
+    qweight_bytes[..., 16:24] = sum((q_split2[..., i] >> 4 & 3) << 2 * i for i in range(4))
+    q_split3 = q.unflatten(-1, (-1, 4, 8))
+    qweight_bytes[..., 24:28] = sum((q_split3[..., i] >> 6) << 1 * i for i in range(8))
+    qzeros_bytes = empty((z.shape[0] // 32, z.shape[1], 28), torch.uint8, z.device)
+    z_split = z.unflatten(0, (-1, 16, 2))
+    qzeros_bytes[..., 0:16] = ((z_split[:, :, 0] & 15) | (z_split[:, :, 1] & 15) << 4).permute(0, 2, 1)
+    z_split2 = z.unflatten(0, (-1, 8, 4))
+    qzeros_bytes[..., 16:24] = sum((z_split2[:, :, i] >> 4 & 3) << 2 * i for i in range(4)).permute(0, 2, 1)
+    z_split3 = z.unflatten(0, (-1, 4, 8))
+    qzeros_bytes[..., 24:28] = sum((z_split3[:, :, i] >> 6) << 1 * i for i in range(8)).permute(0, 2, 1)
+    tensors = {
+        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
+        "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
+        "scales": s.t().contiguous(),
+    }
+    if g is not None:
+        tensors["g_idx"] = g
+    return tensors
+
+
+def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
+        weight_g_idx: Tensor | None) -> dict[str, Tensor]:
+    """Fields of weight_packed int32 [N, 7*K/32]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int32
+    [7*N/32, ceil(K/group)]; weight_g_idx int32 [K].
+    """
+    weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 28))
+    q_words = integer(weight_packed_bytes.unflatten(-1, (4, 7)))
+    fields = {
+        "q": torch.stack([q_words >> 7 * i & 127 for i in range(8)], -1).to(torch.uint8).flatten(1),
+        "s": weight_scale,
+    }
+    if weight_g_idx is not None:
+        fields["g"] = weight_g_idx
+    if weight_zero_point is not None:
+        weight_zero_point_bytes = as_type(weight_zero_point.unflatten(0, (-1, 7)).permute(0, 2, 1), torch.uint8)
+        z_words = integer(weight_zero_point_bytes.unflatten(-1, (4, 7)))
+        fields["z"] = torch.stack([z_words >> 7 * i & 127 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3,
+            1).flatten(0, 2)
+    return fields
+
+
+def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
+    unpack_pack_quantized.
+    """
+    q_split = q.unflatten(-1, (-1, 4, 8))
+    q_packed = sum(q_split[..., i].to(torch.int64) << 7 * i for i in range(8))
+    weight_packed_bytes = q_packed.unsqueeze(-1).view(torch.uint8)[..., :7].flatten(2)
+    tensors = {
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).flatten(1),
+        "weight_scale": s,
+    }
+    if z is not None:
+        z_split = z.unflatten(0, (-1, 4, 8))
+        z_packed = sum(z_split[:, :, i].to(torch.int64) << 7 * i for i in range(8)).permute(0, 2, 1)
+        weight_zero_point_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :7].flatten(2)
+        tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).permute(0, 2,
+            1).contiguous().flatten(0, 1)
+    if g is not None:
+        tensors["weight_g_idx"] = g
+    return tensors
+
+
+def unpack_pack_quantized_0_17(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
+        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of weight_packed int32 [N, ceil(K/4)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
+    int32 [ceil(N/4), ceil(K/group)]; weight_g_idx int32 [K].
+    """
+    weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
+    q_words = integer(weight_packed_bytes)
+    fields = {
+        "q": torch.stack([q_words >> 7 * i & 127 for i in range(4)], -1).to(torch.uint8).flatten(1)[:, :K],
+        "s": weight_scale,
+    }
+    if weight_g_idx is not None:
+        fields["g"] = weight_g_idx
+    if weight_zero_point is not None:
+        weight_zero_point_bytes = as_type(weight_zero_point, torch.uint8).unflatten(-1, (-1, 4))
+        z_words = integer(weight_zero_point_bytes)
+        fields["z"] = torch.stack([z_words >> 7 * i & 127 for i in range(4)], -1).to(torch.uint8).permute(0, 2,
+            1).flatten(0, 1)[:N, :]
+    return fields
+
+
+def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
+    unpack_pack_quantized_0_17.
+    """
+    weight_packed_bytes = torch.zeros(q.shape[0], cdiv(q.shape[1], 4), 4, dtype=torch.uint8, device=q.device)
+    q_split = pad(q, (0, -q.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
+    q_packed = sum(q_split[..., i].to(torch.int64) << 7 * i for i in range(4))
+    weight_packed_bytes[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
+    tensors = {
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
+        "weight_scale": s,
+    }
+    if z is not None:
+        weight_zero_point_bytes = torch.zeros(cdiv(z.shape[0], 4), z.shape[1], 4, dtype=torch.uint8, device=z.device)
+        z_split = pad(z, (0, 0, 0, -z.shape[0] % 4)).unflatten(0, (-1, 4))
+        z_packed = sum(z_split[:, i].to(torch.int64) << 7 * i for i in range(4))
+        weight_zero_point_bytes[...] = z_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
+        tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).squeeze(-1)
+    if g is not None:
+        tensors["weight_g_idx"] = g
+    return tensors
+
+
+def unpack_planar(q_0: Tensor, q_1: Tensor, q_2: Tensor, s: Tensor, z: Tensor | None, *, N: int,
+        K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/256)]; q_2 int32 [N, 16*ceil(K/512)]; s
+    scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)].
+    """
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
+        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    q_2_bytes = as_type(q_2, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes3 = q_2_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_high2 = torch.stack([q_bytes3 & 1, q_bytes3 >> 4 & 1, q_bytes3 >> 1 & 1, q_bytes3 >> 5 & 1, q_bytes3 >> 2
+        & 1, q_bytes3 >> 6 & 1, q_bytes3 >> 3 & 1, q_bytes3 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3,
+        4, 6).flatten(1)[:, :K]
+    fields = {
+        "q": q_low | q_high << 4 | q_high2 << 6,
+        "s": s,
+    }
+    if z is not None:
+        fields["z"] = z & 127
+    return fields
+
+
+def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """q_0, q_1, q_2, s, z of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
+        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4 & 3) | (q_split2[:, :, 0, :, :, 1] >> 4 & 3) << 4
+        | (q_split2[:, :, 1, :, :, 0] >> 4 & 3) << 2 | (q_split2[:, :, 1, :, :, 1] >> 4 & 3)
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_split3 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 4, 4, 2, 2, 4, 2))
+    q_2_bytes = ((q_split3[:, :, 0, :, :, 0] >> 6) | (q_split3[:, :, 0, :, :, 1] >> 6) << 4
+        | (q_split3[:, :, 1, :, :, 0] >> 6) << 1 | (q_split3[:, :, 1, :, :, 1] >> 6) << 5
+        | (q_split3[:, :, 2, :, :, 0] >> 6) << 2 | (q_split3[:, :, 2, :, :, 1] >> 6) << 6
+        | (q_split3[:, :, 3, :, :, 0] >> 6) << 3 | (q_split3[:, :, 3, :, :, 1] >> 6)
+        << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    tensors = {
+        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
+        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
+        "q_2": as_type(q_2_bytes, torch.int32).flatten(1),
+        "s": s,
+    }
+    if z is not None:
+        z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
+        z_bytes[...] = z.unsqueeze(-1)
+        tensors["z"] = z_bytes.squeeze(-1)
+    return tensors
+
+
+def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K],
+    z [N, ceil(K/group)].
+    """
+    if g is not None:
+        z, s = z if z is None else z[:, g], s[:, g]
+    out = out if out is None else out.unflatten(1, (s.shape[1], -1))
+    q = q.view(torch.int8).unflatten(1, (s.shape[1], -1))
+    z = 64 if z is None else z.view(torch.int8).unsqueeze(-1)
+    s = s.float().unsqueeze(-1)
+    return torch.mul(as_float(q - z, out), s, out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
+    of 0.  options: by, symmetric, rounds, span.
+    """
+    q, z, s = minmax(weight, code="u7", zero="u7", scale=scale_type, rows=1, columns=group, axes=2, **options)
+    return {"q": q, "z": z, "s": s}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_gptq_p(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 32 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+    qweight += n
+    qzeros += 7 * (n // 32)
+    scales += n
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 32)
+    q_word2 = tl.load(qweight + 7 * t.to(tl.int64) * N + 6 * N, live, 0)
+    if g_idx is None:
+        g = t // (group // 32)
+        z_low = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
+        z_high = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 16 + 4, live, 0) >> 2 * (n % 32 % 16) & 3
+        z_high1 = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + 6, live, 0) >> n % 32 & 1
+        z = (z_low | z_high << 4 | z_high1 << 6).to(tl.int32)
+        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    for h in tl.static_range(2):
+        q_word1 = tl.load(qweight + 7 * t.to(tl.int64) * N + 4 * N + h * N, live, 0)
+        for i in tl.static_range(2):
+            q_word = tl.load(qweight + 7 * t.to(tl.int64) * N + 2 * (h * N) + i * N, live, 0)
+            for j in tl.static_range(8):
+                q_low = q_word >> 4 * j & 15
+                q_high = q_word1 >> 16 * i + 2 * j & 3
+                q_high1 = q_word2 >> 16 * h + 8 * i + j & 1
+                q = (q_low | q_high << 4 | q_high1 << 6).to(tl.int32)
+                if g_idx is not None:
+                    g = tl.load(g_idx + 32 * t + 16 * h + 8 * i + j, live, 0)
+                    z_low = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32)
+                        + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
+                    z_high = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 16
+                        + 4, live, 0) >> 2 * (n % 32 % 16) & 3
+                    z_high1 = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + 6, live, 0) >> n % 32 & 1
+                    z = (z_low | z_high << 4 | z_high1 << 6).to(tl.int32)
+                    s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+                w = (q - z) * s
+                tl.store(out + 32 * t + 16 * h + 8 * i + j, w, live)
+
+
+@triton.jit
+def _linear_gptq_p(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qweight += n
+    qzeros += 7 * (n // 32)
+    scales += n
+    acc = tl.zeros((BK, BN), tl.float32)
+    for start in range(0, K // 32, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
+        live = (n < N) & (t < K // 32)
+        q_word2 = tl.load(qweight + 7 * t.to(tl.int64) * N + 6 * N, live, 0)
+        if g_idx is None:
+            g = t // (group // 32)
+            z_low = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
+            z_high = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 16
+                + 4, live, 0) >> 2 * (n % 32 % 16) & 3
+            z_high1 = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + 6, live, 0) >> n % 32 & 1
+            z = (z_low | z_high << 4 | z_high1 << 6).to(tl.int32)
+            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        for h in tl.static_range(2):
+            q_word1 = tl.load(qweight + 7 * t.to(tl.int64) * N + 4 * N + h * N, live, 0)
+            for i in tl.static_range(2):
+                q_word = tl.load(qweight + 7 * t.to(tl.int64) * N + 2 * (h * N) + i * N, live, 0)
+                for j in tl.static_range(8):
+                    q_low = q_word >> 4 * j & 15
+                    q_high = q_word1 >> 16 * i + 2 * j & 3
+                    q_high1 = q_word2 >> 16 * h + 8 * i + j & 1
+                    q = (q_low | q_high << 4 | q_high1 << 6).to(tl.int32)
+                    if g_idx is not None:
+                        g = tl.load(g_idx + 32 * t + 16 * h + 8 * i + j, live, 0)
+                        z_low = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32)
+                            + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
+                        z_high = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 16
+                            + 4, live, 0) >> 2 * (n % 32 % 16) & 3
+                        z_high1 = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + 6, live, 0) >> n % 32 & 1
+                        z = (z_low | z_high << 4 | z_high1 << 6).to(tl.int32)
+                        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+                    x_k = tl.load(x + 32 * t + 16 * h + 8 * i + j, live, 0).to(tl.float32)
+                    acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
+
+
+@triton.jit
+def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 32 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight_packed += 7 * n.to(tl.int64) * (K // 32)
+    if weight_zero_point is None:
+        z = 64
+    else:
+        weight_zero_point += 7 * (n // 32).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 32)
+    q_0 = tl.load(weight_packed + 7 * t, live, 0)
+    q_1 = tl.load(weight_packed + 7 * t + 1, live, 0)
+    q_2 = tl.load(weight_packed + 7 * t + 2, live, 0)
+    q_3 = tl.load(weight_packed + 7 * t + 3, live, 0)
+    q_4 = tl.load(weight_packed + 7 * t + 4, live, 0)
+    q_5 = tl.load(weight_packed + 7 * t + 5, live, 0)
+    q_6 = tl.load(weight_packed + 7 * t + 6, live, 0)
+    q_words = (q_0, q_1, q_2, q_3, q_4, q_5, q_6)
+    if weight_g_idx is None:
+        g = t // (group // 32)
+    if weight_zero_point is not None:
+        if weight_g_idx is None:
+            z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 7 * (n % 32), 7, 32, live).to(tl.int32)
+    if weight_g_idx is None:
+        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+    for h in tl.static_range(32):
+        q = device.bits(q_words, 7 * h, 7).to(tl.int32)
+        if weight_g_idx is not None:
+            g = tl.load(weight_g_idx + 32 * t + h, live, 0)
+        if weight_zero_point is not None:
+            if weight_g_idx is not None:
+                z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 7 * (n % 32), 7, 32, live).to(tl.int32)
+        if weight_g_idx is not None:
+            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + 32 * t + h, w, live)
+
+
+@triton.jit
+def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight_packed += 7 * n.to(tl.int64) * (K // 32)
+    if weight_zero_point is None:
+        z = 64
+    else:
+        weight_zero_point += 7 * (n // 32).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 32, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 32)
+        q_0 = tl.load(weight_packed + 7 * t, live, 0)
+        q_1 = tl.load(weight_packed + 7 * t + 1, live, 0)
+        q_2 = tl.load(weight_packed + 7 * t + 2, live, 0)
+        q_3 = tl.load(weight_packed + 7 * t + 3, live, 0)
+        q_4 = tl.load(weight_packed + 7 * t + 4, live, 0)
+        q_5 = tl.load(weight_packed + 7 * t + 5, live, 0)
+        q_6 = tl.load(weight_packed + 7 * t + 6, live, 0)
+        q_words = (q_0, q_1, q_2, q_3, q_4, q_5, q_6)
+        if weight_g_idx is None:
+            g = t // (group // 32)
+        if weight_zero_point is not None:
+            if weight_g_idx is None:
+                z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 7 * (n % 32), 7, 32, live).to(tl.int32)
+        if weight_g_idx is None:
+            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+        for h in tl.static_range(32):
+            q = device.bits(q_words, 7 * h, 7).to(tl.int32)
+            if weight_g_idx is not None:
+                g = tl.load(weight_g_idx + 32 * t + h, live, 0)
+            if weight_zero_point is not None:
+                if weight_g_idx is not None:
+                    z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 7 * (n % 32), 7, 32, live).to(tl.int32)
+            if weight_g_idx is not None:
+                s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+            x_k = tl.load(x + 32 * t + h, live, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 4)
+    if weight_zero_point is None:
+        z = 64
+    else:
+        weight_zero_point += (n // 4).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < tl.cdiv(K, 4))
+    q_word = tl.load(weight_packed + t, live, 0)
+    for h in tl.static_range(4):
+        inside = live & (n < N) & (4 * t + h < K)
+        q = (q_word >> 7 * h & 127).to(tl.int32)
+        if weight_g_idx is None:
+            g = (4 * t + h) // group
+        if weight_zero_point is not None:
+            if weight_g_idx is None:
+                z = (tl.load(weight_zero_point + g, inside, 0) >> 7 * (n % 4) & 127).to(tl.int32)
+        if weight_g_idx is not None:
+            g = tl.load(weight_g_idx + 4 * t + h, inside, 0)
+        if weight_zero_point is not None:
+            if weight_g_idx is not None:
+                z = (tl.load(weight_zero_point + g, inside, 0) >> 7 * (n % 4) & 127).to(tl.int32)
+        if weight_g_idx is None:
+            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+        else:
+            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+        w = (q - z) * s
+        tl.store(out + 4 * t + h, w, inside)
+
+
+@triton.jit
+def _linear_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K,
+    group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 4)
+    if weight_zero_point is None:
+        z = 64
+    else:
+        weight_zero_point += (n // 4).to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, tl.cdiv(K, 4), BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < tl.cdiv(K, 4))
+        q_word = tl.load(weight_packed + t, live, 0)
+        for h in tl.static_range(4):
+            inside = live & (n < N) & (4 * t + h < K)
+            q = (q_word >> 7 * h & 127).to(tl.int32)
+            if weight_g_idx is None:
+                g = (4 * t + h) // group
+            if weight_zero_point is not None:
+                if weight_g_idx is None:
+                    z = (tl.load(weight_zero_point + g, inside, 0) >> 7 * (n % 4) & 127).to(tl.int32)
+            if weight_g_idx is not None:
+                g = tl.load(weight_g_idx + 4 * t + h, inside, 0)
+            if weight_zero_point is not None:
+                if weight_g_idx is not None:
+                    z = (tl.load(weight_zero_point + g, inside, 0) >> 7 * (n % 4) & 127).to(tl.int32)
+            if weight_g_idx is None:
+                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+            else:
+                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+            x_k = tl.load(x + 4 * t + h, inside, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_planar(q_0, q_1, q_2, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    q_2 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+    if z is None:
+        z1 = 64
+    else:
+        z += n.to(tl.int64) * tl.cdiv(K, group)
+    s += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
+        + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
+    q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+        + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
+    q_high1 = tl.load(q_2 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+        + k % 512 // 32 % 4, live, 0) >> 16 * (k % 512 % 2) + 4 * (k % 512 // 8 % 4) + k % 512 // 128 & 1
+    q = (q_low | q_high << 4 | q_high1 << 6).to(tl.int32)
+    g = k // group
+    if z is not None:
+        z1 = (tl.load(z + g, live, 0) & 127).to(tl.int32)
+    s1 = tl.load(s + g, live, 0).to(tl.float32)
+    w = (q - z1) * s1
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_planar(q_0, q_1, q_2, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    q_2 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+    if z is None:
+        z1 = 64
+    else:
+        z += n.to(tl.int64) * tl.cdiv(K, group)
+    s += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
+            + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
+        q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+            + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
+        q_high1 = tl.load(q_2 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+            + k % 512 // 32 % 4, live, 0) >> 16 * (k % 512 % 2) + 4 * (k % 512 // 8 % 4) + k % 512 // 128 & 1
+        q = (q_low | q_high << 4 | q_high1 << 6).to(tl.int32)
+        g = k // group
+        if z is not None:
+            z1 = (tl.load(z + g, live, 0) & 127).to(tl.int32)
+        s1 = tl.load(s + g, live, 0).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z1) * s1 * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q_0, q_1, q_2, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q_0, row, K // 128, chunk, more), lanes.words(q_1, row, tl.cdiv(K, 256), chunk // 2,
+        more // 2), lanes.late_words(q_2, row, K, chunk, more, 2)
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
+    code |= lanes.field(words[1], 4 * (half % 2) + 2 * (half // 2) + 8 * i, to + 4, 2)
+    code |= lanes.field(words[2], 4 * (half % 2) + half // 2 + 8 * i, to + 6, 1)
+    return lanes.numbers(code, flip, False, F)
+
+
+
+
+@triton.jit
+def _few_planar(
+    q_0, q_1, q_2, s, z, x, bias, out, M, N, K, tiles,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 128 if group >= 128 else 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 7, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q_0, q_1, q_2, row, K, chunk), SIZE)
+                s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
+                if z is None:
+                    z_g = 64.0
+                else:
+                    z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 7)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 4, 7, SIZE, F)
+                    sum += lanes.shifted(-z_g[u], BASE) * sums[u]
+                    sum *= s_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q_0, q_1, q_2, s, z, x, bias, out, N, K,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
+    """
+    STEP: tl.constexpr = min(64, group)
+    TRIP: tl.constexpr = max(2, STEP // 16)
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 4, 7, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q_0, q_1, q_2, row, K, lanes.after(chunk, t, K // 128, EVEN),
+                        t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 4, 7, F)
+                s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, STEP, group, 0)
+                if z is None:
+                    z_g = 64.0
+                else:
+                    z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, STEP, group, 7)
+                sum += lanes.shifted(-z_g, BASE) * sums
+                sum *= s_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q_0, q_1, q_2, s, z, x, bias, out, M, N, K,
+    group: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
+    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
+    """
+    SIZE: tl.constexpr = 128 if group >= 128 else 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = 0 if F == tl.float16 else -128
+    if WHOLE:
+        K = WHOLE
+    first = tl.program_id(0) * (16 * W * R)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    flip = lanes.flips(N, 4, 7, False, F)
+    acc = many.tiles(R, 16 * W, BM)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        columns = many.parts(x + chunk * 128, at, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            words = lanes.by_size(many.turned(_words_planar(q_0, q_1, q_2, row, K, chunk), chunk, 0, 2, 1), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                                         None, 4, 7, SIZE, F)
+                sums = many.column_sums(columns[u], 16 * W, UNIT, F)
+                s_g = many.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
+                if z is None:
+                    z_g = 64.0
+                else:
+                    z_g = many.of_rows(z, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 7)
+                sum += (-z_g) * sums
+                sum *= s_g
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "g": Field("index", "K", groups="ceil(K/group)"),
+        "q": Field("u7", "N", "K"),
+        "z": Field("u7", "N", "ceil(K/group)"),
+        "s": Field("scale_type", "N", "ceil(K/group)"),
+    },
+    storages={
+        "gptq_p": Storage(
+            tensors={
+                "qweight": Stored("i32", "7*K/32", "N"),
+                "qzeros": Stored("i32", "ceil(K/group)", "7*N/32",
+                    bits=("z.at(0):4[8:4 4:1@1 7@1, 1@0]", "z.at(4):2+128[16:2 2:1@1 7@1, 1@0]",
+                    "z.at(6):1+192[32:1 7@1, 1@0]")),
+                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+            },
+            unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",),
+            kernels=Kernels(_dequantize_gptq_p, _linear_gptq_p, rows="N", units="K/32", last="n"),
+        ),
+        "pack_quantized": Storage(
+            tensors={
+                "weight_packed": Stored("i32", "N", "7*K/32"),
+                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "weight_zero_point": Stored("i32", "7*N/32", "ceil(K/group)", optional="z"),
+                "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+                "weight_shape": Stored("shape", "2*1"),
+            },
+            unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
+                "span": "full"}, shape="weight_shape",
+            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="K/32", last="k"),
+        ),
+        "pack_quantized_0_17": Storage(
+            tensors={
+                "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:7 1@1]",)),
+                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "weight_zero_point": Stored("i32", "ceil(N/4)", "ceil(K/group)", optional="z",
+                    bits=("z[4:7 1@0, 1@1]",)),
+                "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+                "weight_shape": Stored("shape", "2*1"),
+            },
+            unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z",
+                "g"), options={"rounds": "sum", "span": "full"}, needs_shape=True, shape="weight_shape",
+            kernels=Kernels(_dequantize_pack_quantized_0_17, _linear_pack_quantized_0_17, rows="N", units="ceil(K/4)",
+                    last="k"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+                "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
+                "q_2": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(6):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
+                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
+                "order": Stored("i32", "K", optional="order"),
+            },
+            unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
+        ),
+    },
+    decode=decode, encode=encode,
+    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
+        "span": ("found", "full")},
+    defaults={"g": None, "z": 64}, cuts=("N", "ceil(K/group)"),
+)
