@@ -209,7 +209,7 @@ def by_fields(format: Format, packed: PackedWeight, other: PackedWeight) -> dict
         wanted = format.stored(other)
         found = found or {name: torch.empty(wanted[name][1], dtype=tensor.dtype, device=tensor.device)
                           for name, tensor in part.tensors.items()}
-        whole = part.derive(found, packed.shape).cut("N", start, stop)
+        into = part.derive(found, packed.shape).cut("N", start, stop)
         for name, tensor in part.tensors.items():
-            whole.tensors[name].copy_(tensor)
+            into.tensors[name].copy_(tensor)
     return found
