@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qdsl.generated import int_group, q4_0
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight, convert, tiles, transpose
-from qdsl.runtime.bits import Placed
+from qdsl.runtime.bits import Placed, pieces, place
 from tests.support.formats import Case, cases, random_packed, same_bits, shuffled_fields, smallest
 
 # -- moves of words, against every bit by itself --------------------------------------------------------------------------
@@ -27,9 +27,9 @@ def addresses(placed: Placed, width: int) -> Iterator[tuple[tuple[int, ...], int
     def steps(digits: tuple[tuple[int, int], ...]) -> list[int]:
         return [sum(at) for at in product(*([i * step for i in range(extent)] for extent, step in reversed(digits)))]
 
-    for place in product(*(list(enumerate(steps(digits))) for digits in placed.coordinates)):
+    for element in product(*(list(enumerate(steps(digits))) for digits in placed.coordinates)):
         for bit in range(width):
-            yield (*(i for i, _ in place), bit), placed.start + sum(at for _, at in place) + bit
+            yield (*(i for i, _ in element), bit), placed.start + sum(at for _, at in element) + bit
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -208,6 +208,27 @@ def test_columns_all_over_k_are_gathered(n: int, k: int, seed: int, whole: bool)
     assert moved.tensors.keys() == wanted.keys() and all(same_bits(moved.tensors[key], wanted[key]) for key in wanted)
     back = case.module.convert(moved, "wide").tensors
     assert all(same_bits(back[key], packed.tensors[key]) for key in back)
+
+
+def test_layouts_of_torchs_own_int4_products_are_moves_too() -> None:
+    """XPU's words, and on a CPU what torch packs for the instructions that it finds."""
+    packed = gptq(128, 256)
+    n, k = packed.shape
+    words = packed.tensors["qweight"]
+    source = place(pieces(packed.layout.tensors["qweight"].bits)[0], words.shape, 32, (n, k))
+    assert source is not None
+    rows = {"AVX512": 32, "AVX2": 16}.get(torch.backends.cpu.get_cpu_capability())
+    codes = int_group.unpack(packed)["q"].int()
+    wanted = {((n, 4 * k),): words.t().contiguous()}
+    if rows is not None:                                         # pairs of rows lie `rows` apart
+        wanted[(rows, 8), (2, 4), (n // (2 * rows), 8 * rows * k)] = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+    for digits, answer in wanted.items():
+        columns = ((k, 4 if len(digits) == 1 else 8 * digits[0][0]),)
+        plan = transpose.plan(source, Placed(0, 4 * n * k, (digits, columns)), 4)
+        assert plan is not None and len(plan.rounds) <= 3
+        made = torch.empty_like(answer)
+        transpose.move(plan, words, made)
+        assert torch.equal(made, answer)
 
 
 # -- what cannot be converted -------------------------------------------------------------------------------------------------
