@@ -9,7 +9,7 @@
     bitsandbytes: 4.5 bits per weight with block = 64
     planar: 4.5 bits per weight with block = 64
 
-Built from the spec bnb_fp4 (sha256 3bf45812ed5fe718) by qdsl 0.1.0.
+Built from the spec bnb_fp4 (sha256 8454d9326de4cd35) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -370,7 +370,10 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
-    digest="3bf45812ed5fe718",
+    detect={"config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "fp4"},
+        "tensors": {"weight.quant_state.bitsandbytes__fp4": {"quant_type": "fp4", "blocksize": "block",
+        "shape": ["N", "K"]}}},
+    digest="8454d9326de4cd35",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -62,7 +62,7 @@ def test_a_config_is_of_one_format_and_gives_its_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("config", [
     {}, {"quantization_config": None}, {"quantization_config": []}, {"quantization_config": {}},
-    {"quantization_config": {"quant_method": "gptq", "bits": 5, "group_size": 128}},
+    {"quantization_config": {"quant_method": "gptq", "bits": 9, "group_size": 128}},
     {"quantization_config": {"quant_method": "gptq", "bits": [4], "group_size": {"a": 1}}},
     {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
     {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128, 128]}},

@@ -44,7 +44,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 96c6c8ef64906f77) by qdsl 0.1.0.
+Built from the spec int_group (sha256 b62ab720c4fc4703) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -71,14 +71,32 @@ FORMAT = Format(
         "storage": "gptq_v2"},
         {"quant_method": "gptq", "checkpoint_format": ["gptq", "null"], "bits": "bits", "group_size": "group",
         "storage": "gptq_v1"},
-        {"quant_method": "awq", "version": ["gemm", "null"], "bits": "bits", "group_size": "group", "storage": "awq"}],
+        {"quant_method": "gptq", "checkpoint_format": "gptq_p", "bits": "bits", "group_size": "group",
+        "storage": "gptq_p"},
+        {"quant_method": "gptq", "checkpoint_format": "marlin", "bits": "bits", "group_size": "group",
+        "storage": "marlin"},
+        {"quant_method": "awq", "version": ["gemm", "null"], "bits": "bits", "group_size": "group", "storage": "awq"},
+        {"quant_method": "awq", "version": "marlin", "bits": "bits", "group_size": "group", "storage": "marlin"},
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": "bits", "group_size": "group",
+        "storage": "gptq_v1"},
+        {"quant_method": "auto-round", "packing_format": ["auto_round", "auto_round:gptqmodel"], "bits": "bits",
+        "group_size": "group", "storage": "gptq_v2"},
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": "bits", "group_size": "group",
+        "storage": "awq"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "strategy": "group", "num_bits": "bits",
+        "group_size": "group"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "strategy": "channel", "num_bits": "bits"},
+        {"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "group",
+        "group_size": "group", "storage": "int_quantized"},
+        {"quant_method": "modelopt", "quant_algo": ["W4A16_AWQ", "W4A8_AWQ"], "group_size": "group",
+        "storage": "modelopt"}],
         "words": [{"bits": 2, "qzeros": "0xaaaaaaaa", "storage": "gptq_v2"},
         {"bits": 4, "qzeros": "0x88888888", "storage": "gptq_v2"},
         {"bits": 8, "qzeros": "0x80808080", "storage": "gptq_v2"},
         {"bits": 2, "qzeros": "0x55555555", "storage": "gptq_v1"},
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}]},
-    digest="96c6c8ef64906f77",
+    digest="b62ab720c4fc4703",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -27,4 +27,4 @@ def described(data: dict[str, Any]) -> Description:
 
 
 def _stored(data: dict[str, Any]) -> Stored:
-    return Stored(data["dtype"], *data["axes"], aliases=data.get("aliases", ()), optional=data.get("optional", False))
+    return Stored(data["dtype"], *data["axes"], aliases=data.get("aliases", ()), optional=data.get("optional", ""))

@@ -21,6 +21,7 @@ from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json, tor
 from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, named
 
 SMALL = 1 << 16                                                  # bytes of a tensor that are looked at
+TOLD = 100                                                       # how near a miss comes that a tensor itself tells of
 NUMBERS = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}
 PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
 
@@ -103,7 +104,10 @@ class _Finder:
         self.found = list(found)
         self.says = found[0] if found else None
         self.leaves = _Leaves(formats)
-        self.saying = {leaf: rule for each in formats for leaf, rule in each.detect.get("tensors", {}).items()}
+        self.saying: dict[str, object] = {leaf: None for each in formats for storages in each.variants.values()
+                                          for layout in storages.values() for leaf, stored in layout.items()
+                                          if stored.dtype == "shape"}
+        self.saying |= {leaf: rule for each in formats for leaf, rule in each.detect.get("tensors", {}).items()}
         self.agreeing: dict[tuple[int, int], tuple[Sequence[_Candidate], Mapping[str, Any],
                                                    tuple[list[_Candidate], list[_Candidate]]]] = {}
         self.fitting: dict[tuple[object, ...], list[_Candidate] | Misfit] = {}
@@ -184,6 +188,8 @@ class _Finder:
         if all(tensor.dtype in PLAIN or leaf not in self.leaves.names for leaf, tensor in given.items()):
             return None
         contents = self._contents(tensors)
+        given |= {leaf: replace(given[leaf], values=tuple(content)) for leaf, content in contents.items()
+                  if isinstance(content, list)}
         key = (*sorted(given.items(), key=lambda item: item[0]), *((leaf, repr(content)) for leaf, content in contents.items()))
         if key not in self.fitting:
             self.fitting[key] = self._ways(given, contents) or self._nearest(given, contents)
@@ -316,11 +322,11 @@ def _told(format: Description, contents: Mapping[str, Any]) -> tuple[tuple[int, 
     """(N, K) and parameters that small tensors say, None and those that they leave open missing.  Raises Misfit."""
     said = from_tensors(format.detect.get("tensors", {}), [*format.params, "N", "K"], contents)
     if said is None:
-        raise Misfit(1, f"{format.name}: {', '.join(contents)} says that it is of another format")
+        raise Misfit(TOLD, f"{format.name}: {', '.join(contents)} says that it is of another format")
     for name, value in said.items():
         whole = name in ("N", "K")
         if type(value) not in (int, str) or (value < 0 if whole else value not in format.params[name]):
-            raise Misfit(2, f"{format.name}: {', '.join(contents)} says {name} = {value}")
+            raise Misfit(TOLD, f"{format.name}: {', '.join(contents)} says {name} = {value}")
     shape = (said.pop("N"), said.pop("K")) if {"N", "K"} <= said.keys() else None
     return shape, said
 

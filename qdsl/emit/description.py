@@ -43,7 +43,7 @@ def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params
         if storages is None:
             storages = {}
             found.append((program.params, storages))
-        storages[program.storage] = {"tensors": {tensor.name: _tensor(program, tensor) for tensor in program.tensors}}
+        storages[program.storage] = {"tensors": _tensors(program)}
     by = [key for key in programs[0].params if any(
         a != b and all(one[name] == other[name] for name in one if name != key) for one, a in found for other, b in found)]
     kept: dict[tuple[int | str, ...], tuple[Params, Storages]] = {}
@@ -52,10 +52,17 @@ def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params
     return by, list(kept.values())
 
 
+def _tensors(program: Program) -> dict[str, dict[str, Any]]:
+    found = {tensor.name: _tensor(program, tensor) for tensor in program.tensors}
+    shape = next(each.shape for each in program.spec.storages if each.name.value == program.storage)
+    return found if shape is None else {**found, shape.value: {"dtype": "shape", "axes": ["2*1"]}}
+
+
 def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:
-    is_index = is_plain(program, tensor) and program.field(tensor.placements[0].field).number is None
+    field = tensor.placements[0].field
+    is_index = is_plain(program, tensor) and program.field(field).number is None
     return {"dtype": "index" if is_index else tensor.kind, "axes": tensor_axes(tensor),
-            **({"aliases": list(tensor.aliases)} if tensor.aliases else {}), **({"optional": True} if tensor.optional else {})}
+            **({"aliases": list(tensor.aliases)} if tensor.aliases else {}), **({"optional": field} if tensor.optional else {})}
 
 
 def _text(value: object, level: int = 0) -> str:
