@@ -142,7 +142,7 @@ def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "in", folders.named(weights))
     report = convert(path, tmp_path / "out", "int_group.awq")
     found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert found == {"quant_method": "qdsl", "format": "int_group", "storage": "awq", "bits": 4, "group": 32}
+    assert found == {"quant_method": "qdsl", "format": "int_group", "storage": "awq", **weights["up"].params}
     assert "no page says how other loaders call int_group.awq: the config says qdsl" in report["notes"]
 
 
