@@ -124,6 +124,17 @@ def test_the_config_says_the_new_storage(tmp_path: Path, to: str, expected: dict
         assert (layer.storage, layer.problems) == (to, ())
 
 
+@pytest.mark.parametrize(("to", "method"), [("xpu_int4pack", "qdsl"), ("marlin", "gptq")])
+def test_a_rule_for_another_storage_is_not_taken(tmp_path: Path, to: str, method: str) -> None:
+    """One that names no storage says nothing of a format that has several."""
+    packed = int_group.quantize(torch.randn(64, 128), "gptq_v2", bits=4, group=32)
+    fields = {**int_group.unpack(packed), "z": torch.full_like(int_group.unpack(packed)["z"], 8)}
+    path = folders.folder(tmp_path / "in", folders.named({"w": int_group.pack(fields, "gptq_v2", **packed.params)}))
+    convert(path, tmp_path / "out", to)
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert found["quant_method"] == method and found.get("checkpoint_format") == (None if method == "qdsl" else "marlin")
+
+
 def test_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
     """They stay there for the same producer; another one's are in the config."""
     path = folders.folder(tmp_path / "in", folders.named({"w": weight()}), config={})

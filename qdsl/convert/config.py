@@ -21,6 +21,7 @@ CONFIG = "config.json"
 NESTED = "compressed-tensors"                                    # whose settings of weights lie in groups
 # What compressed-tensors says of weights, and not of the whole.
 OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic")
+WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules"}
 
 
@@ -82,9 +83,11 @@ def _rule(plan: Plan, method: str) -> dict[str, Any] | None:
     formats = {plan.format, *(layer.format for layer in plan.kept)}
     if len(formats) > 1 or any(layer.storage != plan.aim.storage for layer in plan.kept):
         return None
-    rules: Any = next((each.detect.get("config", []) for each in descriptions() if each.name == plan.format), [])
+    format = next(each for each in descriptions() if each.name == plan.format)
+    rules: Any = format.detect.get("config", [])
+    only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
-           if rule.get("storage", plan.aim.storage) == plan.aim.storage and "quant_method" in rule]
+           if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule]
     own = [rule for rule in fit if same(method, rule["quant_method"]) and not plan.aim.requantize]
     return next(iter(own or [rule for rule in fit if all(params == plan.params[0] for params in plan.params)]), None)
 
@@ -95,7 +98,7 @@ def _given(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator
         words = wanted if isinstance(wanted, list) else [wanted]
         if key == "storage" or words == ["null"]:
             continue
-        if all(word in params for word in words):
+        if all(word in params for word in words) and key not in WORDS:
             yield key, [params[word] for word in words] if isinstance(wanted, list) else params[wanted]
         else:
             yield key, words[0]
@@ -107,7 +110,8 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
     method = rule["quant_method"]
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
-        if key == "storage" or all(word in params for word in words) or (method == NESTED and key in OF_WEIGHTS):
+        named = all(word in params for word in words) and key not in WORDS
+        if key == "storage" or named or (method == NESTED and key in OF_WEIGHTS):
             continue
         names = [name for name in new if NAMES.get(method, {}).get(name, name) == key] or [key]
         if not all(any(same(new.get(name), word) for word in words) for name in names):
