@@ -39,10 +39,24 @@ EQUAL: dict[str, dict[str, str]] = {
         "bits in (2, 4, 8), word = word - ceil(((2 ** 32) - 1) / ((2 ** bits) - 1))":
             "2^a - 1 divides 2^b - 1 where a divides b, and 2, 4 and 8 divide 32",
         "dims.C: 32 // bits -> 31 // bits": "only bits that do not divide 32 are packed so",
+        **{f"gptq_p.{tensor}.record: {line.replace('?', each)} -> {line.replace('?', each).replace('bits // 4', 'bits // 5')}":
+           "3 is below both numbers, and 5, 6 and 7 above" for tensor, each in (("qweight", "q[n, (32 * t) + i]"),
+                                                                                ("qzeros", "z[(32 * t) + i, g]"))
+           for line in ("i<32 * (bits // 4): ?.lo:4", "i<32 * ((bits // 2) % 2): ?.at((bits // 4) * 4):2")},
         "awq.qweight: i32[k<K, t<N / 8 word] -> i32[k<K, word t<N / 8]": ONE_WORD,
-        "awq.qzeros: i32[g<G, t<N / 8 word] -> i32[g<G, word t<N / 8]": ONE_WORD,
+        "awq.qzeros: i32[g<K / group, t<N / 8 word] -> i32[g<K / group, word t<N / 8]": ONE_WORD,
         "awq.qweight: i32[k<K, t<N / 8 word] -> i32[k<K, t<ceil(N / 8) word]": ALSO_ELSEWHERE,
-        "awq.qzeros: i32[g<G, t<N / 8 word] -> i32[g<G, t<ceil(N / 8) word]": ALSO_ELSEWHERE,
+        "awq.qzeros: i32[g<K / group, t<N / 8 word] -> i32[g<K / group, t<ceil(N / 8) word]": ALSO_ELSEWHERE,
+        "awq.qzeros: i32[g<K / group, t<N / 8 word] -> i32[g<ceil(K / group), t<N / 8 word]": ALSO_ELSEWHERE,
+        "awq.scales: scale_type[g<K / group, n<N] -> scale_type[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
+        "marlin.qweight: i32[t<K / 16, u<N / 64 word] -> i32[t<K / 16, u<ceil(N / 64) word]": ALSO_ELSEWHERE,
+        "marlin.qweight: i32[t<K / 16, u<N / 64 word] -> i32[t<ceil(K / 16), u<N / 64 word]": ALSO_ELSEWHERE,
+        "modelopt.weight.stored: q = q - 8 -> q = q + 8": "modulo 16",
+        "int_quantized.weight.stored: q = q - 128 -> q = q + 128": "modulo 256",
+        "int_quantized.weight_zero_point.stored: z = z - 128 -> z = z + 128": "modulo 256",
+        "marlin.scales: scale_type[g<K / group, u<N / 64 word] -> scale_type[g<K / group, u<ceil(N / 64) word]": ALSO_ELSEWHERE,
+        "xpu_int4pack.scales: scale_type[g<K / group, n<N] -> scale_type[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
+        "xpu_int4pack.qzeros: i8[g<K / group, n<N] -> i8[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
     },
     "q2_k": {
         "decode: ((d * sc) * q) - (dmin * mn) -> (d * (sc * q)) - (dmin * mn)":

@@ -113,9 +113,9 @@ def make(path: Path) -> Answers:
     seeds = iter(range(0, 1 << 20, 16))
     made = [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted]
     quantized: list[Answers] = []
-    seen: list[Any] = []                                         # parameters, and options that storages choose
+    seen: list[Any] = [""]                                       # parameters, and storages that choose options
     for case, params, _ in wanted:
-        chosen = params, {**format.variant(params).storages[case.storage].options}
+        chosen = params, case.storage if format.variant(params).storages[case.storage].options else ""
         if format.variant(params).encode is not None and not all(each in seen for each in chosen):
             seen += chosen
             whole = {name: -1 for name in format.size_axes if -1 in format.params[name]}
