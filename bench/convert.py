@@ -16,14 +16,15 @@ from bench.timing import Side, WrongResult, calls
 from bench.weights import BF16_BYTES, SHAPE, format_of, packed
 
 PARAMS: dict[str, Any] = {"bits": 4, "group": 128}
-GOALS = {("awq", "gptq_v2"): 6000, ("gptq_v2", "awq"): 6000}                                       # MB/s
+GOALS = {("awq", "gptq_v2"): 6000, ("gptq_v2", "awq"): 6000, ("gptq_v2", "xpu_int4pack"): 10000}      # MB/s
+SYMMETRIC = ("marlin", "modelopt")                               # storages of one zero point, which random ones are not
 
 
 def figures(rounds: int) -> Iterator[Figure]:
     """int4, group 128, between all storages; and columns that are gathered by their groups (act-order)."""
     form = format_of("int_group")
-    names = list(form.variant(form.complete(PARAMS)).storages)
-    pairs = [(source, result) for source in names for result in names if source != result and "gptq_v1" not in (source, result)]
+    names = [name for name in form.variant(form.complete(PARAMS)).storages if name not in ("gptq_v1", *SYMMETRIC)]
+    pairs = [(source, result) for source in names for result in names if source != result]
     for source, result in pairs:
         [seconds] = calls([Side(convert, {"source": source, "result": result})], rounds)
         yield Figure(f"convert int4 {source} to {result}", "MB/s", rates(BF16_BYTES / 1e6, seconds), GOALS.get((source, result)),
