@@ -455,7 +455,7 @@ VARIANT = Variant(
         ),
     },
     decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up"), "least": ()},
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
     defaults={"z": 0},
 )
 

@@ -729,7 +729,7 @@ VARIANT = Variant(
         ),
     },
     decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "zero"), "least": (),
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
 )
 

@@ -79,7 +79,7 @@ _POWERS = ("up", "floor", "ceil", "even", "half")
 # Words of options that differ for codes that are floats and for integers.
 _OF_FLOATS = {"ties": ("even", "zero")}
 _OF_INTEGERS = {"ties": _TIES, "power": (), "zeros": ()}
-_BY = ("stored", "exact", "inverse", "ratio")
+_BY = ("stored", "exact", "inverse")
 
 SCHEMES = {
     "absmax": Scheme({"code": "code", "scale": "power", "sums": "sums"}, ("code", "scale"),
@@ -88,7 +88,7 @@ SCHEMES = {
                      "scale = largest magnitude of the block / divisor", "scale * (code - offset)", own=("lost",),
                      given=("divisor", "least"), of_integers=("divisor",)),
     "signmax": Scheme({"code": "code", "scale": "scale", "sums": "sums"}, ("code", "scale", "divisor"),
-                      {"divisor": None, "by": _BY, "ties": _TIES},
+                      {"divisor": None, "by": (*_BY, "ratio"), "ties": _TIES},
                       "scale = the value of largest magnitude, sign and all, / divisor", "scale * (code - offset)",
                       importance=True),
     "nested_absmax": Scheme({"code": "code", "scale": "nested", "super_scale": "whole"},
