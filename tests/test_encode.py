@@ -14,7 +14,22 @@ from hypothesis import strategies as st
 
 from qdsl.encode import rows, search
 from qdsl.encode.blocks import codes
-from qdsl.generated import fp8_block, fp8_channel, fp8_tensor, int8_channel, q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q6_k, q8_0
+from qdsl.generated import (
+    fp8_block,
+    fp8_channel,
+    fp8_tensor,
+    int8_block,
+    int8_channel,
+    int8_tensor,
+    q2_k,
+    q3_k,
+    q4_0,
+    q4_1,
+    q4_k,
+    q5_0,
+    q6_k,
+    q8_0,
+)
 from qdsl.runtime.format import Format
 from qdsl.runtime.packed import FormatError
 from tests.support import searches
@@ -140,12 +155,13 @@ def test_a_negative_scale_counts_as_zero() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("form", "cut", "largest", "least"), [
     (fp8_tensor, (96, 256), 448, 0), (fp8_channel, (1, 256), 448, 1 / (448 * 512)), (fp8_block, (32, 128), 448, 0),
-    (int8_channel, (1, 256), 127, 0)], ids=["fp8_tensor", "fp8_channel", "fp8_block", "int8_channel"])
+    (int8_tensor, (96, 256), 127, 0), (int8_channel, (1, 256), 127, 0), (int8_block, (32, 128), 127, 0)],
+    ids=lambda value: value.SPEC.name if isinstance(value, ModuleType) else None)
 def test_online_rules_of_vllm(form: ModuleType, cut: tuple[int, int], largest: float, least: float, dtype: torch.dtype) -> None:
     """float32 scales largest / 448 or / 127, of rows in FP8 not below 1 / (448 * 512), and codes w / scale, ties to even."""
     weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[7] *= 1e-5
-    options = {"divisor": largest, **({"least": least} if least else {}), **({"bn": 32} if form is fp8_block else {})}
+    options = {"divisor": largest, **({"least": least} if least else {}), **({"bn": 32} if form in (fp8_block, int8_block) else {})}
     fields = form.unpack(form.quantize(weight, scale_type="f32", **options))
     blocks = weight.float().view(96 // cut[0], cut[0], 256 // cut[1], cut[1])
     scale = (blocks.abs().amax((1, 3), keepdim=True) / largest).clamp(min=least)

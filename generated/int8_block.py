@@ -1,0 +1,465 @@
+"""int8_block: INT8 codes with one scale per two-dimensional block.
+
+    w = q * s
+    float32, rounded after each operation
+
+    q      i8         [N, K]
+    s      scale_type [ceil(N/bn), ceil(K/bk)]
+
+    safetensors: 8.00195 bits per weight with bn = 128, bk = 128
+    planar: 8.00195 bits per weight with bn = 128, bk = 128
+
+Built from the spec int8_block (sha256 b6ac32975f4ff40b) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import absmax
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, device,
+        lanes, many, narrow, pad)
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_safetensors(weight: Tensor, weight_scale_inv: Tensor) -> dict[str, Tensor]:
+    """Fields of weight int8 [N, K]; weight_scale_inv scale_type [ceil(N/bn), ceil(K/bk)]."""
+    return {
+        "q": weight,
+        "s": weight_scale_inv,
+    }
+
+
+def pack_safetensors(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """weight, weight_scale_inv of the fields; the inverse of unpack_safetensors."""
+    return {
+        "weight": q,
+        "weight_scale_inv": s,
+    }
+
+
+def unpack_planar(q: Tensor, s: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [ceil(N/bn), ceil(K/bk)]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
+    return {
+        "q": r.view(torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
+        "s": s,
+    }
+
+
+def pack_planar(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """q, s of the fields; the inverse of unpack_planar."""
+    r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
+        3).view(torch.uint8).flatten(2)
+    return {
+        "q": as_type(r, torch.int32).flatten(1),
+        "s": s,
+    }
+
+
+def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = q * s.  q [N, K], s [ceil(N/bn), ceil(K/bk)]."""
+    out = out if out is None else out.unflatten(0, (s.shape[0], -1)).unflatten(2, (s.shape[1], -1))
+    q = q.unflatten(0, (s.shape[0], -1)).unflatten(2, (s.shape[1], -1))
+    s = s.float()[:, None, :, None]
+    return torch.mul(as_float(q, out), s, out=out).flatten(2).flatten(0, 1)
+
+
+def encode(weight: Tensor, *, bn: int, bk: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
+    ties, least.
+    """
+    q, s = absmax(weight, code="i8", scale=scale_type, rows=bn, columns=bk, axes=2, **{"divisor": 127, **options})
+    return {"q": q, "s": s}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_safetensors(weight, weight_scale_inv, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight += n.to(tl.int64) * K
+    weight_scale_inv += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q = tl.load(weight + k, live, 0)
+    s = tl.load(weight_scale_inv + k // bk, live, 0).to(tl.float32)
+    w = q * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_safetensors(weight, weight_scale_inv, x, bias, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight += n.to(tl.int64) * K
+    weight_scale_inv += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q = tl.load(weight + k, live, 0)
+        s = tl.load(weight_scale_inv + k // bk, live, 0).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += q * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_safetensors(weight, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
+        * more + 1)
+
+
+@triton.jit
+def _numbers_safetensors(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
+    return lanes.numbers(code, flip, True, F)
+
+
+
+
+@triton.jit
+def _few_safetensors(
+    weight, weight_scale_inv, x, bias, out, M, N, K, tiles,
+    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 128
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 8, True, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_safetensors(weight, row, K, chunk), SIZE)
+                s_g = lanes.by_group(weight_scale_inv, lanes.blocks(row, bn), lanes.count(K, bk), chunk, SIZE, bk, 0)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_safetensors, words, columns, u, j, flip, 8, 8, SIZE, F)
+                    if BASE != 0:
+                        sum -= BASE * sums[u]
+                    sum *= s_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _narrow_safetensors(
+    weight, weight_scale_inv, x, x_scale, bias, out, M, N, K,
+    bn: tl.constexpr, bk: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):
+    """out[m, n] = sum over k of x_scale[k // 128, m] * x[m, k] * w[n, k], plus bias[n], with w = s * q.
+
+    x is int8.  A program multiplies BN rows of w with BM rows of x.
+    """
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
+    x += m * K + tl.arange(0, 128)[:, None]
+    w = weight + (n * K + tl.arange(0, 128)[None, :])
+    acc = narrow.zeros(BN, BM, False)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        sum = narrow.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+        s_g = many.of_rows(weight_scale_inv, narrow.block(n, m, bn, BN), lanes.count(K, bk), chunk * 128, bk, 0)
+        acc += sum * (tl.load(x_scale + (chunk * M + m)) * s_g)
+    sum = acc.to(tl.float32)
+    many.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+
+
+@triton.jit
+def _dequantize_planar(q, s, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
+    s += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
+    out += n.to(tl.int64) * K
+    t = u // 32
+    j = u // 8 % 4
+    c = u % 8
+    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
+    s1 = tl.load(s + (4 * t + j) // (bk // 32), live, 0).to(tl.float32)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            q1 = ((q_word >> 16 * i + 8 * h & 255).to(tl.int32) ^ 128) - 128
+            w = q1 * s1
+            tl.store(out + 128 * t + 32 * j + 16 * h + 2 * c + i, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, s, x, bias, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
+    s += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 32 * tl.cdiv(K, 128), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 32
+        j = u // 8 % 4
+        c = u % 8
+        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+        q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
+        s1 = tl.load(s + (4 * t + j) // (bk // 32), live, 0).to(tl.float32)
+        for h in tl.static_range(2):
+            for i in tl.static_range(2):
+                inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+                q1 = ((q_word >> 16 * i + 8 * h & 255).to(tl.int32) ^ 128) - 128
+                x_k = tl.load(x + 128 * t + 32 * j + 16 * h + 2 * c + i, inside, 0).to(tl.float32)
+                acc += q1 * s1 * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
+    return lanes.numbers(code, flip, True, F)
+
+
+
+
+@triton.jit
+def _few_planar(
+    q, s, x, bias, out, M, N, K, tiles,
+    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 128 if bk >= 128 else 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 8, True, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+                s_g = lanes.by_group(s, lanes.blocks(row, bn), lanes.count(K, bk), chunk, SIZE, bk, 0)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 8, SIZE, F)
+                    if BASE != 0:
+                        sum -= BASE * sums[u]
+                    sum *= s_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q, s, x, bias, out, N, K,
+    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * q.
+
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
+    """
+    STEP: tl.constexpr = min(64, bk)
+    TRIP: tl.constexpr = max(2, STEP // 16)
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 8, True, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 8, F)
+                s_g = lanes.by_column(s, lanes.blocks(row, bn), lanes.count(K, bk), chunk, K, STEP, bk, 0)
+                if BASE != 0:
+                    sum -= BASE * sums
+                sum *= s_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _many_planar(
+    q, s, x, bias, out, M, N, K,
+    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
+
+    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
+    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
+    """
+    SIZE: tl.constexpr = 128 if bk >= 128 else 32
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    ZERO: tl.constexpr = -128
+    if WHOLE:
+        K = WHOLE
+    first = tl.program_id(0) * (16 * W * R)
+    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    flip = lanes.flips(N, 8, 8, True, F)
+    acc = many.tiles(R, 16 * W, BM)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        columns = many.parts(x + chunk * 128, at, SIZE)
+        new = ()
+        for r in tl.static_range(R):
+            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
+            total = acc[r]
+            for u in tl.static_range(128 // SIZE):
+                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
+                                         None, 8, 8, SIZE, F)
+                s_g = many.of_rows(s, n // bn, lanes.count(K, bk), chunk * 128 + u * SIZE, bk, 0)
+                sum *= s_g
+                total += sum
+            new = new + (total,)
+        acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "q": Field("i8", "N", "K"),
+        "s": Field("scale_type", "ceil(N/bn)", "ceil(K/bk)"),
+    },
+    storages={
+        "safetensors": Storage(
+            tensors={
+                "weight": Stored("i8", "N", "K"),
+                "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("weight_scale", "scale")),
+            },
+            unpack=unpack_safetensors, pack=pack_safetensors,
+            kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_safetensors, blocks=("bk",), least=128, double=True,
+                        narrow=Narrow(_narrow_safetensors, "i8", "weight", groups=True))),
+        ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "32*ceil(K/128)"),
+                "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)"),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("bk",), double=True)),
+        ),
+    },
+    decode=decode, encode=encode,
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
+    cuts=("ceil(N/bn)", "ceil(K/bk)"),
+)
+
+FORMAT = Format(
+    name="int8_block", title="INT8 codes with one scale per two-dimensional block",
+    source="vLLM and SGLang blockwise int8 (DeepSeek-R1-Block-INT8)", formula="q * s",
+    variants={(): VARIANT},
+    params={"bn": (128, 64, 32), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16")},
+    sizes={"bn": "N", "bk": "K"},
+    detect={"config": {"quant_method": "blockwise_int8", "weight_block_size": ["bn", "bk"]}},
+    digest="b6ac32975f4ff40b",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear
