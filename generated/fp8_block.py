@@ -9,7 +9,7 @@
     safetensors: 8.00195 bits per weight with bn = 128, bk = 128
     planar: 8.00195 bits per weight with bn = 128, bk = 128
 
-Built from the spec fp8_block (sha256 7a7d0b5f9531529c) by qdsl 0.1.0.
+Built from the spec fp8_block (sha256 350f090b069e4f85) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -76,7 +76,7 @@ def encode(weight: Tensor, *, bn: int, bk: int, scale_type: str, **options: Any)
     """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
     ties, least, power, zeros.
     """
-    q, s = absmax(weight, code="e4m3", scale=scale_type, rows=bn, columns=bk, axes=2, **{"divisor": 448, **options})
+    q, s = absmax(weight, code="e4m3", scale=scale_type, rows=bn, columns=bk, axes=2, **options)
     return {"q": q, "s": s}
 
 
@@ -445,7 +445,7 @@ FORMAT = Format(
     detect={"config": [{"quant_method": "fp8", "weight_block_size": ["bn", "bk"]},
         {"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "block",
         "block_structure": ["bn", "bk"]}, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}]},
-    digest="7a7d0b5f9531529c",
+    digest="350f090b069e4f85",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     safetensors: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec fp8_channel (sha256 cd32b34e983e7de9) by qdsl 0.1.0.
+Built from the spec fp8_channel (sha256 f5a06d5146fe9b07) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -75,8 +75,7 @@ def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tens
     """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
     ties, least, power, zeros.
     """
-    q, s = absmax(weight, code="e4m3", scale=scale_type, rows=1, columns=weight.shape[1], axes=1,
-            **{"divisor": 448, **options})
+    q, s = absmax(weight, code="e4m3", scale=scale_type, rows=1, columns=weight.shape[1], axes=1, **options)
     return {"q": q, "s": s}
 
 
@@ -406,7 +405,7 @@ FORMAT = Format(
     params={"scale_type": ("bf16", "f32", "f16", "e8m0")},
     detect={"config": [{"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "channel"},
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, {"quant_method": "fbgemm_fp8"}]},
-    digest="cd32b34e983e7de9",
+    digest="f5a06d5146fe9b07",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

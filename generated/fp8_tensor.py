@@ -9,7 +9,7 @@
     safetensors: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec fp8_tensor (sha256 84f86ddf6f6b93cb) by qdsl 0.1.0.
+Built from the spec fp8_tensor (sha256 40c3169710d33dc6) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -76,7 +76,7 @@ def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tens
     ties, least, power, zeros.
     """
     q, s = absmax(weight, code="e4m3", scale=scale_type, rows=weight.shape[0], columns=weight.shape[1], axes=0,
-            **{"divisor": 448, **options})
+            **options)
     return {"q": q, "s": s}
 
 
@@ -402,7 +402,7 @@ FORMAT = Format(
     detect={"config": [{"quant_method": "fp8", "weight_block_size": "null"},
         {"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "tensor"},
         {"quant_method": "modelopt", "quant_algo": "FP8"}]},
-    digest="84f86ddf6f6b93cb",
+    digest="40c3169710d33dc6",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

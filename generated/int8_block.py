@@ -420,8 +420,9 @@ VARIANT = Variant(
     storages={
         "safetensors": Storage(
             tensors={
-                "weight": Stored("i8", "N", "K"),
-                "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("weight_scale", "scale")),
+                "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
+                "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("weight_scale", "scale"),
+                    bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
@@ -430,8 +431,8 @@ VARIANT = Variant(
         ),
         "planar": Storage(
             tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)"),
-                "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)"),
+                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+                "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, needs_shape=True,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
@@ -439,7 +440,7 @@ VARIANT = Variant(
         ),
     },
     decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
+    options={"divisor": (), "by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up"), "least": ()},
     cuts=("ceil(N/bn)", "ceil(K/bk)"),
 )
 
@@ -459,6 +460,7 @@ dequantize = FORMAT.dequantize
 pack = FORMAT.pack
 unpack = FORMAT.unpack
 convert = FORMAT.convert
+requantize = FORMAT.requantize
 planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear

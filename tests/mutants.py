@@ -32,6 +32,10 @@ ALSO_ELSEWHERE = "another tensor of the storage divides the axis by a multiple o
 EXACT = "11 bits of d, at most 5 of a scale and 6 of a grid's number: every product is exact in float32, whose zero has d's sign"
 
 # Mutants that are the same format, and why: name -> proof.
+BY_POWER = "the power of two at the largest magnitude is found without a quotient, and codes with what is stored"
+OWN = "the same for float32; the goldens of test_goldens.py are of bfloat16"
+NESTED = "encode: nested_absmax(code=q, scale=s, super_scale=g, divisor=6, {}) -> " \
+    "nested_absmax(code=q, scale=s, super_scale=g, divisor=6, {})"
 EQUAL: dict[str, dict[str, str]] = {
     "int_group": {
         "dims.P: lcm(bits, 32) / bits -> ceil(lcm(bits, 32) / bits)": "bits divides every multiple of itself",
@@ -57,6 +61,36 @@ EQUAL: dict[str, dict[str, str]] = {
         "marlin.scales: scale_type[g<K / group, u<N / 64 word] -> scale_type[g<K / group, u<ceil(N / 64) word]": ALSO_ELSEWHERE,
         "xpu_int4pack.scales: scale_type[g<K / group, n<N] -> scale_type[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
         "xpu_int4pack.qzeros: i8[g<K / group, n<N] -> i8[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
+    },
+    "ocp_mxfp4": {
+        "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=exact)": BY_POWER,
+        "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=inverse)": BY_POWER,
+        "compressed_tensors.weight_packed: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
+        "modelopt.weight: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
+        "gpt_oss.blocks: u8[n<N, j<K / 32, word] -> u8[n<N, j<ceil(K / 32), word]": ALSO_ELSEWHERE,
+        "gpt_oss.scales: u8[n<N, j<K / 32] -> u8[n<N, j<ceil(K / 32)]": ALSO_ELSEWHERE,
+        "deepseek.weight: i8[n<N, j<K / 2] -> i8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
+        "torchao.qdata: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
+    },
+    "ocp_mxfp6": {
+        "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=exact)": BY_POWER,
+        "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=inverse)": BY_POWER,
+        "compressed_tensors.weight_packed: u8[n<N, t<K / 32 word] -> u8[n<N, t<ceil(K / 32) word]": ALSO_ELSEWHERE,
+        "compressed_tensors.weight_scale: u8[n<N, j<K / 32] -> u8[n<N, j<ceil(K / 32)]": ALSO_ELSEWHERE,
+    },
+    "ocp_mxfp8": {
+        "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=exact)": BY_POWER,
+        "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=inverse)": BY_POWER,
+    },
+    "nvfp4_modelopt": {
+        NESTED.format("empty=1, least=0.001953125", "empty=1, least=0.001953125, precision=own"): OWN,
+        "modelopt.weight: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
+        "torchao.qdata: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
+    },
+    "nvfp4_ct": {
+        NESTED.format("empty=0.125, precision=own", "empty=0.125"): OWN,
+        NESTED.format("empty=0.125, precision=own", "empty=0.125, precision=f32"): OWN,
+        "compressed_tensors.weight_packed: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
     },
     "q2_k": {
         "decode: ((d * sc) * q) - (dmin * mn) -> (d * (sc * q)) - (dmin * mn)":

@@ -161,7 +161,8 @@ def test_online_rules_of_vllm(form: ModuleType, cut: tuple[int, int], largest: f
     """float32 scales largest / 448 or / 127, of rows in FP8 not below 1 / (448 * 512), and codes w / scale, ties to even."""
     weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[7] *= 1e-5
-    options = {"divisor": largest, **({"least": least} if least else {}), **({"bn": 32} if form in (fp8_block, int8_block) else {})}
+    options = {"divisor": largest, **({"least": least} if least else {}),
+               **({"bn": 32} if form in (fp8_block, int8_block) else {})}
     fields = form.unpack(form.quantize(weight, scale_type="f32", **options))
     blocks = weight.float().view(96 // cut[0], cut[0], 256 // cut[1], cut[1])
     scale = (blocks.abs().amax((1, 3), keepdim=True) / largest).clamp(min=least)

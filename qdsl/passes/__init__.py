@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from qdsl.ir.index import Index
 from qdsl.ir.program import Program
 from qdsl.passes.check_claims import check_claims
 from qdsl.passes.check_coverage import check_coverage
@@ -47,8 +48,22 @@ def compile_spec(spec: Spec, after: Callable[[str, Program], None] | None = None
     choices: dict[tuple[tuple[str, int | str], ...], list[Program]] = {}
     for program in programs:
         choices.setdefault(tuple(program.params.items()), []).append(program)
+    for group in choices.values():
+        _check_defaults(group, problems)
+    problems.stop()
     derived = [planar for group in choices.values() if (planar := derive_planar(group)) is not None]
     return (*programs, *_passed(derived, problems, after))
+
+
+def _check_defaults(programs: list[Program], problems: Problems) -> None:
+    """A field that storages do not hold has the same value in all of them: decode is one for all."""
+    known: dict[str, Index] = {}
+    for program in programs:
+        for field, value in {**program.defaults, **program.where}.items():
+            if known.setdefault(field, value) != value:
+                storage = next(s for s in program.spec.storages if s.name.value == program.storage)
+                problems.add(storage.name.span, f"'{field}' is {value} where this storage does not hold it, and "
+                                                f"{known[field]} in another")
 
 
 def _passed(programs: list[Program], problems: Problems, after: Callable[[str, Program], None] | None) -> list[Program]:

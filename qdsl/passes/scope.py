@@ -74,6 +74,8 @@ class Scope:
                 raise _Unreadable(expr.span, "'**' takes constants: 2 ** a, with a from 0 to 32")
             return Index(left.const ** right.const)
         if expr.op == "/":
+            if {"N", "K"} & right.names():
+                raise _Unreadable(expr.right.span, f"'/' divides an axis; {right} is one itself")
             if left.is_const and right.is_const and left.const % right.const:
                 raise _Unreadable(expr.span, f"'/' must divide, and {left} / {right} leaves {left.const % right.const}",
                                   "write ceil(a / b) to round up, or a // b to round down")

@@ -35,10 +35,11 @@ ABOUT = {
     "refused": "shapes that the storage cannot hold",
     "NaN": "told as 7fc00000",
     "results": "what quantize makes by default, and which tensors become others ('': none) by an option, by an importance of "
-               "columns, (1 + byte) / 64 from seed 7, of the weight times 2^-140, or of a weight of few integers: byte from seed "
+               "columns, (1 + byte) / 64 from seed 7, of the weight times 2^-140, of the weight times 1 + (5 * n + k // 16) mod "
+               "16 / 16 and, where (n + k // 16) mod 4 is 2, times 2^-24 (rows), or of a weight of few integers: byte from seed "
                "7 mod `integers`, less half of that",
 }
-IMPORTANCE, TINY, INTEGERS = "importance", "times 2^-140", "integers"          # keys of results beside options
+IMPORTANCE, TINY, INTEGERS, ROWS = "importance", "times 2^-140", "integers", "rows"         # keys of results beside options
 Answers = dict[str, Any]
 
 
@@ -180,6 +181,10 @@ def changed_weight(weight: Tensor, key: str, few: int) -> Tensor:
     """The weight that a result is of; `few` integers make one of which the last trial of a search matters, here and there."""
     if key == INTEGERS:
         return torch.from_numpy(stream(7, 64 * 2048).reshape(64, 2048).astype(np.float32) % few - few // 2)
+    if key == ROWS:
+        n, k = np.indices(weight.shape)
+        small = np.where((n + k // 16) % 4 == 2, 2.0 ** -24, 1)
+        return weight * torch.from_numpy((small * (1 + (5 * n + k // 16) % 16 / 16)).astype(np.float32))
     return weight * 2.0 ** -140 if key == TINY else weight
 
 
@@ -187,7 +192,7 @@ def options(key: str, columns: int) -> dict[str, Any]:
     """'by=exact', or an importance of columns, as an argument of quantize."""
     if key == IMPORTANCE:
         return {"importance": torch.from_numpy((1 + stream(7, columns).astype(np.float32)) / 64)}
-    name, _, word = ("" if key in (TINY, INTEGERS) else key).partition("=")
+    name, _, word = ("" if key in (TINY, INTEGERS, ROWS) else key).partition("=")
     return {name: {"True": True, "False": False}.get(word, word)} if name else {}
 
 
