@@ -440,7 +440,7 @@ VARIANT = Variant(
         ),
     },
     decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up"), "least": ()},
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
     cuts=("ceil(N/bn)", "ceil(K/bk)"),
 )
 
