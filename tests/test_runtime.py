@@ -535,3 +535,11 @@ def test_load_takes_names_and_threads(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(module is found[0] and hasattr(module, "wrap") for module in found)
     with pytest.raises(UnknownSpec, match="did you mean 'q6_k'"):
         qdsl.load("q6k")
+
+
+def test_a_factor_of_x_is_not_passed_over() -> None:
+    """ModelOpt's AWQ divides weights by what it multiplies x by: without that, every product would be wrong."""
+    packed = int_group.quantize(torch.randn(32, 128), "modelopt", bits=4, symmetric=True)
+    given = {**packed.tensors, "pre_quant_scale": torch.ones(128)}
+    with pytest.raises(FormatError, match="'pre_quant_scale' multiplies the columns of x"):
+        int_group.wrap(given, shape=(32, 128), bits=4)

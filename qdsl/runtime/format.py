@@ -24,6 +24,7 @@ from qdsl.runtime.requantize import Report, compare
 from qdsl.shapes import Axis, axis, extents
 from qdsl.stored import Description
 
+OF_X = ("pre_quant_scale",)                                      # tensors of a layer without which its weight is another one
 PLANAR = "planar"                                                # the storage that the compiler derives
 
 
@@ -107,6 +108,10 @@ class Format:
         shapes; given ones are checked.  Raises FormatError with the tensor, what it is, and what the format needs.
         """
         self.complete(params)
+        for name in OF_X:
+            if name in tensors:
+                raise FormatError(f"{self.name}: '{name}' multiplies the columns of x before the weight does, and linear knows "
+                                  "nothing of that: multiply x by it, or what comes before, and give the other tensors alone")
         if storage is not None and storage not in self.storages:
             raise FormatError(f"{self.name} has no storage '{storage}'; it has {', '.join(self.storages)}")
         wanted = None if shape is None else (int(shape[0]), int(shape[1]))
