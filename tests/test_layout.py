@@ -131,7 +131,7 @@ class Record:
         self.fields: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def pieces(self, field: str) -> list[Piece]:
-        return [piece for piece in walk(self.lines) if piece.field == field]
+        return [piece for piece in walk(tuple(self.lines)) if piece.field == field]
 
 
 @st.composite
@@ -358,7 +358,7 @@ def test_inverse_refuses_exactly_what_does_not_fill_its_range(layout: Layout, by
 @given(records())
 def test_pieces_of_a_walk_are_adjacent(record: Record) -> None:
     at = 0
-    for piece in walk(record.lines):
+    for piece in walk(tuple(record.lines)):
         assert piece.at == at
         at += piece.width
     assert at == sum(prod(e for _, e in line.loops) * sum(item.width for item in line.items) for line in record.lines)
@@ -378,7 +378,7 @@ def test_a_walk_turns_the_rightmost_loop_fastest(record: Record) -> None:
                 index = tuple(form.const + sum(c * values[name] for name, c in form.terms) for form in item.index)
                 lo = item.lo.const + sum(c * values[name] for name, c in item.lo.terms)
                 expected.append((item.field, index, lo, item.width, number, position))
-    assert [(p.field, p.index, p.lo, p.width, p.line, p.item) for p in walk(record.lines)] == expected
+    assert [(p.field, p.index, p.lo, p.width, p.line, p.item) for p in walk(tuple(record.lines))] == expected
 
 
 def test_an_affine_form_knows_its_coefficients() -> None:
@@ -453,7 +453,7 @@ def test_scales_of_q4_k_are_gathered_into_two_slices() -> None:
         Line((("j", 4),), (Item("m", (j,), Affine(), 6), Item("m", (late,), Affine(4), 2))),
         Line((("j", 4),), (Item("s", (late,), Affine(), 4), Item("m", (late,), Affine(), 4))),
     ]
-    pieces = list(walk(scales))
+    pieces = list(walk(tuple(scales)))
     found = {field: gather([piece for piece in pieces if piece.field == field]) for field in "sm"}
     assert {field: [(part.lo, part.width, str(part)) for part in parts or ()] for field, parts in found.items()} == {
         "s": [(0, 4, "(4,2):(8,64)@0"), (4, 2, "(4,2):(8,2)@4")],
@@ -515,7 +515,7 @@ def test_gather_is_none_exactly_where_positions_are_not_strided(box: list[int], 
 @PROPERTY
 @given(records())
 def test_spread_says_what_lies_at_every_bit(record: Record) -> None:
-    pieces = list(walk(record.lines))
+    pieces = list(walk(tuple(record.lines)))
     size = sum(piece.width for piece in pieces)
     expected = [None if p.field is None else Held(p.field, (p.index,), p.lo + t) for p in pieces for t in range(p.width)]
     assert spread({field: gather(record.pieces(field)) or () for field in record.fields}, size) == expected
@@ -547,7 +547,7 @@ def ranged(draw: st.DrawFn) -> tuple[list[Line], int]:
 def test_digits_of_a_byte_lie_at_one_bit() -> None:
     index = [(Affine(i),) for i in range(3)]
     digits = tuple(Item("q", each, Affine(), 2, place, place == 2) for place, each in enumerate(index))
-    pieces = list(walk([Line((("l", 2),), (*digits, Item(None, (), Affine(), 4)))]))
+    pieces = list(walk((Line((("l", 2),), (*digits, Item(None, (), Affine(), 4))),)))
     assert [(p.at, p.place) for p in pieces] == [(0, 0), (0, 1), (0, 2), (8, None), (12, 0), (12, 1), (12, 2), (20, None)]
 
 
@@ -556,7 +556,7 @@ def test_digits_of_a_byte_lie_at_one_bit() -> None:
 def test_every_element_is_in_one_range(made: tuple[list[Line], int]) -> None:
     """Digits at their byte and place, bits at theirs, each once; and back."""
     lines, count = made
-    pieces = [piece for piece in walk(lines) if piece.field]
+    pieces = [piece for piece in walk(tuple(lines)) if piece.field]
     found = gather(pieces)
     assert found is not None
     where = {piece.index[-1]: piece for piece in pieces}
