@@ -164,8 +164,12 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
 def _survives(module: ModuleType, packed: PackedWeight) -> bool:
     """Whether packing what unpack gives makes the same bytes."""
     again = module.pack(module.unpack(packed), storage=packed.storage, **packed.params)
-    return all(again.tensors[name].flatten().view(torch.uint8).equal(tensor.flatten().view(torch.uint8))
-               for name, tensor in packed.tensors.items())
+    return all(_bytes(again.tensors[name]).equal(_bytes(tensor)) for name, tensor in packed.tensors.items())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A copy where the tensor repeats one element, whose bytes cannot be viewed."""
+    return tensor.flatten().contiguous().view(torch.uint8)
 
 
 def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapping[str, int | str]) -> PackedWeight:

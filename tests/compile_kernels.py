@@ -34,7 +34,7 @@ FUSED = r"\bfma\.rn\.f32|\bv_(?:pk_)?fma(?:c|mk|ak)?_f32|\bv_mac_f32"
 def signature(case: Case, kind: str, optional: bool, dtype: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of a kernel's arguments, and its constants, for a large layer; optional tensors there or not."""
     format = case.module.FORMAT
-    storage = format.variant(case.choice).storages[case.storage]
+    storage = format.variant(case.choice).storages[case.storage].opened
     sizes = format.sizes(case.choice, SHAPE)
     rows, units = (axis(text).extent(*SHAPE, sizes) for text in (storage.kernels.rows, storage.kernels.units))
     bn, bk = launch._tile(storage.kernels.last, rows, units, storage.kernels.sums)
@@ -84,7 +84,7 @@ def compiled_for(target: str) -> list[Case]:
 
 def every(target: str) -> Iterator[dict[str, Any]]:
     for case in compiled_for(target):
-        layout = case.module.FORMAT.variant(case.choice).storages[case.storage]
+        layout = case.module.FORMAT.variant(case.choice).storages[case.storage].opened
         for optional in (False, True) if any(layout.tensors[name].optional for name in layout.coded) else (False,):
             for kind in ("dequantize", "linear"):
                 yield compiled(case, kind, target, optional, "*bf16")

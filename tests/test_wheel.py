@@ -38,7 +38,7 @@ for name in names:
         bits = 8 * packed.nbytes / weight.numel()
         assert error < max(4 * 2 ** -bits, 0.04), (name, error, bits)
     else:
-        packed = module.FORMAT.empty((64, 256), next(iter(module.FORMAT.variant({}).storages)))
+        packed = module.FORMAT.empty((64, 256), next(iter(next(iter(module.SPEC.variants.values())).storages)))
         packed = module.wrap({key: torch.zeros_like(tensor, device="cpu") for key, tensor in packed.tensors.items()}, (64, 256))
     dense, x = module.dequantize(packed, torch.float32), torch.ones(2, 256)
     torch.testing.assert_close(module.linear(x, packed), x @ dense.T)

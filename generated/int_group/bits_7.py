@@ -642,7 +642,7 @@ def _few_planar(
                 words = lanes.by_size(_words_planar(q_0, q_1, q_2, row, K, chunk), SIZE)
                 s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
                 if z is None:
-                    z_g = 64.0
+                    z_g = lanes.in_each(64.0, SIZE)
                 else:
                     z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 7)
                 total = acc[r]

@@ -493,18 +493,20 @@ def _constant(group: Group, many: bool = False) -> str:
     return f"lanes.of_row({group.tensor}, {_row_of(group)}, {group.kind})"
 
 
-def _value(group: Group, text: str) -> list[str]:
+def _value(group: Group, text: str, how: str = "") -> list[str]:
+    """Lines that set a field's value, or its default where the tensor is missing, in the same form."""
     if group.optional is None:
         return [f"{group.name}_g = {text}"]
-    name = f"{group.name}_g"
-    return [f"if {group.tensor} is None:", f"    {name} = {float(group.optional)}", "else:", f"    {name} = {text}"]
+    name, default = f"{group.name}_g", f"{float(group.optional)}"
+    default = f"lanes.in_each({default}, SIZE)" if how == "few" and group.varies else default
+    return [f"if {group.tensor} is None:", f"    {name} = {default}", "else:", f"    {name} = {text}"]
 
 
 def _loads(made: Plan, how: str) -> list[str]:
     """Lines that load the fields of groups which a sum is scaled with inside the loop."""
     left = [*made.outer, *([made.point] if how == "many" else [])]
     return [line for group in ([] if made.late else made.groups) if group not in left
-            for line in _value(group, _load(made, group, how))]
+            for line in _value(group, _load(made, group, how), how)]
 
 
 def _finish(made: Plan, many: bool = False) -> list[str]:

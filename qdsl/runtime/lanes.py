@@ -471,6 +471,15 @@ def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, 
 
 
 @triton.jit
+def in_each(value, size: tl.constexpr):
+    """A number for each group of `size` columns of a chunk, as by_group gives the values of a field."""
+    values = ()
+    for _ in tl.static_range(128 // size):
+        values = values + (value,)
+    return values
+
+
+@triton.jit
 def of_chunk(plane, chunk, block: tl.constexpr, kind: tl.constexpr):
     """The 128 // block values of a chunk: a tuple of [8 * W, 4], the same in each lane of a row."""
     count: tl.constexpr = 128 // block
