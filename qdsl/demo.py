@@ -168,8 +168,8 @@ def _survives(module: ModuleType, packed: PackedWeight) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A copy where the tensor repeats one element, whose bytes cannot be viewed."""
-    return tensor.flatten().contiguous().view(torch.uint8)
+    """Of a copy: those of a tensor without elements or of one that is repeated cannot be viewed."""
+    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapping[str, int | str]) -> PackedWeight:
