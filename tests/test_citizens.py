@@ -30,7 +30,7 @@ from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int_group, q4_0,
 from qdsl.runtime import FormatError, PackedWeight, ops
 from qdsl.runtime.linear import _transposed
 from qdsl.runtime.module import NoWeight, QuantizedLinear
-from tests.support.formats import ROOT, same_bits
+from tests.support.formats import NO_QUANTIZER, ROOT, same_bits
 
 W4 = """
 format: w4
@@ -615,11 +615,11 @@ def test_which_layers_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                             lambda layer, name: name.startswith("blocks") and layer.in_features == 64)
     assert list(report.quantized) == ["blocks.1.0", "again"] and not report.skipped
     report = qdsl.quantize_(model, int_group, lambda layer, name: name == "first", storage="awq", bits=4, group=64)
-    assert model.first.packed.storage == "awq" and model.first.packed.params == {"bits": 4, "group": 64}
+    assert model.first.packed.storage == "awq" and model.first.packed.params == {"bits": 4, "group": 64, "scale_type": "f16"}
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"bits": 5}, "bits is one of"), ({"colour": 1}, "has no parameter 'colour'"), ({"storage": "gguf"}, "no storage 'gguf'"),
+    ({"bits": 9}, "bits is one of"), ({"colour": 1}, "has no parameter 'colour'"), ({"storage": "gguf"}, "no storage 'gguf'"),
     ({"storage": "awq", "bits": 8}, "no storage 'awq'"),
 ])
 def test_options_are_refused_before_anything_changes(options: dict[str, Any], message: str) -> None:
@@ -627,7 +627,7 @@ def test_options_are_refused_before_anything_changes(options: dict[str, Any], me
     with pytest.raises(FormatError, match=message):
         qdsl.quantize_(model, int_group, **options)
     with pytest.raises(FormatError, match="no quantizer yet"):
-        qdsl.quantize_(model, "q8_1")
+        qdsl.quantize_(model, NO_QUANTIZER)
     with pytest.raises(FormatError, match="itself a linear layer"):
         qdsl.quantize_(nn.Linear(64, 64), q4_0)
     assert type(model.first) is nn.Linear

@@ -16,7 +16,7 @@ from tests.support.interpreter import INTERPRETED, guarded, times
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Groups by values of their own and none at all, codes as rows have them and in planes, zero points, blocks of rows.
 NAMES = ("q4_0.planar", "fp8_block.safetensors-bn128-bk128-scale_typef32", "int8_channel.safetensors-scale_typebf16",
-         "int_group.planar-bits4-group128", "q6_k.planar")
+         "int_group.planar-bits4-group128-scale_typef16", "q6_k.planar")
 CASES = [case for case in cases() if str(case) in NAMES]
 # Empty experts first, between and last; a tile of 8, more than a tile, rows that begin anywhere.
 ROWS = ((0, 3, 0, 9), (8, 0, 1, 0), (0, 0, 0, 2))

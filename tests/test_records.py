@@ -28,21 +28,22 @@ ONE_BY_ONE = 2500                                                # bits that are
 
 
 class Bits:
-    """All bits of a storage and of its fields as two flat arrays, and which is which by the oracle."""
+    """All bits of a storage's codes and of its fields as two flat arrays, and which is which by the oracle."""
 
     def __init__(self, case: Case, shape: tuple[int, int], params: dict[str, int | str]) -> None:
         self.packed = random_packed(case, shape, params=params).open()
         self.fields = random_fields(case, shape, params=params)
         self.layout = self.packed.layout
+        self.tensors = {name: tensor for name, tensor in self.packed.tensors.items() if name in self.layout.coded}
         self.shape = shape
         self.widths = {name: oracle.width_of(case.spec, name, params) for name in self.fields}
-        self.stored_at = _starts({name: 8 * t.element_size() for name, t in self.packed.tensors.items()}, self.packed.tensors)
+        self.stored_at = _starts({name: 8 * t.element_size() for name, t in self.tensors.items()}, self.tensors)
         self.field_at = _starts(self.widths, self.fields)
         storage = next(s for s in case.spec.storages if s.name.value == case.storage)
         env = oracle.environment(case.spec, *shape, params, case.module.FORMAT.sizes(params, shape))
         self.source = np.full(self.field_at[""], -1)             # for each field bit, the storage bit that holds it
         for name, element, bit, (field, index, low) in oracle.bits(case.spec, storage, env, params):
-            stored = self.packed.tensors[name]
+            stored = self.tensors[name]
             at = self.stored_at[name] + _flat(stored.shape, element) * 8 * stored.element_size() + bit
             to = self.field_at[field] + _flat(self.fields[field].shape, index) * self.widths[field] + low
             assert self.source[to] == -1, f"bit {low} of {field}{list(index)} is stored twice"
@@ -55,7 +56,7 @@ class Bits:
 
     def unpack(self, bits: np.ndarray) -> np.ndarray:
         """Storage bits through the generated unpack."""
-        tensors = {name: _from_bits(bits[self.stored_at[name]:], t) for name, t in self.packed.tensors.items()}
+        tensors = {name: _from_bits(bits[self.stored_at[name]:], t) for name, t in self.tensors.items()}
         extra = {"N": self.shape[0], "K": self.shape[1]} if self.layout.needs_shape else {}
         fields = self.layout.unpack(*(tensors.get(name) for name in self.layout.coded), **extra)
         return np.concatenate([_to_bits(fields[name], self.widths[name]) for name in self.fields])
@@ -71,7 +72,7 @@ class Bits:
                 wide[:, width:] = wide[:, width - 1:width]
             fields[name] = _from_bits(wide.ravel(), field)
         tensors = self.layout.pack(**fields)
-        return np.concatenate([_to_bits(tensors[name], 8 * t.element_size()) for name, t in self.packed.tensors.items()])
+        return np.concatenate([_to_bits(tensors[name], 8 * t.element_size()) for name, t in self.tensors.items()])
 
 
 def _starts(widths: dict[str, int], tensors: dict[str, Tensor]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     # Contracted multiply-adds would skip a rounding that the formula has.
     yield Call(kernels.dequantize, (*_read(packed), out, *packed.shape, *packed.sizes.values()), {"BN": bn, "BK": bk},
                (cdiv(rows, bn), cdiv(units, bk)), {"num_warps": WARPS, "enable_fp_fusion": False},
-               weights=min(bn, rows) * min(bk, units) * _unit(packed))
+               weights=_weights(packed, bn, bk))
 
 
 def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False,
@@ -88,7 +89,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
         part, result = x[start:start + ROWS_OF_X], out[start:start + ROWS_OF_X]
         yield Call(kernels.linear, (*_read(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
                    {"BN": bn, "BK": bk}, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
-                   weights=min(bn, rows) * units * _unit(packed), step=min(bn, rows) * min(bk, units) * _unit(packed))
+                   weights=_weights(packed, bn, units), step=_weights(packed, bn, bk))
 
 
 def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -244,10 +245,12 @@ def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:
     return kernels, rows, units
 
 
-def _unit(packed: PackedWeight) -> int:
-    """Weights in a unit of a row of tiles."""
-    rows, units = axis(packed.layout.kernels.rows), axis(packed.layout.kernels.units)
-    return rows.by(packed.sizes) * units.by(packed.sizes) // (rows.words * units.words)
+def _weights(packed: PackedWeight, rows: int, units: int) -> int:
+    """Weights in so many rows of tiles and units of each, none of them padding."""
+    kernels = packed.layout.kernels
+    along = [(axis(kernels.rows), rows), (axis(kernels.units), units)]
+    return math.prod(min(each.whole(*packed.shape, packed.sizes), count * each.by(packed.sizes) // each.words)
+                     for each, count in along)
 
 
 def _read(packed: PackedWeight) -> list[Tensor | None]:

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "specs").glob("*.yaml"))
 EXTRA = sorted((ROOT / "tests" / "specs").glob("*.yaml"))
 SPECS = [*SHIPPED, *EXTRA]
+NO_QUANTIZER = ROOT / "tests" / "specs" / "int4_rows.yaml"       # its page names no encode scheme
 
 
 @dataclass(frozen=True)
