@@ -438,7 +438,8 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="fp8_block", title="FP8 E4M3 codes with one scale per two-dimensional block",
-    source="DeepSeek-V3, Qwen3-FP8, transformers finegrained-fp8 and compressed-tensors block checkpoints", formula="q * s",
+    source="DeepSeek-V3, Qwen3-FP8, transformers finegrained-fp8 and compressed-tensors block checkpoints",
+    formula="q * s",
     variants={(): VARIANT},
     params={"bn": (128, 64, 32, 1), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16", "e8m0")},
     sizes={"bn": "N", "bk": "K"},

@@ -735,7 +735,8 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="ocp_mxfp4", title="OCP MXFP4, 4-bit floats with a power of two per 32",
-    source="OCP Microscaling Formats 1.0; compressed-tensors, ModelOpt, gpt-oss, DeepSeek-V4, torchao MXTensor", formula="e * q",
+    source="OCP Microscaling Formats 1.0; compressed-tensors, ModelOpt, gpt-oss, DeepSeek-V4, torchao MXTensor",
+    formula="e * q",
     variants={(): VARIANT},
     detect={"config": [{"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
         "storage": "compressed_tensors"}, {"quant_method": "mxfp4", "storage": "gpt_oss"},

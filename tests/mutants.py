@@ -92,6 +92,8 @@ EQUAL: dict[str, dict[str, str]] = {
         NESTED.format("empty=0.125, precision=own", "empty=0.125, precision=f32"): OWN,
         "compressed_tensors.weight_packed: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
     },
+    **{name: {"dims.P: 1024 / group -> ceil(1024 / group)": "every group divides 1024"}
+       for name in ("awq_gemv", "awq_gemv_fast")},
     "q2_k": {
         "decode: ((d * sc) * q) - (dmin * mn) -> (d * (sc * q)) - (dmin * mn)":
             "11 bits of d, 4 of sc and 2 of q: every product is exact in float32, and a zero has the sign of d either way",
@@ -155,9 +157,6 @@ EQUAL: dict[str, dict[str, str]] = {
     "nvfp4": {
         "decode: ((e * 0.5) * level[q]) * s -> (e * (0.5 * level[q])) * s":
             "4 bits of e and 4 of a level: their product, and half of it, are exact in float32",
-    },
-    "nf4": {
-        "bitsandbytes.weight: u8[e<(N * K) / 2, 1] -> u8[e<ceil((N * K) / 2), 1]": ALSO_ELSEWHERE,
     },
     "curve": {
         "stream.scales: f16[n<N, j<K / 16] -> f16[n<N, j<ceil(K / 16)]": ALSO_ELSEWHERE,

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from qdsl.generated import bf16, fp8_block, fp8_channel, fp8_tensor, int8_channel, int8_tensor, q4_0
+from qdsl.generated import bf16, fp8_block, fp8_channel, fp8_tensor, int8_block, int8_channel, int8_tensor, q4_0
 from qdsl.runtime import FormatError, PackedWeight, configure, eight, launch, ops
 from tests.support.formats import ROOT, Case, cases, random_packed
 from tests.support.interpreter import INTERPRETED, guarded, times
@@ -89,7 +89,7 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_formats_that_have_it() -> None:
     names = {case.path.stem for case in CASES if case.storage == "safetensors"}
-    assert names == {"fp8_block", "fp8_channel", "fp8_tensor", "int8_channel", "int8_tensor"}
+    assert names == {"fp8_block", "fp8_channel", "fp8_tensor", "int8_block", "int8_channel", "int8_tensor"}
 
 
 # -- x -----------------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_compiled() -> None:
 
 # -- the functions -----------------------------------------------------------------------------------------------------
 
-MODULES = [fp8_block, fp8_channel, fp8_tensor, int8_channel, int8_tensor]
+MODULES = [fp8_block, fp8_channel, fp8_tensor, int8_block, int8_channel, int8_tensor]
 
 
 def weight_of(module: ModuleType, n: int = 96, k: int = 256) -> PackedWeight:

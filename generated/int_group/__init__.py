@@ -54,7 +54,8 @@ from . import bits_4, bits_2, bits_3, bits_8, bits_5, bits_6, bits_7
 
 FORMAT = Format(
     name="int_group", title="integer codes with a zero point and a scale per group of columns",
-    source="GPTQ and AWQ checkpoints (auto-gptq, gptqmodel, autoawq); compressed-tensors pack-quantized and int-quantized", formula="(q - z) * s",
+    source="GPTQ and AWQ checkpoints (auto-gptq, gptqmodel, autoawq); compressed-tensors pack-quantized and int-quantized",
+    formula="(q - z) * s",
     by=("bits",),
     variants={
         (4,): bits_4.VARIANT,

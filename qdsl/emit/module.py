@@ -400,7 +400,7 @@ def _narrow(program: Program, made: Plan) -> str:
 def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program]) -> list[str]:
     spec = programs[0].spec
     lines = ["FORMAT = Format(", f'    name="{spec.name}", title="{spec.title}",',
-             f'    source="{spec.origin}", formula="{spec.decode_text}",']
+             *indent(wrapped("", [f'source="{spec.origin}"', f'formula="{spec.decode_text}"'], ",", level=1))]
     if by:
         lines.append(f'    by=({", ".join(_quoted(key) for key in by)},),')
         lines.append("    variants={")

@@ -30,7 +30,7 @@ RESERVED = frozenset({
     "x", "out", "bias", "fields", "tensors", "device", "integer", "spread", "as_float", "as_type",   # generated code
     "base3", "trit", "cdiv", "empty", "space", "workspace",
     "lanes", "Lanes", "many", "narrow", "Narrow", "records", "planar", "codebook", "Table",
-    "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Variant",
+    "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
     "absmax", "absmax_level", "signmax", "minmax", "affine", "meansign", "kquant_minmax", "kquant_signmax", "nearest",
     "nested_absmax", "block_levels", "float_zero", "unit_level", "unit_level_nested", "kquant_levels", "grid_signs",

@@ -36,10 +36,12 @@ ABOUT = {
     "NaN": "told as 7fc00000",
     "results": "what quantize makes by default, and which tensors become others ('': none) by an option, by an importance of "
                "columns, (1 + byte) / 64 from seed 7, of the weight times 2^-140, of the weight times 1 + (5 * n + k // 16) mod "
-               "16 / 16 and, where (n + k // 16) mod 4 is 2, times 2^-24 (rows), or of a weight of few integers: byte from seed "
-               "7 mod `integers`, less half of that",
+               "16 / 16 and, where (n + k // 16) mod 4 is 2, times 2^-24 (rows), of the weight by its largest magnitude times "
+               "(1 - 2^-(m + 3)) * 2^-m, m = n mod 4 (edges), or of a weight of few integers: byte from seed 7 mod `integers`, "
+               "less half of that",
 }
-IMPORTANCE, TINY, INTEGERS, ROWS = "importance", "times 2^-140", "integers", "rows"         # keys of results beside options
+# Keys of results beside options.
+IMPORTANCE, TINY, INTEGERS, ROWS, EDGES = "importance", "times 2^-140", "integers", "rows", "edges"
 Answers = dict[str, Any]
 
 
@@ -178,13 +180,19 @@ def label(case: Answers) -> str:
 
 
 def changed_weight(weight: Tensor, key: str, few: int) -> Tensor:
-    """The weight that a result is of; `few` integers make one of which the last trial of a search matters, here and there."""
+    """The weight that a result is of; `few` integers make one of which the last trial of a search matters, here and there.
+
+    Rows at edges: where powers of two begin to be rounded up, and of scales that are numbers of 8 bits, so that codes tie.
+    """
     if key == INTEGERS:
         return torch.from_numpy(stream(7, 64 * 2048).reshape(64, 2048).astype(np.float32) % few - few // 2)
     if key == ROWS:
         n, k = np.indices(weight.shape)
         small = np.where((n + k // 16) % 4 == 2, 2.0 ** -24, 1)
         return weight * torch.from_numpy((small * (1 + (5 * n + k // 16) % 16 / 16)).astype(np.float32))
+    if key == EDGES:
+        row = np.arange(weight.shape[0])[:, None] % 4
+        return weight / weight.abs().max() * torch.from_numpy(((1 - 2.0 ** -(row + 3)) * 2.0 ** -row).astype(np.float32))
     return weight * 2.0 ** -140 if key == TINY else weight
 
 
@@ -192,7 +200,7 @@ def options(key: str, columns: int) -> dict[str, Any]:
     """'by=exact', or an importance of columns, as an argument of quantize."""
     if key == IMPORTANCE:
         return {"importance": torch.from_numpy((1 + stream(7, columns).astype(np.float32)) / 64)}
-    name, _, word = ("" if key in (TINY, INTEGERS, ROWS) else key).partition("=")
+    name, _, word = ("" if key in (TINY, INTEGERS, ROWS, EDGES) else key).partition("=")
     return {name: {"True": True, "False": False}.get(word, word)} if name else {}
 
 

@@ -21,6 +21,7 @@ from tests.support import answers as known
 from tests.support import oracle
 from tests.support.answers import (
     ABOUT,
+    EDGES,
     IMPORTANCE,
     INTEGERS,
     ROWS,
@@ -181,7 +182,7 @@ def _quantized(case: Case, params: dict[str, int | str], step: float, seed: int)
     results: dict[str, dict[str, str]] = {}
     keys = ["", *(f"{name}={word}" for name, words in format.variant(params).options.items() for word in words)]
     keys += [IMPORTANCE] if format.variant(params).importance else []
-    keys += [ROWS] if "power" in read.arguments or "empty" in read.arguments else []
+    keys += [ROWS, EDGES] if "power" in read.arguments or "empty" in read.arguments else []
     keys += [TINY] if read.arguments.get("by") == "exact" else []
     few = {"integers": (1 << int(read.kind(str(read.arguments["code"]))[1:])) + 3} if "steps" in read.arguments else {}
     for key in [*keys, *([INTEGERS] if few else [])]:
