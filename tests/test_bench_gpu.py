@@ -276,7 +276,8 @@ def test_large_weights_repeat_rows_that_are_finite() -> None:
     for weight in every((512, 512)):
         made = large(weight, "cpu")
         weights = made.format.dequantize(made, torch.float32)
-        assert weights.isfinite().all() and torch.equal(weights[:256], weights[256:]), weight
+        rows = sorted(row.numpy().tobytes() for row in weights)  # where a word holds rows far apart they are not in order
+        assert weights.isfinite().all() and rows[::2] == rows[1::2] and len({*rows}) > 128, weight
         assert {key: (each.dtype, each.shape) for key, each in made.tensors.items()} == {
             key: (each.dtype, each.shape) for key, each in weight.meta().tensors.items()}
     assert all(fits(side.weight) for shape in times.SHAPES for side in times.sides(shape))

@@ -21,10 +21,15 @@ CASES = cases()
 # What the rewriting works on: of most formats no line is new to it.
 COVERING = covering(CASES, lambda case: [(variant := case.module.FORMAT.variant(case.choice)).decode,
                                          variant.storages[case.storage].unpack])
-# Groups of 9 are cut short at 256 columns, 20 groups lie beside planes of 16, 3 bits lie in two planes, columns lie in ranges, a
-# grid is no table of 16 numbers: plain tiles serve these.
-PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "int_group.planar-bits3-group128", "q3_k.planar",
-         "tq1_0.gguf", "ranges.runs", "ranges.words",
+# Groups of 9 are cut short at 256 columns, 20 groups lie beside planes of 16, 3 bits lie in two planes, columns lie in ranges,
+# codes straddle words or fill them unevenly, scales of 16 bits lie in records, a grid is no table of 16 numbers, and neither is
+# that of nested scales: plain tiles serve these.
+PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q3_k.planar", "tq1_0.gguf", "ranges.runs",
+         "ranges.words", "nf4_nested.bitsandbytes-block64", "bnb_fp4_nested.bitsandbytes-block64",
+         *(f"int_group.{storage}-group128-scale_typef16" for storage in (
+             "planar-bits3", "gptq_p-bits3", "gptq_p-bits5", "gptq_p-bits7", "pack_quantized-bits5", "pack_quantized-bits7",
+             "pack_quantized_0_17-bits3", "pack_quantized_0_17-bits5", "pack_quantized_0_17-bits6")),
+         *(f"awq_{name}-group{group}" for name in ("gemv.gemv", "gemv_fast.gemv_fast") for group in (32, 64, 128)),
          *(f"{name}.gguf" for name in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"))}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
     "q8_0": lambda: q8_0.quantize(sample(48, 256)),

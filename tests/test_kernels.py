@@ -171,11 +171,15 @@ def has_codes(case: Case) -> bool:
     return any(field_shape(case, name, shape) == shape for name in case.module.FORMAT.variant(case.choice).fields)
 
 
-# Words that hold rows and columns, lie along different axes, straddle bytes by six or hold parts of codes for unlike numbers of
-# columns: their kernels work weight by weight.
+# Words that hold rows and columns, columns of several runs or rows far apart, lie along different axes or across rows, straddle
+# bytes by six or hold parts of codes for unlike numbers of columns: their kernels work weight by weight.
 BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "planes.planes", "planes.rows", "q6_k.planar",
-             "int_group.planar-bits3-group128", "nf4.bitsandbytes-block64", "q3_k.planar", "q5_0.gguf", "q5_0.planar",
-             "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs",
+             *(f"int_group.planar-bits{bits}-group128-scale_typef16" for bits in (3, 5, 6, 7)),
+             *(f"awq_gemv_fast.gemv_fast-group{group}" for group in (32, 64, 128)),
+             *(f"{name}.transformers-scale_typebf16" for name in ("bitnet", "bitnet_offline")),
+             *(f"{name}.bitsandbytes-block64" for name in ("nf4", "nf4_nested", "bnb_fp4", "bnb_fp4_nested")),
+             "q3_k.planar", "q5_0.gguf", "q5_0.planar",
+             "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs", "ranges.words",
              "ocp_mxfp6.compressed_tensors-codee2m3", "ocp_mxfp6.compressed_tensors-codee3m2",
              "df11.df11", "fix4.fix4", "hlane.hlane")
 
@@ -184,7 +188,8 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "planes.planes", "plane
 @pytest.mark.parametrize("case", [case for case in CASES if has_codes(case)], ids=str)
 def test_a_word_of_codes_is_loaded_once(case: Case) -> None:
     """Elements of a tensor that hold nothing but values of single weights: loaded once, never once per weight."""
-    packed = random_packed(case, (3, 512) if case.storage == PLANAR else smallest(case)).open()
+    least = smallest(case)                                       # one weight says nothing of what others load
+    packed = random_packed(case, (3, 512) if case.storage == PLANAR else smallest(case, 8 if least == (1, 1) else 1)).open()
     x, product, out = torch.ones(1, packed.shape[1]), torch.empty(1, packed.shape[0]), torch.empty(packed.shape)
     with guarded(packed, out) as dequantize:
         launch.dequantize(packed, out)

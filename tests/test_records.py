@@ -40,7 +40,9 @@ class Bits:
         self.stored_at = _starts({name: 8 * t.element_size() for name, t in self.tensors.items()}, self.tensors)
         self.field_at = _starts(self.widths, self.fields)
         storage = next(s for s in case.spec.storages if s.name.value == case.storage)
-        env = oracle.environment(case.spec, *shape, params, case.module.FORMAT.sizes(params, shape))
+        sizes = case.module.FORMAT.sizes(params, shape)
+        self.extents = {name: {**sizes, "N": shape[0], "K": shape[1]}[name] for name in self.layout.extents}
+        env = oracle.environment(case.spec, *shape, params, sizes)
         self.source = np.full(self.field_at[""], -1)             # for each field bit, the storage bit that holds it
         for name, element, bit, (field, index, low) in oracle.bits(case.spec, storage, env, params):
             stored = self.tensors[name]
@@ -71,7 +73,7 @@ class Bits:
             if field.dtype == torch.int8:                        # signed codes are held with their sign in every bit above
                 wide[:, width:] = wide[:, width - 1:width]
             fields[name] = _from_bits(wide.ravel(), field)
-        tensors = self.layout.pack(**fields)
+        tensors = self.layout.pack(**fields, **self.extents)
         return np.concatenate([_to_bits(tensors[name], 8 * t.element_size()) for name, t in self.tensors.items()])
 
 

@@ -39,10 +39,10 @@ class Weight:
         return dict(self.params)
 
     def meta(self) -> PackedWeight:
-        """Without data."""
+        """Without data, streams decoded: as kernels take it."""
         layout = format_of(self.name).storage(self.storage, self.chosen)[1]
         given = [key for key in layout.coded if layout.tensors[key].optional] if self.optional else []
-        return format_of(self.name).empty(self.shape, self.storage, "meta", given, **self.chosen)
+        return format_of(self.name).empty(self.shape, self.storage, "meta", given, **self.chosen).open()
 
 
 def every(shape: tuple[int, int] = (0, 0)) -> list[Weight]:
@@ -87,22 +87,25 @@ def _values(kind: str, shape: tuple[int, ...], groups: int, generator: torch.Gen
         size = 2.0 ** (-9 + 3 * torch.rand(shape, generator=generator))
         return (size * (1 - 2 * torch.randint(0, 2, shape, generator=generator))).to(DTYPES[kind])
     dtype = torch_dtype(kind)
-    if dtype.is_floating_point:
-        code = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-        return torch.where(code.view(dtype).float().isfinite(), code, 0).view(dtype)
     known = number(kind)
     assert known is not None
     if known.exponent == 8:                                      # powers of two, 2^-9 to 2^-6 too
-        return torch.randint(known.bias - 9, known.bias - 5, shape, generator=generator, dtype=dtype)
+        return torch.randint(known.bias - 9, known.bias - 5, shape, generator=generator, dtype=torch.uint8).view(dtype)
+    if dtype.is_floating_point:
+        code = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        return torch.where(code.view(dtype).float().isfinite(), code, 0).view(dtype)
     return torch.randint(int(known.low), int(known.high) + 1, shape, generator=generator).to(dtype)
 
 
 def large(weight: Weight, device: torch.device | str) -> PackedWeight:
-    """The weight on a device: ROWS random rows, repeated there.  Its rows are a multiple of ROWS, or fewer."""
+    """The weight on a device: ROWS random rows, repeated there in the order of its words, streams decoded.
+
+    Its rows are a multiple of ROWS, or fewer.
+    """
     n, k = weight.shape
     rows = min(n, ROWS)
     assert n % rows == 0
-    made = _rows(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional))
+    made = _rows(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional)).open()
     wanted = weight.meta()
     tensors = {}
     for key, tensor in made.tensors.items():

@@ -104,13 +104,19 @@ class PackedWeight:
     def open(self) -> PackedWeight:
         """The weight with what streams hold in plain tensors, which can be cut; itself where there are none.
 
+        On meta, where nothing can be decoded, the tensors have what is known of them: dtypes and shapes.
         Raises FormatError for a stream that is damaged.
         """
         if not self.layout.streams:
             return self
-        plain = streams.decode(self.layout, self.tensors, self.shape)
-        tensors = {name: plain[name] if name in plain else self.tensors[name] for name in self.layout.opened.tensors}
-        return PackedWeight(self.format, self.storage, tensors, self.shape, self.params, opened=True)
+        opened = PackedWeight(self.format, self.storage, {}, self.shape, self.params, opened=True)
+        if self.device.type == "meta":
+            plain = {name: torch.empty(shape, dtype=dtype, device="meta")
+                     for name, (dtype, shape) in self.format.stored(opened).items() if name in self.layout.streams}
+        else:
+            plain = streams.decode(self.layout, self.tensors, self.shape)
+        opened.tensors = {name: plain[name] if name in plain else self.tensors[name] for name in opened.layout.tensors}
+        return opened
 
     def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
         """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""

@@ -70,7 +70,7 @@ def guarded(*held: torch.Tensor | PackedWeight | None) -> Iterator[Trace]:
     tensors = [tensor for each in held for tensor in (_read(each) if isinstance(each, PackedWeight) else [each])]
     _trace = trace = Trace([tensor for tensor in tensors if tensor is not None])
     try:
-        with np.errstate(over="ignore", invalid="ignore"):       # infinities are values here
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # infinities are values here
             yield trace
     finally:
         _trace = None
