@@ -30,7 +30,8 @@ from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int_group, q4_0,
 from qdsl.runtime import FormatError, PackedWeight, ops
 from qdsl.runtime.linear import _transposed
 from qdsl.runtime.module import NoWeight, QuantizedLinear
-from tests.support.formats import NO_QUANTIZER, ROOT, same_bits
+from tests.support import formats
+from tests.support.formats import ROOT, same_bits
 
 W4 = """
 format: w4
@@ -627,7 +628,7 @@ def test_options_are_refused_before_anything_changes(options: dict[str, Any], me
     with pytest.raises(FormatError, match=message):
         qdsl.quantize_(model, int_group, **options)
     with pytest.raises(FormatError, match="no quantizer yet"):
-        qdsl.quantize_(model, NO_QUANTIZER)
+        qdsl.quantize_(model, formats.module(formats.NO_QUANTIZER))
     with pytest.raises(FormatError, match="itself a linear layer"):
         qdsl.quantize_(nn.Linear(64, 64), q4_0)
     assert type(model.first) is nn.Linear
