@@ -12,7 +12,7 @@ import qdsl
 from qdsl.generated import fp8_channel, int_group, q4_0, q4_k, q8_0
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight, tiles
-from tests.support.formats import Case, cases, random_fields, random_packed, same_bits, shuffled_fields
+from tests.support.formats import Case, cases, is_held, random_fields, random_packed, same_bits, shuffled_fields
 
 CASES = [case for case in cases() if case.storage != PLANAR and PLANAR in case.module.FORMAT.variant(case.choice).storages]
 # Those that can put columns into groups in any order.
@@ -25,7 +25,9 @@ def params(case: Case) -> Iterator[dict[str, int | str]]:
     format = case.module.FORMAT
     values = {size: format.params[size] for size in format.size_axes}
     for i in range(max(map(len, values.values()), default=1)):
-        yield {**case.choice, **{size: found[min(i, len(found) - 1)] for size, found in values.items()}}
+        chosen = {**case.choice, **{size: found[min(i, len(found) - 1)] for size, found in values.items()}}
+        if is_held(case, chosen):
+            yield chosen
 
 
 def weight(case: Case, chosen: dict[str, int | str], seed: int = 0) -> PackedWeight:

@@ -17,7 +17,7 @@
     xpu_int4pack: 4.1875 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 b62ab720c4fc4703) by qdsl 0.1.0.
+Built from the spec int_group (sha256 aa984e455a8b87b4) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -642,7 +642,7 @@ def _dequantize_modelopt(weight, weight_scale, out, N, K, group, BN: tl.constexp
     z = 8
     weight_scale += 2 * r.to(tl.int64) * tl.cdiv(K, group)
     live = (r < N // 2) & (k < K)
-    q_word = tl.load(weight + k, live, 0)
+    q_word = tl.load(weight + k, live, 0).to(tl.int32)
     g = k // group
     for h in tl.static_range(2):
         q = ((q_word >> 4 * h & 15) + 8 & 15).to(tl.int32)
@@ -668,7 +668,7 @@ def _linear_modelopt(weight, weight_scale, x, bias, out, N, K, group, BN: tl.con
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (r < N // 2) & (k < K)
-        q_word = tl.load(weight + k, live, 0)
+        q_word = tl.load(weight + k, live, 0).to(tl.int32)
         q = ((q_word & 15) + 8 & 15).to(tl.int32)
         g = k // group
         s = tl.load(weight_scale + g, live, 0).to(tl.float32)
@@ -1018,7 +1018,8 @@ VARIANT = Variant(
                 "scales": Stored("scale_type", "K/group", "64*N/64", aliases=("s",),
                     bits=("s[8:8@1 8:1@1 64@1, 1@0]",)),
             },
-            unpack=unpack_marlin, pack=pack_marlin, where=("z", "g"), least={"ceil(K/group)": 2},
+            unpack=unpack_marlin, pack=pack_marlin, where=("z",
+                "g"), least={"ceil(K/group)": 2}, options={"symmetric": True},
             kernels=Kernels(_dequantize_marlin, _linear_marlin, rows="N", units="K", last="k"),
         ),
         "modelopt": Storage(
@@ -1026,7 +1027,7 @@ VARIANT = Variant(
                 "weight": Stored("u8", "N/2", "K"),
                 "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
             },
-            unpack=unpack_modelopt, pack=pack_modelopt, where=("z", "g"),
+            unpack=unpack_modelopt, pack=pack_modelopt, where=("z", "g"), options={"symmetric": True},
             kernels=Kernels(_dequantize_modelopt, _linear_modelopt, rows="N/2", units="K", last="k", sums=2),
         ),
         "xpu_int4pack": Storage(

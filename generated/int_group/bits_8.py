@@ -14,7 +14,7 @@
     int_quantized: 8.125 bits per weight with group = 128
     planar: 8.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 b62ab720c4fc4703) by qdsl 0.1.0.
+Built from the spec int_group (sha256 aa984e455a8b87b4) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -426,11 +426,11 @@ def _dequantize_int_quantized(weight, weight_scale, weight_zero_point, out, N, K
     weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
-    q_word = tl.load(weight + k, live, 0)
+    q_word = tl.load(weight + k, live, 0).to(tl.int32)
     q = ((q_word) + 128 & 255).to(tl.int32)
     g = k // group
     if weight_zero_point is not None:
-        z_word = tl.load(weight_zero_point + g, live, 0)
+        z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32)
         z = ((z_word) + 128 & 255).to(tl.int32)
     s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     w = (q - z) * s
@@ -457,11 +457,11 @@ def _linear_int_quantized(weight, weight_scale, weight_zero_point, x, bias, out,
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
-        q_word = tl.load(weight + k, live, 0)
+        q_word = tl.load(weight + k, live, 0).to(tl.int32)
         q = ((q_word) + 128 & 255).to(tl.int32)
         g = k // group
         if weight_zero_point is not None:
-            z_word = tl.load(weight_zero_point + g, live, 0)
+            z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32)
             z = ((z_word) + 128 & 255).to(tl.int32)
         s = tl.load(weight_scale + g, live, 0).to(tl.float32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)

@@ -317,6 +317,7 @@ class Decoder:
             return level, loaded
         if self.level(shift, guard=guard) > level or self.fixed or tensor.stored is not None:
             loaded = self.body.add(level, f"{field.name}_word", self.restored(tensor, loaded), guard)
+            bits = 32 if tensor.stored is not None and tensor.stored.field is None else bits
         text = f"{loaded} >> {shown(shift, 1)}" if shift != Index(0) else loaded
         text = f"{text} & {(1 << part.width) - 1}" if part.width < bits else text
         if tensor.stored is not None and tensor.stored.field == field.name:
@@ -341,7 +342,9 @@ class Decoder:
         return total
 
     def restored(self, tensor: Tensor, text: str) -> str:
-        """A stored word as the record packed it."""
+        """A stored word as the record packed it; small words become larger ones, in which sums have room."""
+        if tensor.stored is not None and tensor.element.bits < 32:
+            text = f"{text}.to(tl.int32)"
         if tensor.stored is None or tensor.stored.field is not None:
             return text
         amount = tensor.stored.amount

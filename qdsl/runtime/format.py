@@ -503,7 +503,7 @@ class Format:
         missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
         planar = packed.variant.storages[PLANAR].tensors
         given = [key for key, each in planar.items()
-                 if each.optional and (index if key == name else each.optional not in missing)]
+                 if each.optional and (index if key == name else key not in packed.layout.where and each.optional not in missing)]
         new = self.empty(packed.shape, PLANAR, "meta", given, **packed.params).nbytes
         limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12
         return f"{size} bytes would become {new}" if new > size * limit else ""

@@ -20,6 +20,7 @@ from qdsl.passes import compile_spec
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.match import torch_dtype
+from qdsl.shapes import axis
 from qdsl.spec.model import Spec
 from qdsl.spec.schema import load
 from tests.support import oracle
@@ -107,8 +108,15 @@ def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: 
     for n in rows:
         for k in columns:
             sizes = format.sizes(chosen, (n, k))
-            if all(each.extent(n, k, sizes) is not None for stored in layout.tensors.values() for each in stored.axes):
+            if all(each.extent(n, k, sizes) is not None for stored in layout.tensors.values() for each in stored.axes) and \
+                    all((axis(text).extent(n, k, sizes) or 0) >= fewest for text, fewest in layout.least.items()):
                 yield n, k
+
+
+def is_held(case: Case, params: Mapping[str, int | str]) -> bool:
+    """Whether the storage has weights of these sizes: some are for several groups alone, and there may be but one."""
+    layout = case.module.FORMAT.variant(case.choice).storages[case.storage]
+    return not layout.least or any(shapes(case, (64,), (4096,), params))
 
 
 def smallest(case: Case, tiles: int = 1, params: Mapping[str, int | str] | None = None) -> tuple[int, int]:
