@@ -28,7 +28,8 @@ PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q
          "ranges.words", "nf4_nested.bitsandbytes-block64", "bnb_fp4_nested.bitsandbytes-block64",
          *(f"int_group.{storage}-group128-scale_typef16" for storage in (
              "planar-bits3", "gptq_p-bits3", "gptq_p-bits5", "gptq_p-bits7", "pack_quantized-bits5", "pack_quantized-bits7",
-             "pack_quantized_0_17-bits3", "pack_quantized_0_17-bits5", "pack_quantized_0_17-bits6")),
+             "pack_quantized_0_17-bits3", "pack_quantized_0_17-bits5", "pack_quantized_0_17-bits6",
+             "marlin-bits4")),
          *(f"awq_{name}-group{group}" for name in ("gemv.gemv", "gemv_fast.gemv_fast") for group in (32, 64, 128)),
          *(f"{name}.gguf" for name in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"))}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
