@@ -13,7 +13,7 @@ from tests.compile_kernels import TARGETS, compiled_for
 from tests.support.formats import ROOT, cases
 
 # Their tensors lie along different axes and their kernels work weight by weight: loads are moved to one layout.
-MOVED = {"marlin_tiles.marlin linear", "planes.rows linear",
+MOVED = {"marlin_tiles.marlin linear", "planes.rows linear", "int_group.xpu_int4pack-bits4-group128-scale_typef16 linear",
          *(f"awq_gemv_fast.gemv_fast-group{group} linear" for group in (128, 64, 32))}
 # Aligned to more than one word, so that a thread loads several at once.
 VECTORS = ("bf16.", "f16.", "fp8_", "int8_", "int_group.gptq")
