@@ -54,12 +54,16 @@ class Disagreement(AssertionError):
 def plan(path: Path) -> list[tuple[Case, dict[str, int | str], bool]]:
     """Every storage, variant and scale type with block lengths as short as they come, and once more without its optional tensors.
 
-    Of several variants, a storage is without them in the first.
+    Of several variants, a storage is without them in the first.  Storages whose records hold several scales come last with one
+    more type of them: of the others the first alone has all types.
 
     (case, parameters, whether optional tensors are there)
     """
     found: list[tuple[Case, dict[str, int | str], bool]] = []
-    for case in (case for case in cases(types=True) if case.path == path):
+    ours = [case for case in cases(types=True) if case.path == path]
+    more = [replace(case, params=tuple({**case.choice, name: case.module.FORMAT.params[name][1]}.items()))
+            for case in ours for name in _several(case)]
+    for case in [*ours, *(case for case in more if case not in ours)]:
         format = case.module.FORMAT
         layout = format.variant(case.choice).storages[case.storage]
         # Different lengths for different parameters, so that they cannot be taken for one another.
@@ -69,6 +73,14 @@ def plan(path: Path) -> list[tuple[Case, dict[str, int | str], bool]]:
         optional = any(layout.tensors[name].optional for name in layout.coded) and not again
         found += [(case, {**case.choice, **short}, there) for there in ((True, False) if optional else (True,))]
     return found
+
+
+def _several(case: Case) -> list[str]:
+    """The types, first values as they are, of which a record of a tensor holds several elements."""
+    tensors = case.module.FORMAT.variant(case.choice).storages[case.storage].opened.tensors.values()
+    names = {stored.dtype for stored in tensors if stored.dtype in case.choice and any(each.words > 1 for each in stored.axes)}
+    format = case.module.FORMAT
+    return sorted(name for name in names if name not in format.by and case.choice[name] == format.params[name][0])
 
 
 def smallest(case: Case, params: Mapping[str, int | str]) -> tuple[int, int]:
@@ -113,7 +125,8 @@ def make(path: Path) -> Answers:
     format = module(path).FORMAT
     wanted = plan(path)
     seeds = iter(range(0, 1 << 20, 16))
-    made = [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted]
+    own = cases(types=True)
+    made = [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted if case in own]
     quantized: list[Answers] = []
     seen: list[Any] = [""]                                       # parameters, and storages that choose options
     for case, params, _ in wanted:
@@ -123,6 +136,7 @@ def make(path: Path) -> Answers:
             whole = {name: -1 for name in format.size_axes if -1 in format.params[name]}
             quantized += [_quantized(case, params, STEPS[0], next(seeds)),
                           _quantized(case, {**params, **whole}, STEPS[1], next(seeds))]
+    made += [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted if case not in own]
     return {"format": format.name, **ABOUT, "params": told_params(format), "storages": list(format.storages), "cases": made,
             "quantized": quantized}
 
