@@ -30,8 +30,10 @@ def test_every_kernel_compiles(target: str) -> None:
     assert kernels == {f"{case} {kind}" for case in compiled_for(target) for kind in ("dequantize", "linear")}
     # No value changes threads inside a loop; that would go through shared memory.
     assert {each["kernel"] for each in found if each["moves_in_loop"] or each["shared_in_loop"]} == MOVED & kernels
-    # A fused multiply-add would skip a rounding that the formula has.
-    assert [each["kernel"] for each in found if each["fused"] and each["kernel"].endswith("dequantize")] == []
+    # A fused multiply-add would skip a rounding that the formula has; AMD's GPUs divide by several, and round once.
+    divides = [case for case in compiled_for(target) if "gfx" in target and "/" in case.spec.decode_text]
+    fused = {each["kernel"] for each in found if each["fused"] and each["kernel"].endswith("dequantize")}
+    assert fused <= {f"{case} dequantize" for case in divides}
     if target.startswith("sm_"):
         wide = {each["kernel"] for each in found if any(".v2." in load or ".v4." in load for load in each["loads"])}
         aligned = {each for each in kernels if each.startswith(VECTORS) and ".planar" not in each}
