@@ -406,10 +406,16 @@ def _converted(found: dict[str, Any], as_json: bool, part: str = "") -> None:
     for each in found["layers"]:
         typer.echo(f"{each['count']} layers from {each['from']} to {each['to']}")
     if found["requantized"]:
-        worst = min(found["requantized"], key=lambda name: found["requantized"][name]["snr_db"] or math.inf)
-        typer.echo(f"requantized: signal to noise {found['snr_db'] or math.inf:.2f} dB, the least of "
-                   f"{worst!r}, {found['requantized'][worst]['snr_db'] or math.inf:.2f} dB")
+        ratios = {name: _ratio(cost["snr_db"]) for name, cost in found["requantized"].items()}
+        worst = min(ratios, key=ratios.__getitem__)
+        typer.echo(f"requantized: signal to noise {_ratio(found['snr_db']):.2f} dB, the least of {worst!r}, "
+                   f"{ratios[worst]:.2f} dB")
     typer.echo(f"written  {part}{found['out']}: {len(found['shards'])} files of tensors, {found['nbytes']} bytes")
+
+
+def _ratio(decibels: float | None) -> float:
+    """Infinite where nothing was lost, for which JSON has no number."""
+    return math.inf if decibels is None else decibels
 
 
 @app.command()

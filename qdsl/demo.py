@@ -6,7 +6,7 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -140,7 +140,7 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
     for weight in matrices.values():
         try:
             start = time.perf_counter()
-            packed = (_quantized if quantizes else _random)(module, weight, storage, params)
+            packed = module.quantize(weight, storage, **params) if quantizes else _random(module, weight.shape, storage, params)
         except FormatError as refusal:
             say(f"left out  {list(weight.shape)}: {refusal}")
             continue
@@ -161,17 +161,6 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
             "pack_unpack_exact": exact, "linear_error": error, "seconds": seconds}
 
 
-def _quantized(module: ModuleType, weight: Tensor, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
-    """By default; with symmetric codes where the storage holds no others."""
-    try:
-        return module.quantize(weight, storage, **params)  # type: ignore[no-any-return]
-    except FormatError:
-        variant = module.FORMAT.variant(params)
-        if "symmetric" not in variant.options or not variant.storages[storage].where:
-            raise
-        return module.quantize(weight, storage, symmetric=True, **params)  # type: ignore[no-any-return]
-
-
 def _survives(module: ModuleType, packed: PackedWeight) -> bool:
     """Whether packing what unpack gives makes the same bytes."""
     again = module.pack(module.unpack(packed), storage=packed.storage, **packed.params)
@@ -183,9 +172,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def _random(module: ModuleType, weight: Tensor, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
-    """Random codes and scales in a weight's shape, for a format that has no quantizer yet."""
-    shape = weight.shape
+def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapping[str, int | str]) -> PackedWeight:
+    """Random codes and scales, for a format that has no quantizer yet."""
     format = module.FORMAT
     chosen = format.complete(params)
     fields: dict[str, Tensor] = {}

@@ -21,7 +21,6 @@ from qdsl.entropy.lookup import StreamError
 
 STREAM = {"tables": "luts", "data": "encoded_exponent", "positions": "output_positions", "gaps": "gaps"}
 NAMES = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps", "split_positions")
-SHARED_LIMIT = 48 << 10                                          # bytes of shared memory that a launch may use unasked
 
 Tensors = Mapping[str, NDArray[Any]]
 

@@ -88,8 +88,13 @@ def canonical_code(counts: NDArray[np.int64], longest: int) -> Code:
     if len(symbols) > 1 << longest:
         raise ValueError(f"{len(symbols)} symbols have no code of {longest} bits")
     lengths = _package_merge([int(counts[symbol]) for symbol in symbols], longest)
+    return canonical(dict(zip(symbols, lengths, strict=True)))
+
+
+def canonical(lengths: Mapping[int, int]) -> Code:
+    """The code of these lengths in bits whose words rise with length, and with the symbol among those of one length."""
     words, value, before = {}, 0, 0
-    for bits, symbol in sorted(zip(lengths, symbols, strict=True)):
+    for bits, symbol in sorted((bits, symbol) for symbol, bits in lengths.items()):
         value <<= bits - before
         words[symbol] = (bits, value)
         value, before = value + 1, bits

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.entropy import bits, lanes
-from qdsl.entropy.huffman import Code, Words, canonical_code
+from qdsl.entropy.huffman import Code, Words, canonical, canonical_code
 from qdsl.entropy.lookup import StreamError
 
 LONGEST = 8                                                      # bits of a code: one lookup of 256 entries
@@ -137,13 +137,8 @@ def _code(table: NDArray[np.int16]) -> Code:
     entries = np.unique(table).tolist()
     lengths = {entry >> 7 & 255: entry & 127 for entry in entries if entry}
     if len(lengths) < sum(entry != 0 for entry in entries) or any(not 0 < size <= LONGEST for size in lengths.values()):
-        raise StreamError("table has an exponent with two lengths, or a length that is none")
-    words, value, before = {}, 0, 0
-    for size, symbol in sorted((size, symbol) for symbol, size in lengths.items()):
-        value <<= size - before
-        words[symbol] = (size, value)
-        value, before = value + 1, size
-    return Code(words)
+        raise StreamError("table has a symbol with two lengths, or a length that is none")
+    return canonical(lengths)
 
 
 def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:

@@ -6,42 +6,40 @@ other codes mean the same.  What holds is looked at in every weight, number by n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from math import lcm
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qdsl.numbers import number
-from qdsl.runtime import tiles
+from qdsl.runtime.convert import in_rows
 from qdsl.runtime.layout import Field
 from qdsl.runtime.match import torch_dtype
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.shapes import granule
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
 
-def adopt(format: Format, packed: PackedWeight, storage: str) -> PackedWeight:
-    """The codes of `packed`, a weight of another format, in a storage of `format`.
+def adopt(format: Format, packed: PackedWeight, storage: str) -> tuple[dict[str, Tensor], dict[str, int | str]]:
+    """The codes of `packed`, a weight of another format, as tensors of a storage of `format`, and its parameters.
 
     Zeros may change their sign, nothing else.  Raises FormatError where fields differ in more than their types, with the place
     of the first number that would change, and where the storage cannot hold the weight.
     """
     params = format.complete({key: value for key, value in packed.params.items() if value in format.params.get(key, ())})
     kinds = _kinds(format, packed, params)
-    parts: list[PackedWeight] = []
-    for start, stop in _rows(format, packed, storage, params):
-        part = packed.cut("N", start, stop)
+    format.storage(storage, params)
+
+    def make(part: PackedWeight, start: int) -> PackedWeight:
         fields = {name: field.view(kinds[name]) for name, field in packed.format.unpack(part).items()}
-        parts.append(format.pack(fields, storage=storage, **params))
-        _check_equal(part, parts[-1], start)
-    layout = parts[0].layout.tensors
-    tensors = {name: torch.cat([part.tensors[name] for part in parts]) if any(each.dim == "N" for each in layout[name].axes)
-               else tensor for name, tensor in parts[0].tensors.items()}
-    return parts[0].derive(tensors, packed.shape)
+        made = format.pack(fields, storage=storage, **params)
+        _check_equal(part, made, start)
+        return made
+
+    other = PackedWeight(format, storage, {}, packed.shape, params)
+    return in_rows(packed, other, make), params
 
 
 def _kinds(format: Format, packed: PackedWeight, params: Mapping[str, int | str]) -> dict[str, torch.dtype]:
@@ -71,20 +69,6 @@ def _blocks(field: Field) -> list[tuple[str, tuple[int | str, ...]]]:
 
 def _text(field: Field) -> str:
     return ", ".join(each.text for each in field.axes)
-
-
-def _rows(format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> Iterator[tuple[int, int]]:
-    """Rows of a tile, whole blocks and records of both storages; all of them where a tensor is coded or begins otherwise."""
-    n, k = packed.shape
-    _, layout = format.storage(storage, params)
-    axes = [each.axes for each in layout.tensors.values()]
-    if layout.streams or any(each.dim == "N" for some in axes for each in some[1:]) or \
-            any(each.dim == "N*K" for some in axes for each in some):
-        return iter([(0, n)])
-    steps = granule([each for some in axes for each in some], "N", format.sizes(params, packed.shape), k)
-    least = lcm(packed.step("N"), steps)
-    rows = max(1, tiles.TILE // max(1, k) // least) * least
-    return ((start, min(n, start + rows)) for start in range(0, n, rows))
 
 
 def _check_equal(part: PackedWeight, made: PackedWeight, start: int) -> None:

@@ -7,7 +7,7 @@ and what is left goes through the fields, in tiles of rows where that is most of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -32,9 +32,7 @@ def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Ten
     streams = packed.layout.streams or other.layout.streams
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
     fixed = {*other.layout.where} - {*packed.layout.where} - index             # what the other storage holds one value of
-    found = {} if streams or fixed else by_words(format, packed, other)
-    found = found or by_fields(format, packed, other)
-    return {**found, other.layout.shape: said(packed.shape, packed.device)} if other.layout.shape else found
+    return ({} if streams or fixed else by_words(format, packed, other)) or by_fields(format, packed, other)
 
 
 # -- by words ---------------------------------------------------------------------------------------------------------
@@ -54,7 +52,13 @@ def by_words(format: Format, packed: PackedWeight, other: PackedWeight) -> dict[
     if left and (columns is not None or change.size(left) > sum(tensor.nbytes for tensor in found.values())):
         return {}
     found.update(change.rest(found) if left else {})
-    return {name: found[name] for name in other.layout.tensors if name in found}
+    return _saying({name: found[name] for name in other.layout.tensors if name in found}, other)
+
+
+def _saying(tensors: dict[str, Tensor], other: PackedWeight) -> dict[str, Tensor]:
+    """With the tensor that says the shape, where the storage has one."""
+    device = next(iter(tensors.values())).device
+    return {**tensors, other.layout.shape: said(other.shape, device)} if other.layout.shape else tensors
 
 
 def _ordered(packed: PackedWeight, other: PackedWeight) -> tuple[dict[str, Tensor], Tensor | None] | None:
@@ -194,22 +198,30 @@ def _is_whole(plan: transpose.Plan) -> bool:
 
 
 def by_fields(format: Format, packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
-    """Unpacked and packed; beside both weights this needs memory for a tile of rows, not for the fields of the whole weight."""
+    """Unpacked and packed."""
+    return in_rows(packed, other, lambda part, start: format.pack(format.unpack(part), storage=other.storage, **packed.params))
+
+
+def in_rows(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWeight, int], PackedWeight]) -> dict[str, Tensor]:
+    """The tensors of `other`, of which make(part, start) makes those of rows from `start` on.
+
+    Beside both weights this needs memory for a tile of rows, which are whole blocks and records of both.
+    """
     n, k = packed.shape
     axes = [axis for stored in other.layout.tensors.values() for axis in stored.axes]
     at_once = bool(other.layout.whole or packed.layout.streams or other.layout.streams)
-    least = n if at_once else math.lcm(packed.step("N"), granule(axes, "N", packed.sizes, k))
+    least = n if at_once else math.lcm(packed.step("N"), granule(axes, "N", other.sizes, k))
     rows = max(1, tiles.TILE // max(1, k) // max(1, least)) * max(1, least)
     if rows >= n:
-        return format.pack(format.unpack(packed), storage=other.storage, **packed.params).tensors
+        return make(packed, 0).tensors
     found: dict[str, Tensor] = {}
     for start in range(0, n, rows):
         stop = min(n, start + rows)
-        part = format.pack(format.unpack(packed.cut("N", start, stop)), storage=other.storage, **packed.params)
-        wanted = format.stored(other)
+        part = make(packed.cut("N", start, stop), start)
+        wanted = other.format.stored(other)
         found = found or {name: torch.empty(wanted[name][1], dtype=tensor.dtype, device=tensor.device)
                           for name, tensor in part.tensors.items()}
         into = part.derive(found, packed.shape).cut("N", start, stop)
         for name, tensor in part.tensors.items():
             into.tensors[name].copy_(tensor)
-    return found
+    return _saying(found, other)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qdsl.entropy.lookup import StreamError
 from qdsl.numbers import number
 from qdsl.runtime import convert, experts, launch, ops, order, streams, tiles
 from qdsl.runtime.adopt import adopt
@@ -259,7 +260,10 @@ class Format:
         extents = {key: value for key, value in {**sizes, "N": shape[0], "K": shape[1]}.items() if key in layout.extents}
         made = layout.pack(**{key: held.get(key) for key in stored}, **extents)
         tensors = {key: made[key].contiguous() for key in layout.opened.tensors if key in made}
-        tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors
+        try:
+            tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors
+        except StreamError as error:
+            raise FormatError(f"{self.name}: {error}") from None
         if layout.shape:
             extra[layout.shape] = said(shape, next(iter(tensors.values())).device)
         return self._packed(name, {**tensors, **extra}, shape, chosen)
@@ -449,7 +453,8 @@ class Format:
         change.
         """
         if packed.format is not self:
-            return adopt(self, packed, storage)
+            tensors, params = adopt(self, packed, storage)
+            return self._packed(storage, tensors, packed.shape, params)
         if storage == packed.storage:
             return packed
         try:

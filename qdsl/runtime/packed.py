@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qdsl.entropy.lookup import StreamError
 from qdsl.runtime import streams
 from qdsl.shapes import Axis, granule
 
@@ -114,7 +115,10 @@ class PackedWeight:
             plain = {name: torch.empty(shape, dtype=dtype, device="meta")
                      for name, (dtype, shape) in self.format.stored(opened).items() if name in self.layout.streams}
         else:
-            plain = streams.decode(self.layout, self.tensors, self.shape)
+            try:
+                plain = streams.decode(self.layout, self.tensors, self.shape)
+            except StreamError as error:
+                raise FormatError(f"{self.format.name}: {error}") from None
         opened.tensors = {name: plain[name] if name in plain else self.tensors[name] for name in opened.layout.tensors}
         return opened
 

@@ -19,24 +19,22 @@ CODINGS = {"window": window, "huffman_lanes": huffman_lanes, "huffman_windows": 
 
 
 def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The tensors that a storage's streams hold, on their device.  Raises FormatError for a stream that is damaged."""
+    """The tensors that a storage's streams hold, on their device.  Raises StreamError for a stream that is damaged."""
     return {name: _decoded(name, stream, {role: tensors[each] for role, each in stream.names.items()}, shape)
             for name, stream in layout.streams.items()}
 
 
 def _decoded(name: str, stream: Stream, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
-    from qdsl.runtime.packed import FormatError
-
     arrays = {role: tensor.detach().cpu().contiguous().numpy() for role, tensor in tensors.items()}
     try:
         found = torch.from_numpy(CODINGS[stream.coding].decode(arrays, shape))
     except StreamError as error:
-        raise FormatError(f"the stream of '{name}' is damaged: {error}") from None
+        raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
     return found.to(next(iter(tensors.values())).device)
 
 
 def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The tensors of a storage, of those that pack made.  Raises FormatError for elements that a code cannot hold."""
+    """The tensors of a storage, of those that pack made.  Raises StreamError for elements that a code cannot hold."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name not in layout.streams:
@@ -48,12 +46,10 @@ def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
 
 
 def _encoded(name: str, stream: Stream, tensor: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
-    from qdsl.runtime.packed import FormatError
-
     symbols = tensor.detach().cpu().contiguous().numpy()
     counts = np.bincount(symbols.reshape(-1), minlength=256)
     try:
         found = CODINGS[stream.coding].encode(symbols, counts)
     except StreamError as error:
-        raise FormatError(f"'{name}' cannot be held: {error}") from None
+        raise StreamError(f"'{name}' cannot be held: {error}") from None
     return {role: torch.from_numpy(array).to(tensor.device) for role, array in found.items()}
