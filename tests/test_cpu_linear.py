@@ -30,6 +30,7 @@ PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q
              "planar-bits3", "gptq_p-bits3", "gptq_p-bits5", "gptq_p-bits7", "pack_quantized-bits5", "pack_quantized-bits7",
              "pack_quantized_0_17-bits3", "pack_quantized_0_17-bits5", "pack_quantized_0_17-bits6",
              "marlin-bits4")),
+         *(f"{name}-bits3-group64-scale_typef16" for name in ("hqq.hqq_3bit", "hqq_axis0.hqq_3bit", "hqq.planar")),
          *(f"awq_{name}-group{group}" for name in ("gemv.gemv", "gemv_fast.gemv_fast") for group in (32, 64, 128)),
          *(f"{name}.gguf" for name in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"))}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {

@@ -1,6 +1,6 @@
 """Weights of packages that store them flat, or rows far apart together: bit for bit in float32, and back byte for byte.
 
-bitsandbytes, AWQ for gemv kernels and BitNet; tests/data/README.md says which package wrote which file.
+bitsandbytes, HQQ, AWQ for gemv kernels and BitNet; tests/data/README.md says which package wrote which file.
 """
 
 from __future__ import annotations

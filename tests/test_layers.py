@@ -169,6 +169,26 @@ def test_json_beside_a_weight_says_its_shape_and_block(tmp_path: Path) -> None:
         assert layer.format == "" and why in layer.why
 
 
+@pytest.mark.parametrize(("axis", "bits", "group", "shape"), [(1, 2, 32, (64, 128)), (1, 3, 32, (64, 128)), (0, 4, 64, (64, 128)),
+                                                              (0, 3, 64, (64, 96)), (1, 8, 64, (48, 128))])
+def test_numbers_beside_a_weight_say_its_shape_and_axis(tmp_path: Path, axis: int, bits: int, group: int,
+                                                        shape: tuple[int, int]) -> None:
+    """HQQ saves what it knows of a weight as tensors, words too, letter by letter."""
+    tensors = golden(f"hqq_b{bits}_axis{axis}_g{group}_N{shape[0]}_K{shape[1]}")
+    says = {"axis": torch.tensor(axis, dtype=torch.int32), "nbits": torch.tensor(bits, dtype=torch.int32),
+            "group_size": torch.tensor(group, dtype=torch.int32), "shape": torch.tensor(shape)}
+    others = {"packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8), "offload_meta": torch.tensor(0, dtype=torch.uint8)}
+    config = {"quantization_config": {"quant_method": "hqq", "skip_modules": ["lm_head"], "quant_config": {
+        "weight_quant_params": {"nbits": bits, "group_size": group, "axis": axis}}}}
+    with Folder(checkpoints.folder(tmp_path, {UP: tensors | says | others}, config)) as folder:
+        layer = one(layers(folder))
+        assert (layer.format, layer.shape) == ("hqq" if axis else "hqq_axis0", shape)
+        assert layer.params == {"bits": bits, "group": group, "scale_type": "f16"} and not layer.problems
+        assert set(layer.settings) == {f"{UP}.{leaf}" for leaf in says} and set(layer.others) == set(others)
+    says["shape"] = torch.tensor((shape[0], shape[1] + 1))
+    assert one(read(checkpoints.folder(tmp_path, {UP: tensors | says}, config))).format == ""
+
+
 def test_what_nothing_decides_is_said(tmp_path: Path) -> None:
     layer = one(read(checkpoints.folder(tmp_path, {UP: golden("gptq_b4_asym_g32_N64_K128")})))
     assert layer.why == "the tensors fit int_group.gptq_v2 and int_group.gptq_v1, and nothing says which"

@@ -31,7 +31,10 @@ def axis_text(extent: Index, words: int = 1) -> str:
             inner = top.terms[0][0] if len(top.terms) == 1 and top.terms[0][1] == 1 and not top.const else None
             if inner is not None and inner.op == "exact":        # a quotient that divides, rounded up again
                 top, by = inner.args[0], inner.args[1] * by
-            body = f"{axis_text(top)}/{str(by).replace(' ', '')}"
+            whole = axis_text(top)
+            if "/" in whole:
+                raise Unsupported(f"the extent {extent} is a dim over two steps")
+            body = f"{whole}/{str(by).replace(' ', '')}"
             return head + (f"ceil({body})" if atom.op == "ceil" else body)
     raise Unsupported(f"the extent {extent} is not a dim over a step")
 

@@ -38,7 +38,7 @@ class Levels:
 class Decode:
     """The text of decode, and the steps at which its caller must cut rows and columns so that blocks are whole or alone.
 
-    fields: its arguments, also those that it does not read.
+    fields: its arguments, also those that it does not read.  scattered: blocks have weights from all over, and none can be cut.
     """
 
     lines: tuple[str, ...]
@@ -46,6 +46,7 @@ class Decode:
     optional: tuple[str, ...]
     cuts: tuple[Index, Index]
     copies: str | None
+    scattered: bool = False
 
 
 def decode(programs: Sequence[Program]) -> Decode:
@@ -126,7 +127,7 @@ def _flat(program: Program, fields: tuple[Field, ...], read: Sequence[Field], op
     lines = [*order, *(line for line in lines if line not in order)]
     *before, last = _result(program, {})
     cut = ix.ceil(ix.name("N") * ix.name("K"), atoms[finest].args[1]) if op == "div" else Index(1)
-    return Decode((*lines, *before, f"return {last}.view(shape)"), fields, optional, (Index(1), cut), None)
+    return Decode((*lines, *before, f"return {last}.view(shape)"), fields, optional, (Index(1), cut), None, op == "mod")
 
 
 def _flat_size(by: Index) -> int:

@@ -62,6 +62,13 @@ class Cut:
         """The different bytes at which lanes lie."""
         return sorted({lane.skip for lane in self.lanes})
 
+    @property
+    def shift(self) -> str:
+        """How far lane i is to shift, where lanes are the values of one digit."""
+        first, step = self.lanes[0].shift, self.bits[0].stride
+        times = f"{abs(step)} * i" if abs(step) != 1 or not first else "i"
+        return f"{first} {'-' if step < 0 else '+'} {times}" if first else times
+
 
 def cut(part: Slice) -> Cut | None:
     """The slice over bytes; None where it does not come apart into byte digits and containers of up to eight bytes."""

@@ -277,9 +277,9 @@ def _variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
         tail += [f"options={{{options}}}"] if options else []
     if defaults:
         tail.append("defaults={" + ", ".join(f'"{name}": {value}' for name, value in defaults.items()) + "}")
-    if [str(cut) for cut in decoded.cuts] != ["1", "1"]:
+    if [str(cut) for cut in decoded.cuts] != ["1", "1"] or decoded.scattered:
         shown = [dim if str(cut) == "1" else axis_text(cut) if "K" in cut.names() else f"ceil({dim}/{cut})"
-                 for dim, cut in zip("NK", decoded.cuts, strict=True)]
+                 for dim, cut in zip("NK", decoded.cuts, strict=True)] if not decoded.scattered else ["1", "1"]
         tail.append(f'cuts=("{shown[0]}", "{shown[1]}")')
     if decoded.copies:
         tail.append(f'copies="{decoded.copies}"')

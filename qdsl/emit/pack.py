@@ -218,9 +218,9 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
     if cuts.part.places:
         return _digits(field, cuts, split, lanes).permute(order)
     wide = {1: "", 2: ".to(torch.int32)", 3: ".to(torch.int32)"}.get(cuts.container, ".to(torch.int64)")
-    if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes) and lanes[0].shift == 0:
+    if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes):
         lane = split.pick({cuts.bits[0]: "i"})
-        text = f"sum({_masked(field, cuts.part, lane.text)}{wide} << {cuts.bits[0].stride} * i for i in range({len(lanes)}))"
+        text = f"sum({_masked(field, cuts.part, lane.text)}{wide} << {cuts.shift} for i in range({len(lanes)}))"
     else:
         texts: list[str] = []
         for each in lanes:

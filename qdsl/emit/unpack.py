@@ -193,8 +193,8 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     text = sources[cuts.skips[0]].text
     if len(texts) > 2 and [lane.place for lane in cuts.lanes] == list(range(len(texts))) and len(sources) == 1:
         listed = f"{text} * 3 ** i for i in range({len(texts)})"
-    elif len(texts) > 2 and len(cuts.bits) == 1 and len(sources) == 1 and cuts.lanes[0].shift == 0 and not cuts.part.places:
-        listed = f"{text} >> {cuts.bits[0].stride} * i & {(1 << cuts.part.width) - 1} for i in range({len(texts)})"
+    elif len(texts) > 2 and len(cuts.bits) == 1 and len(sources) == 1 and not cuts.part.places:
+        listed = f"{text} >> {cuts.shift} & {(1 << cuts.part.width) - 1} for i in range({len(texts)})"
     text = f"torch.stack([{listed}], {place - len(one.labels) - 1}){narrow}"
     stacked = Chain(f"trit({text})" if cuts.part.places else text, (*one.labels[:place], BYTES, *one.labels[place:]))
     return stacked.unflatten(place, cuts.bits, [d.extent for d in cuts.bits])

@@ -168,9 +168,9 @@ class Variant:
 
     defaults: values of fields that may be missing; None is an index in order.  decode takes fields by name and returns
     float32 [rows, columns]; its blocks must be whole, or alone on their axis: `cuts` are axes whose steps say where a caller
-    cuts.  encode takes the weight, and returns the fields it chooses; importance: it takes those of columns, too;
-    options: what a caller may choose about it, none listed where that is any positive number.  copies: decode is this field
-    unchanged.
+    cuts, '1' where it cannot.  encode takes the weight, and returns the fields it chooses; importance: it takes those of
+    columns, too; options: what a caller may choose about it, none listed where that is any positive number.  copies: decode is
+    this field unchanged.
     """
 
     fields: Mapping[str, Field]

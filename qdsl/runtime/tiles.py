@@ -31,7 +31,7 @@ def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> Non
     part = packed if (start, stop) == (0, packed.shape[0]) else packed.cut("N", start, stop)
     variant = packed.variant
     fields = unpack(part)
-    if axis(variant.cuts[1]).dim == "N*K":
+    if axis(variant.cuts[1]).dim in ("N*K", "1"):
         _decode_flat(variant, fields, packed.sizes, out)
         return
     row_cut, column_cut = (axis(text).by(packed.sizes) for text in variant.cuts)
@@ -46,9 +46,10 @@ def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> Non
 
 
 def _decode_flat(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], out: Tensor) -> None:
-    """Rows one after the other: whole blocks, then the short one that is left."""
+    """Rows one after the other: whole blocks, then the short one that is left; or all at once."""
     made = out if out.is_contiguous() else empty(out.shape, out.dtype, out.device)
-    pieces = list(_pieces(out.numel(), axis(variant.cuts[1]).by(sizes)))
+    cut = axis(variant.cuts[1])
+    pieces = list(_pieces(out.numel(), max(1, out.numel()) if cut.dim == "1" else cut.by(sizes)))
     for start, stop in pieces:
         if len(pieces) == 1:
             variant.decode(**fields, out=made)
@@ -74,10 +75,13 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
     """
     assert variant.encode is not None
     n, k = weight.shape
+    at_once = variant.cuts[1] == "1"
     if not weight.numel():
-        return _nothing(variant, variant.encode(weight.new_zeros(max(n, 1), max(k, 1)), **options), sizes, (n, k))
+        whole = math.lcm(*(max(1, each.by(sizes)) for field in variant.fields.values() for each in field.axes)) if at_once else 1
+        return _nothing(variant, variant.encode(weight.new_zeros(max(n, 1), max(k, 1) * whole), **options), sizes, (n, k))
     chosen = [field for field in variant.fields.values() if field.type != "index"]
-    blocks = [granule(field.axes, "N", sizes, k) if field.axes and field.axes[0].dim in ("N", "N*K") else n for field in chosen]
+    blocks = [granule(field.axes, "N", sizes, k) if field.axes and field.axes[0].dim in ("N", "N*K") and not at_once else n
+              for field in chosen]
     least = max(1, math.lcm(*blocks))
     rows = max(1, TILE // max(1, k) // least) * least
     if rows >= n:

@@ -714,7 +714,8 @@ def _float_zero(x: list[np.float32], kinds: Mapping[str, str]) -> tuple[list[int
     """Codes, the zero's code and the scale's code: codes by the exact zero and the exact inverse of the scale."""
     most = (1 << int(kinds["code"][1:])) - 1
     span = max(x) - min(x)
-    inverse = min(np.float32(most) / span if span > np.float32(1e-4) else np.float32(1), np.float32(2e4))
+    # Rounded twice, as torch divides a number by a tensor.
+    inverse = min(np.float32(1) / span * np.float32(most) if span > np.float32(1e-4) else np.float32(1), np.float32(2e4))
     zero = -min(x) * inverse
     codes = [min(max(round(float(v * inverse + zero)), 0), most) for v in x]
     return codes, _stored(zero, kinds["zero"])[0], _stored(np.float32(1) / inverse, kinds["scale"])[0]

@@ -1,0 +1,57 @@
+"""hqq: HQQ with groups of consecutive weights (axis 1), integer codes with a zero point in floats.
+
+    w = (q - z) * s
+    float32, rounded after each operation
+
+    z      scale_type [ceil(N*K/group)]
+    s      scale_type [ceil(N*K/group)]
+    q      u{bits}    [N, K]
+
+    hqq at bits = 4: 4.5 bits per weight with group = 64
+    hqq at bits = 8: 8.5 bits per weight with group = 64
+    hqq at bits = 2: 2.5 bits per weight with group = 64
+    hqq at bits = 1: 1.5 bits per weight with group = 64
+    hqq_3bit at bits = 3: 3.7 bits per weight with group = 64
+    planar at bits = 4: 4.5 bits per weight with group = 64
+    planar at bits = 8: 8.5 bits per weight with group = 64
+    planar at bits = 2: 2.5 bits per weight with group = 64
+    planar at bits = 1: 1.5 bits per weight with group = 64
+    planar at bits = 3: 3.5 bits per weight with group = 64
+
+Built from the spec hqq (sha256 fc2930ea6f684a44) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from qdsl.runtime import Format
+
+from . import bits_4, bits_8, bits_2, bits_1, bits_3
+
+FORMAT = Format(
+    name="hqq", title="HQQ with groups of consecutive weights (axis 1), integer codes with a zero point in floats",
+    source="hqq core/quantize.py Quantizer.quantize, core/bitpack.py BitPack", formula="(q - z) * s",
+    by=("bits",),
+    variants={
+        (4,): bits_4.VARIANT,
+        (8,): bits_8.VARIANT,
+        (2,): bits_2.VARIANT,
+        (1,): bits_1.VARIANT,
+        (3,): bits_3.VARIANT,
+    },
+    params={"bits": (4, 8, 3, 2, 1), "group": (64, 128, 32, 16), "scale_type": ("f16", "bf16", "f32")},
+    sizes={"group": "K"},
+    detect={"config": {"quant_method": "hqq"},
+        "tensors": {"axis": 1, "nbits": "bits", "group_size": "group", "shape": ["N", "K"]}},
+    digest="fc2930ea6f684a44",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+requantize = FORMAT.requantize
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

@@ -1,0 +1,363 @@
+"""hqq at bits = 3: HQQ with groups of consecutive weights (axis 1), integer codes with a zero point in floats.
+
+    w = (q - z) * s
+    float32, rounded after each operation
+
+    z      scale_type [ceil(N*K/group)]
+    s      scale_type [ceil(N*K/group)]
+    q      u3         [N, K]
+
+    hqq_3bit: 3.7 bits per weight with group = 64
+    planar: 3.5 bits per weight with group = 64
+
+Built from the spec hqq (sha256 fc2930ea6f684a44) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import float_zero
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, integer,
+        lanes, pad, workspace)
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_hqq_3bit(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of W_q int32 [ceil(N*K/10*group), group]; scale scale_type [N*K/group, 1]; zero scale_type [N*K/group,
+    1].
+    """
+    r = as_type(W_q, torch.uint8).unflatten(-1, (-1, 4))
+    q_words = integer(r)
+    return {
+        "z": zero.squeeze(1),
+        "s": scale.squeeze(1),
+        "q": torch.stack([q_words >> 27 - 3 * i & 7 for i in range(10)], -1).to(torch.uint8).permute(2, 0,
+            1).flatten()[:N * K].unflatten(0, (N, K)),
+    }
+
+
+def pack_hqq_3bit(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
+    """W_q, scale, zero of the fields; the inverse of unpack_hqq_3bit."""
+    r = torch.zeros(cdiv(N * K // group, 10), group, 4, dtype=torch.uint8, device=q.device)
+    q_split = pad(q.flatten(), (0, 10 * (cdiv(N * K // group, 10) * group) - N * K)).unflatten(-1,
+        (10, cdiv(N * K // group, 10), group))
+    q_packed = sum(q_split[i].to(torch.int64) << 27 - 3 * i for i in range(10))
+    r[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
+    return {
+        "W_q": as_type(r, torch.int32).squeeze(-1),
+        "scale": s.unsqueeze(-1),
+        "zero": z.unsqueeze(-1),
+    }
+
+
+def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; s scale_type [N, K/group]; z
+    scale_type [N, K/group].
+    """
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
+        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
+        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
+        8, 4, 5, 7).flatten(1)[:, :K]
+    return {
+        "z": z.flatten(),
+        "s": s.flatten(),
+        "q": q_low | q_high << 2,
+    }
+
+
+def pack_planar(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
+    """q_0, q_1, s, z of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2
+        | (q_split[:, :, 1, :, :, 0] & 3) << 4 | (q_split[:, :, 1, :, :, 1] & 3)
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 2, 2, 4, 2, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, 0, :, :, 0] >> 2) | (q_split2[:, :, 0, 0, :, :, 1] >> 2) << 2
+        | (q_split2[:, :, 0, 1, :, :, 0] >> 2) << 4 | (q_split2[:, :, 0, 1, :, :, 1] >> 2) << 6
+        | (q_split2[:, :, 1, 0, :, :, 0] >> 2) << 1 | (q_split2[:, :, 1, 0, :, :, 1] >> 2) << 3
+        | (q_split2[:, :, 1, 1, :, :, 0] >> 2) << 5 | (q_split2[:, :, 1, 1, :, :, 1] >> 2)
+        << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {
+        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
+        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
+        "s": s.unflatten(-1, (N, K // group)),
+        "z": z.unflatten(-1, (N, K // group)),
+    }
+
+
+def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  z [ceil(N*K/group)], s
+    [ceil(N*K/group)], q [N, K].
+    """
+    shape = q.shape
+    out = out if out is None else out.view(z.shape[0], -1)
+    s = s.float().unsqueeze(-1)
+    q = q.reshape(z.shape[0], -1)
+    z = z.float().unsqueeze(-1)
+    space = workspace(out)
+    w = torch.sub(as_float(q, out), z, out=space)
+    return torch.mul(w, s, out=out).view(shape)
+
+
+def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by
+    both, unrounded.
+    """
+    q, z, s = float_zero(weight.reshape(1, -1), code="u3", zero=scale_type, scale=scale_type, rows=1, columns=group,
+            axes=2)
+    return {"q": q.reshape(weight.shape), "z": z.flatten(), "s": s.flatten()}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_hqq_3bit(W_q, scale, zero, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    z = tl.load(zero + (k + n * K) // group, live, 0).to(tl.float32)
+    s = tl.load(scale + (k + n * K) // group, live, 0).to(tl.float32)
+    q = tl.load(W_q + (k + n * K) % group + ((k + n * K) // group % tl.cdiv(N * K // group, 10)).to(tl.int64)
+        * group, live, 0) >> 27 - 3 * ((k + n * K) // group // tl.cdiv(N * K // group, 10)) & 7
+    w = (q - z) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_hqq_3bit(W_q, scale, zero, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        z = tl.load(zero + (k + n * K) // group, live, 0).to(tl.float32)
+        s = tl.load(scale + (k + n * K) // group, live, 0).to(tl.float32)
+        q = tl.load(W_q + (k + n * K) % group + ((k + n * K) // group % tl.cdiv(N * K // group, 10)).to(tl.int64)
+            * group, live, 0) >> 27 - 3 * ((k + n * K) // group // tl.cdiv(N * K // group, 10)) & 7
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    z += n.to(tl.int64) * (K // group)
+    s += n.to(tl.int64) * (K // group)
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    z1 = tl.load(z + k // group, live, 0).to(tl.float32)
+    s1 = tl.load(s + k // group, live, 0).to(tl.float32)
+    q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+        + k % 256 // 32 % 4, live,
+        0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
+    q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+        + k % 512 // 32 % 4, live,
+        0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
+    q = q_low | q_high << 2
+    w = (q - z1) * s1
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_planar(q_0, q_1, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    z += n.to(tl.int64) * (K // group)
+    s += n.to(tl.int64) * (K // group)
+    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        z1 = tl.load(z + k // group, live, 0).to(tl.float32)
+        s1 = tl.load(s + k // group, live, 0).to(tl.float32)
+        q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+            + k % 256 // 32 % 4, live,
+            0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
+        q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+            + k % 512 // 32 % 4, live,
+            0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
+        q = q_low | q_high << 2
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z1) * s1 * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_planar(q_0, q_1, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(q_0, row, tl.cdiv(K, 256), chunk // 2, more // 2), lanes.late_words(q_1, row, K, chunk, more, 1)
+
+
+@triton.jit
+def _numbers_planar(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[0], 2 * half + 8 * i, to, 2)
+    code |= lanes.field(words[1], 2 * half + 8 * i, to + 2, 1)
+    return lanes.numbers(code, flip, False, F)
+
+
+
+
+@triton.jit
+def _few_planar(
+    q_0, q_1, s, z, x, bias, out, M, N, K, tiles,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 128 if group >= 128 else 16
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 2, 3, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_planar(q_0, q_1, row, K, chunk), SIZE)
+                s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
+                z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 0)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 2, 3, SIZE, F)
+                    sum += lanes.shifted(-z_g[u], BASE) * sums[u]
+                    sum *= s_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _row_planar(
+    q_0, q_1, s, z, x, bias, out, N, K,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
+    """
+    STEP: tl.constexpr = min(64, group)
+    TRIP: tl.constexpr = max(2, STEP // 16)
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 128
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 2, 3, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                words = ()
+                for t in tl.static_range(STEP // 16):
+                    words = words + (_words_planar(q_0, q_1, row, K, lanes.after(chunk, t, K // 128, EVEN),
+                        t if EVEN else 0),)
+                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 2, 3, F)
+                s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, STEP, group, 0)
+                z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, STEP, group, 0)
+                sum += lanes.shifted(-z_g, BASE) * sums
+                sum *= s_g
+                new = new + (acc[r] + sum,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "z": Field("scale_type", "ceil(N*K/group)"),
+        "s": Field("scale_type", "ceil(N*K/group)"),
+        "q": Field("u3", "N", "K"),
+    },
+    storages={
+        "hqq_3bit": Storage(
+            tensors={
+                "W_q": Stored("i32", "ceil(N*K/10*group)", "group"),
+                "scale": Stored("scale_type", "N*K/group", "1", bits=("s[1@0]",)),
+                "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
+            },
+            unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, needs_shape=True, extents=("N", "K", "group"), whole=True,
+            kernels=Kernels(_dequantize_hqq_3bit, _linear_hqq_3bit, rows="N", units="K", last="k"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q_0": Stored("i32", "N", "16*ceil(K/256)",
+                    bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+                "q_1": Stored("i32", "N", "16*ceil(K/512)",
+                    bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
+                "s": Stored("scale_type", "N", "K/group"),
+                "z": Stored("scale_type", "N", "K/group"),
+            },
+            unpack=unpack_planar, pack=pack_planar, needs_shape=True, extents=("N", "K", "group"),
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_planar, row=_row_planar, blocks=("group",))),
+        ),
+    },
+    decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
+)

@@ -1,0 +1,146 @@
+"""hqq_axis0 at bits = 3: HQQ with groups of weights that lie far apart (axis 0), integer codes with a zero point in floats.
+
+    w = (q - z) * s
+    float32, rounded after each operation
+
+    z      scale_type [N*K/group]
+    s      scale_type [N*K/group]
+    q      u3         [N, K]
+
+    hqq_3bit: 4 bits per weight with group = 64
+
+Built from the spec hqq_axis0 (sha256 d7e20ab6d139bd36) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.encode import float_zero
+from qdsl.runtime import (Field, Kernels, Storage, Stored, Variant, as_float, as_type, cdiv, device, integer, pad,
+        workspace)
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_hqq_3bit(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of W_q int32 [ceil(group/10), N*K/group]; scale scale_type [1, N*K/group]; zero scale_type [1,
+    N*K/group].
+    """
+    r = as_type(W_q, torch.uint8).unflatten(-1, (-1, 4))
+    q_words = integer(r)
+    return {
+        "z": zero.squeeze(0),
+        "s": scale.squeeze(0),
+        "q": torch.stack([q_words >> 27 - 3 * i & 7 for i in range(10)], -1).to(torch.uint8).permute(2, 0,
+            1).flatten()[:N * K].unflatten(0, (N, K)),
+    }
+
+
+def pack_hqq_3bit(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
+    """W_q, scale, zero of the fields; the inverse of unpack_hqq_3bit."""
+    r = torch.zeros(cdiv(group, 10), N * K // group, 4, dtype=torch.uint8, device=q.device)
+    q_split = pad(q.flatten(), (0, 10 * (cdiv(group, 10) * (N * K // group)) - N * K)).unflatten(-1,
+        (10, cdiv(group, 10), N * K // group))
+    q_packed = sum(q_split[i].to(torch.int64) << 27 - 3 * i for i in range(10))
+    r[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
+    return {
+        "W_q": as_type(r, torch.int32).squeeze(-1),
+        "scale": s.unsqueeze(0),
+        "zero": z.unsqueeze(0),
+    }
+
+
+def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  z [N*K/group], s [N*K/group], q [N,
+    K].
+    """
+    shape = q.shape
+    out = out if out is None else out.view(-1, z.shape[0])
+    s = s.float()
+    q = q.reshape(-1, z.shape[0])
+    z = z.float()
+    space = workspace(out)
+    w = torch.sub(as_float(q, out), z, out=space)
+    return torch.mul(w, s, out=out).view(shape)
+
+
+def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by
+    both, unrounded.
+    """
+    q, z, s = float_zero(weight.reshape(group, -1).t(), code="u3", zero=scale_type, scale=scale_type, rows=1,
+            columns=group, axes=2)
+    return {"q": q.t().reshape(weight.shape), "z": z.flatten(), "s": s.flatten()}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_hqq_3bit(W_q, scale, zero, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    z = tl.load(zero + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
+    s = tl.load(scale + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
+    q = tl.load(W_q + (k + n * K) % (N * K // group)
+        + ((k + n * K) // (N * K // group) % tl.cdiv(group, 10)).to(tl.int64)
+        * (N * K // group), live, 0) >> 27 - 3 * ((k + n * K) // (N * K // group) // tl.cdiv(group, 10)) & 7
+    w = (q - z) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_hqq_3bit(W_q, scale, zero, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        z = tl.load(zero + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
+        s = tl.load(scale + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
+        q = tl.load(W_q + (k + n * K) % (N * K // group)
+            + ((k + n * K) // (N * K // group) % tl.cdiv(group, 10)).to(tl.int64)
+            * (N * K // group), live, 0) >> 27 - 3 * ((k + n * K) // (N * K // group) // tl.cdiv(group, 10)) & 7
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "z": Field("scale_type", "N*K/group"),
+        "s": Field("scale_type", "N*K/group"),
+        "q": Field("u3", "N", "K"),
+    },
+    storages={
+        "hqq_3bit": Storage(
+            tensors={
+                "W_q": Stored("i32", "ceil(group/10)", "N*K/group"),
+                "scale": Stored("scale_type", "1", "N*K/group"),
+                "zero": Stored("scale_type", "1", "N*K/group"),
+            },
+            unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, needs_shape=True, extents=("N", "K", "group"), whole=True,
+            kernels=Kernels(_dequantize_hqq_3bit, _linear_hqq_3bit, rows="N", units="K", last="k"),
+        ),
+    },
+    decode=decode, encode=encode, cuts=("1", "1"),
+)
