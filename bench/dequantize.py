@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType, quants
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.figure import Figure, rates, ratios
@@ -22,17 +25,17 @@ GOALS = {"int_group bits=4 gptq_v2": 1.0, "fp8_block": 2.0, "q4_k": 2.0, "q6_k":
 def figures(rounds: int) -> Iterator[Figure]:
     """Ratios for what gguf-py decodes too, then rates for every storage."""
     measured = [*storages()]
-    beside = [name for name, storage, _ in measured if storage == "gguf" and decoded(name)]
-    for name in beside:
-        yield from _beside_gguf(name, rounds)
+    beside = {name: storage for name, storage, _ in measured if "gguf" in format_of(name).spec.detect and decoded(name)}
+    for name, storage in beside.items():
+        yield from _beside_gguf(name, storage, rounds)
     for name, storage, params in measured:
         if name not in beside:
             fresh, reused = _sides(name, storage, params)
             yield from _rates(title(name, storage, params), *calls([fresh, reused], rounds))
 
 
-def _beside_gguf(name: str, rounds: int) -> Iterator[Figure]:
-    theirs, fresh, reused = calls([Side(gguf_py, {"name": name}), *_sides(name, "gguf", {})], rounds)
+def _beside_gguf(name: str, storage: str, rounds: int) -> Iterator[Figure]:
+    theirs, fresh, reused = calls([Side(gguf_py, {"name": name}), *_sides(name, storage, {})], rounds)
     peer = Figure("", "GB/s", rates(F32_BYTES / 1e9, theirs))
     note = f"same bits; gguf-py {peer.text(peer.median)}"
     goal = gguf_goal(name)
@@ -47,12 +50,12 @@ def gguf_goal(name: str) -> float:
 
 
 def decoded(name: str) -> bool:
-    """Whether gguf-py decodes a type."""
+    """Whether gguf-py decodes a type, which of float32 gives the very memory."""
     try:
-        gguf_py(name)()
+        blocks, kind = _of_gguf(name)
+        return not np.shares_memory(quants.dequantize(blocks, kind), blocks)
     except (KeyError, NotImplementedError, ValueError):
         return False
-    return True
 
 
 def _rates(what: str, fresh: list[float], reused: list[float]) -> Iterator[Figure]:
@@ -76,8 +79,11 @@ def ours(name: str, storage: str, params: dict[str, Any], reuse: bool) -> Callab
 
 def gguf_py(name: str) -> Callable[[], Any]:
     """gguf-py's dequantize of the same blocks."""
-    from gguf import GGMLQuantizationType, quants
-
-    blocks = packed(name).tensors["blocks"].numpy()
-    kind = GGMLQuantizationType[str(format_of(name).spec.detect["gguf"])]
+    blocks, kind = _of_gguf(name)
     return lambda: quants.dequantize(blocks, kind)
+
+
+def _of_gguf(name: str) -> tuple[NDArray[np.uint8], GGMLQuantizationType]:
+    """A weight's bytes in rows, and what gguf-py calls its type."""
+    [blocks] = (tensor.view(torch.uint8).numpy() for tensor in packed(name).tensors.values())
+    return blocks, GGMLQuantizationType[str(format_of(name).spec.detect["gguf"])]

@@ -75,11 +75,12 @@ def packed(name: str, storage: str | None = None, **params: Any) -> PackedWeight
 
 
 def _field(kind: str, shape: tuple[int, ...]) -> Tensor:
-    """Codes over the whole range of an integer type, normal floats."""
+    """Codes over the whole range of a type, powers of two around one, normal floats."""
     known = number(kind)
     assert known is not None
     if known.is_float and torch_dtype(kind) == torch.uint8:
-        return torch.randint(known.bias - 4, known.bias + 4, shape, dtype=torch.uint8)
+        codes = (0, 1 << known.bits) if known.mantissa else (known.bias - 4, known.bias + 4)
+        return torch.randint(*codes, shape, dtype=torch.uint8)
     if known.is_float:
         return torch.randn(shape).to(torch_dtype(kind))
     return torch.randint(int(known.low), int(known.high) + 1, shape, dtype=torch_dtype(kind))

@@ -10,7 +10,7 @@
 
     bitsandbytes: 4.12695 bits per weight with block = 64
 
-Built from the spec bnb_fp4_nested (sha256 e0ab1ebf01927e39) by qdsl 0.1.0.
+Built from the spec bnb_fp4_nested (sha256 1f0574ce39023a6f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -212,7 +212,7 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
-    digest="e0ab1ebf01927e39",
+    digest="1f0574ce39023a6f",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
 
     bitsandbytes: 4.12695 bits per weight with block = 64
 
-Built from the spec nf4_nested (sha256 225eaaecb36acc39) by qdsl 0.1.0.
+Built from the spec nf4_nested (sha256 d8066bad29390548) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -212,7 +212,7 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
-    digest="225eaaecb36acc39",
+    digest="d8066bad29390548",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from qdsl.numbers import FLOATS, round_to_f32
+from qdsl.numbers import FLOATS
 from qdsl.spec import grammar, marked
 from qdsl.spec.marked import Mapping, Node, Sequence
 from qdsl.spec.model import Claim, Data, Dim, Field, Param, Spec, Storage, Stored, Table, Tensor
 from qdsl.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
-from qdsl.spec.tables import MAX_TABLE, computed, from_file
+from qdsl.spec.tables import MAX_TABLE, computed, from_file, is_number, numbers
 
 _T = TypeVar("_T")
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,8})\Z")
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?\Z")
-_FLOAT = re.compile(r"-?(0|[1-9][0-9]{0,8})(\.[0-9]{1,20})?(e[-+]?[0-9]{1,2})?\Z")
 _LOWER = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
@@ -40,7 +39,6 @@ RESERVED = frozenset({
 })
 _ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
 MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick
-LARGEST = 2.0 ** 128 - 2.0 ** 104                                # float32's
 
 KEYS = {
     "format": "the format's name; the generated module is called so",
@@ -289,15 +287,13 @@ class _Reader:
 
     def listed(self, key: Text, value: Node) -> Table | None:
         texts = self.texts(value, f"table '{key}'", MAX_TABLE)
-        wrong = next((text for text in texts if not _FLOAT.match(text.value) or abs(float(text.value)) > LARGEST), None)
+        wrong = next((text for text in texts if not is_number(text.value)), None)
         if wrong is not None:
             self.problems.add(wrong.span, f"a table holds numbers of float32, not '{wrong}'")
         elif not texts:
             self.problems.add(key.span, f"table '{key}' needs a list of numbers")
-        elif all(_INTEGER.match(text.value) for text in texts):
-            return Table(key, tuple(int(text.value) for text in texts), (len(texts),))
         else:
-            return Table(key, tuple(round_to_f32(float(text.value)) for text in texts), (len(texts),))
+            return Table(key, numbers([text.value for text in texts]), (len(texts),))
         return None
 
     def fields(self, node: Node | None) -> Iterable[Field]:

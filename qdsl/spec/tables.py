@@ -1,19 +1,20 @@
-"""Tables that a spec does not list number by number: read from a file beside it, or computed from other tables.
+"""Tables of numbers, listed in a spec, read from a file beside it, or computed from other tables.
 
-A file holds integers apart by spaces and lines; '#' begins a comment.  A computed table, `grid: "i<256 j<8: level[codes[i] //
+A file holds numbers apart by spaces and lines; '#' begins a comment.  A computed table, `grid: "i<256 j<8: level[codes[i] //
 4**j % 4]"`, has a row for each value of its first loop and a column for each of its second, integers of 32 bits.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import NoReturn
 
+from qdsl.numbers import round_to_f32
 from qdsl.spec import grammar as g
 from qdsl.spec.model import Table
 from qdsl.spec.source import Problem, Span, Text, did_you_mean
@@ -21,8 +22,22 @@ from qdsl.spec.source import Problem, Span, Text, did_you_mean
 MAX_TABLE = 1 << 14             # numbers of a table: the largest codebook of a format in use has 2048 rows of 8
 MAX_FILE = 1 << 17
 INT32 = 1 << 31
+LARGEST = 2.0 ** 128 - 2.0 ** 104                                # float32's
 _FILE = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.txt\Z")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,8})\Z")
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,8})\Z")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,8})(?:\.[0-9]{1,20})?(?:e[-+]?[0-9]{1,2})?\Z")
+
+
+def is_number(word: str) -> bool:
+    """Whether a table may hold it: an integer of up to nine digits, or a number in float32's range."""
+    return _NUMBER.match(word) is not None and abs(float(word)) <= LARGEST
+
+
+def numbers(words: Sequence[str]) -> tuple[int, ...] | tuple[float, ...]:
+    """The numbers of a table: integers where all of them are, else each rounded to float32."""
+    if all(_INTEGER.match(word) for word in words):
+        return tuple(map(int, words))
+    return tuple(round_to_f32(float(word)) for word in words)
 
 
 def from_file(name: Text, place: Text, folder: Path | None) -> Table:
@@ -42,12 +57,12 @@ def from_file(name: Text, place: Text, folder: Path | None) -> Table:
     words: list[str] = []
     for number, line in enumerate(data.decode("latin-1").split("\n"), 1):
         row = line.split("#")[0].split()
-        if (wrong := next((word for word in row if not _NUMBER.match(word)), None)) is not None:
-            _fail(place.span, f"line {number} of '{place}' holds {wrong[:20]!r}, which is no integer of up to nine digits")
+        if (wrong := next((word for word in row if not is_number(word)), None)) is not None:
+            _fail(place.span, f"line {number} of '{place}' holds {wrong[:20]!r}, which is no number of float32")
         words += row
     if not 0 < len(words) <= MAX_TABLE:
         _fail(place.span, f"'{place}' holds {len(words)} numbers: expected 1 to {MAX_TABLE}")
-    return Table(name, tuple(map(int, words)), (len(words),))
+    return Table(name, numbers(words), (len(words),))
 
 
 def computed(name: Text, text: Text, known: Mapping[str, Table]) -> Table:

@@ -1,0 +1,58 @@
+"""Families of checkpoints with two threads, as peers state their rates; MB/s are 1e6 bytes of the bfloat16 weight per second.
+
+Theirs were measured elsewhere: 160 for GPTQ's words turned over for XPU, 43 to 206 between other storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import convert
+from bench.figure import Figure, rates
+from bench.timing import Side, calls
+from bench.weights import BF16_BYTES, SHAPE, floats, format_of, packed
+
+THREADS = 2
+CONVERTED = {("gptq_v2", "xpu_int4pack"): 10000.0, ("awq", "gptq_v2"): 6000.0, ("gptq_v2", "awq"): 6000.0}     # goals: MB/s
+DECODED: dict[str, tuple[str, dict[str, Any], float | None]] = {
+    "GPTQ": ("int_group", {"storage": "gptq_v2", **convert.PARAMS}, 2500.0),
+    "AWQ": ("int_group", {"storage": "awq", **convert.PARAMS}, 2500.0),
+    "NF4": ("nf4", {}, 3000.0),
+    "FP8 block": ("fp8_block", {}, None)}
+QUANTIZED: dict[str, tuple[str, dict[str, Any], float | None]] = {
+    "GPTQ": ("int_group", {"storage": "gptq_v2", **convert.PARAMS}, 1300.0),
+    "FP8 block": ("fp8_block", {}, None)}
+
+
+def figures(rounds: int) -> Iterator[Figure]:
+    """Between storages, to bfloat16, and from it; of int4 all with groups of 128."""
+    for (source, result), goal in CONVERTED.items():
+        side = Side(convert.convert, {"source": source, "result": result, "threads": THREADS})
+        yield from _figure(f"convert int4 {source} to {result}", side, goal, rounds)
+    for title, (name, params, goal) in DECODED.items():
+        yield from _figure(f"dequantize {title} to bf16, out=", Side(decode, {"name": name, "params": params}), goal, rounds)
+    for title, (name, options, goal) in QUANTIZED.items():
+        yield from _figure(f"quantize bf16 to {title}", Side(quantize, {"name": name, "options": options}), goal, rounds)
+
+
+def _figure(what: str, side: Side, goal: float | None, rounds: int) -> Iterator[Figure]:
+    [seconds] = calls([side], rounds)
+    yield Figure(f"{what}, {THREADS} threads", "MB/s", rates(BF16_BYTES / 1e6, seconds), goal, note="of bf16 weight")
+
+
+def decode(name: str, params: dict[str, Any]) -> Callable[[], Tensor]:
+    """Dequantize into bfloat16 that is there."""
+    torch.set_num_threads(THREADS)
+    form, weight, out = format_of(name), packed(name, **params), torch.zeros(SHAPE, dtype=torch.bfloat16)
+    return lambda: form.dequantize(weight, torch.bfloat16, out=out)
+
+
+def quantize(name: str, options: dict[str, Any]) -> Callable[[], dict[str, Tensor]]:
+    """Quantize bfloat16: checks, codes and the storage's tensors."""
+    torch.set_num_threads(THREADS)
+    form, weight = format_of(name), floats(torch.bfloat16)
+    return lambda: form.quantize(weight, **options).tensors
