@@ -1,4 +1,4 @@
-"""Changes of storage on one thread; MB/s are 1e6 bytes of the bfloat16 weight per second.  Goals are of two: bench/families.py."""
+"""Changes of storage on one thread; MB/s are 1e6 bytes of the bfloat16 weight per second.  Goals are in bench/families.py."""
 
 from __future__ import annotations
 
