@@ -17,7 +17,8 @@ from bench.timing import Side, calls
 from bench.weights import BF16_BYTES, SHAPE, floats, format_of, packed
 
 THREADS = 2
-CONVERTED = {("gptq_v2", "xpu_int4pack"): 10000.0, ("awq", "gptq_v2"): 6000.0, ("gptq_v2", "awq"): 6000.0}     # goals: MB/s
+CONVERTED: dict[tuple[str, str], float | None] = {
+    ("gptq_v2", "xpu_int4pack"): 10000.0, ("awq", "gptq_v2"): 6000.0, ("gptq_v2", "awq"): 6000.0}         # goals: MB/s
 DECODED: dict[str, tuple[str, dict[str, Any], float | None]] = {
     "GPTQ": ("int_group", {"storage": "gptq_v2", **convert.PARAMS}, 2500.0),
     "AWQ": ("int_group", {"storage": "awq", **convert.PARAMS}, 2500.0),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qdsl.encode import unit_level
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
-        lanes, many, pad)
+        joined, lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -36,14 +36,14 @@ def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, *, N: int, K: int
     r = weight.squeeze(1)
     return {
         "s": weight_absmax,
-        "q": torch.stack([r >> 4, r & 15], -1).flatten()[:N * K].unflatten(0, (N, K)),
+        "q": spread(r, 4, turned=True).flatten()[:N * K].unflatten(0, (N, K)),
     }
 
 
 def pack_bitsandbytes(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_absmax of the fields; the inverse of unpack_bitsandbytes."""
     q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
-    r = q_split[:, 0] << 4 | q_split[:, 1]
+    r = joined(q_split, 4, turned=True).squeeze(-1)
     return {
         "weight": r.unsqueeze(-1),
         "weight_absmax": s,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qdsl.encode import grid_signs
 from qdsl.runtime import (Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, empty,
-        spread)
+        joined, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -100,10 +100,9 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     r = blocks.unflatten(-1, (-1, 82))
     g_low = (r[..., 2:34]).flatten(1)
     g_high = spread(r[..., 66:74], 2).to(torch.int32).flatten(1)
-    sc_bytes = r[..., 74:82].contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],
-        "sc": torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1),
+        "sc": spread(r[..., 74:82], 4).flatten(1),
         "g": g_low.to(torch.int32) | g_high.to(torch.int32) << 8,
         "s": spread(r[..., 34:66], 1).flatten(1),
     }
@@ -117,9 +116,9 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
     g_split = g.unflatten(-1, (-1, 8, 4))
     r[..., 66:74] = sum((g_split[..., i] >> 8) << 2 * i for i in range(4)).to(torch.uint8)
     s_split = s.unflatten(-1, (-1, 32, 8))
-    r[..., 34:66] = sum(s_split[..., i] << 1 * i for i in range(8))
+    r[..., 34:66] = joined(s_split, 1).squeeze(-1)
     sc_split = sc.unflatten(-1, (-1, 8, 2))
-    r[..., 74:82] = sc_split[..., 0] | sc_split[..., 1] << 4
+    r[..., 74:82] = joined(sc_split, 4).squeeze(-1)
     return {
         "blocks": r.flatten(1),
     }

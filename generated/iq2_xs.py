@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer
+from qdsl.runtime import (Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer,
+        joined, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -71,10 +72,9 @@ SIGN = Table("i8", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 74*K/256]."""
     r = blocks.unflatten(-1, (-1, 74))
-    sc_bytes = r[..., 66:74].contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],
-        "sc": torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1),
+        "sc": spread(r[..., 66:74], 4).flatten(1),
         "g": (integer(r[..., 2:66].unflatten(-1, (32, 2))) & 511).flatten(1),
         "s": (r[..., 3:66:2] >> 1).flatten(1),
     }
@@ -88,7 +88,7 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
     r[..., 2:66] |= g_packed.unsqueeze(-1).view(torch.uint8)[..., :2].flatten(2)
     r[..., 3:66:2] |= s.unflatten(-1, (-1, 32)) << 1
     sc_split = sc.unflatten(-1, (-1, 8, 2))
-    r[..., 66:74] = sc_split[..., 0] | sc_split[..., 1] << 4
+    r[..., 66:74] = joined(sc_split, 4).squeeze(-1)
     return {
         "blocks": r.flatten(1),
     }

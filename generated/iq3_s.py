@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qdsl.encode import grid_signs
 from qdsl.runtime import (Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, empty,
-        spread)
+        joined, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -64,10 +64,9 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     r = blocks.unflatten(-1, (-1, 110))
     g_low = (r[..., 2:66]).flatten(1)
     g_high = spread(r[..., 66:74], 1).to(torch.int32).flatten(1)
-    sc_bytes = r[..., 106:110].contiguous()
     return {
         "d": as_type(r, torch.float16)[..., 0],
-        "sc": torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1),
+        "sc": spread(r[..., 106:110], 4).flatten(1),
         "g": g_low.to(torch.int32) | g_high.to(torch.int32) << 8,
         "s": spread(r[..., 74:106], 1).flatten(1),
     }
@@ -81,9 +80,9 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
     g_split = g.unflatten(-1, (-1, 8, 8))
     r[..., 66:74] = sum((g_split[..., i] >> 8) << 1 * i for i in range(8)).to(torch.uint8)
     s_split = s.unflatten(-1, (-1, 32, 8))
-    r[..., 74:106] = sum(s_split[..., i] << 1 * i for i in range(8))
+    r[..., 74:106] = joined(s_split, 1).squeeze(-1)
     sc_split = sc.unflatten(-1, (-1, 4, 2))
-    r[..., 106:110] = sc_split[..., 0] | sc_split[..., 1] << 4
+    r[..., 106:110] = joined(sc_split, 4).squeeze(-1)
     return {
         "blocks": r.flatten(1),
     }

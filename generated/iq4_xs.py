@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qdsl.encode import kquant_levels
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
-        empty, lanes, many, spread)
+        empty, joined, lanes, many, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -33,8 +33,7 @@ LEVELS = Table("f32", -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 5
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 136*K/256]."""
     r = blocks.unflatten(-1, (-1, 136))
-    sc_bytes = r[..., 4:8].contiguous()
-    sc_low = torch.stack([sc_bytes & 15, sc_bytes >> 4], -1).flatten(1)
+    sc_low = spread(r[..., 4:8], 4).flatten(1)
     sc_high = spread(r[..., 2:4], 2).flatten(1)
     q_bytes = r[..., 8:136].unflatten(-1, (8, 16)).contiguous()
     return {
@@ -49,9 +48,9 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     r = empty((d.shape[0], d.shape[1], 136), torch.uint8, d.device)
     r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     sc_split = sc.unflatten(-1, (-1, 4, 2))
-    r[..., 4:8] = (sc_split[..., 0] & 15) | (sc_split[..., 1] & 15) << 4
+    r[..., 4:8] = joined(sc_split & 15, 4).squeeze(-1)
     sc_split2 = sc.unflatten(-1, (-1, 2, 4))
-    r[..., 2:4] = sum((sc_split2[..., i] >> 4) << 2 * i for i in range(4))
+    r[..., 2:4] = joined(sc_split2 >> 4, 2).squeeze(-1)
     q_split = q.unflatten(-1, (-1, 8, 2, 16))
     r[..., 8:136] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).flatten(2)
     return {

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import unit_level_nested
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, device, pad
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, device, joined, pad, spread
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, weight_nested_abs
         "o": weight_nested_offset,
         "t": weight_nested_absmax,
         "s": weight_absmax,
-        "q": torch.stack([r >> 4, r & 15], -1).flatten()[:N * K].unflatten(0, (N, K)),
+        "q": spread(r, 4, turned=True).flatten()[:N * K].unflatten(0, (N, K)),
     }
 
 
@@ -105,7 +105,7 @@ def pack_bitsandbytes(o: Tensor, t: Tensor, s: Tensor, q: Tensor) -> dict[str, T
     unpack_bitsandbytes.
     """
     q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
-    r = q_split[:, 0] << 4 | q_split[:, 1]
+    r = joined(q_split, 4, turned=True).squeeze(-1)
     return {
         "weight": r.unsqueeze(-1),
         "weight_absmax": s,

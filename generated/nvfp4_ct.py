@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, lanes, pad
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, joined, lanes, pad,
+        spread)
 from qdsl.runtime.numbers import e2m1, e4m3
 
 
@@ -35,14 +36,14 @@ def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor,
     return {
         "s": weight_scale,
         "g": weight_global_scale,
-        "q": torch.stack([weight_packed & 15, weight_packed >> 4], -1).flatten(1),
+        "q": spread(weight_packed, 4).flatten(1),
     }
 
 
 def pack_compressed_tensors(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight_packed, weight_scale, weight_global_scale of the fields; the inverse of unpack_compressed_tensors."""
     q_split = q.unflatten(-1, (-1, 2))
-    r = q_split[..., 0] | q_split[..., 1] << 4
+    r = joined(q_split, 4).squeeze(-1)
     return {
         "weight_packed": r,
         "weight_scale": s,

@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, lanes, pad
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, joined, lanes,
+        pad, spread)
 from qdsl.runtime.numbers import e2m1, e4m3
 
 
@@ -36,14 +37,14 @@ def unpack_modelopt(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor
     return {
         "s": weight_scale,
         "g": weight_scale_2,
-        "q": torch.stack([weight & 15, weight >> 4], -1).flatten(1),
+        "q": spread(weight, 4).flatten(1),
     }
 
 
 def pack_modelopt(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale, weight_scale_2 of the fields; the inverse of unpack_modelopt."""
     q_split = q.unflatten(-1, (-1, 2))
-    r = q_split[..., 0] | q_split[..., 1] << 4
+    r = joined(q_split, 4).squeeze(-1)
     return {
         "weight": r,
         "weight_scale": s,
@@ -55,7 +56,7 @@ def unpack_torchao(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None
     """Fields of qdata uint8 [N, K/2]; scale float8_e4m3fn [N, K/16]; per_tensor_scale float32 []."""
     fields = {
         "s": scale,
-        "q": torch.stack([qdata & 15, qdata >> 4], -1).flatten(1),
+        "q": spread(qdata, 4).flatten(1),
     }
     if per_tensor_scale is not None:
         fields["g"] = per_tensor_scale
@@ -65,7 +66,7 @@ def unpack_torchao(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None
 def pack_torchao(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale, per_tensor_scale of the fields; the inverse of unpack_torchao."""
     q_split = q.unflatten(-1, (-1, 2))
-    r = q_split[..., 0] | q_split[..., 1] << 4
+    r = joined(q_split, 4).squeeze(-1)
     tensors = {
         "qdata": r,
         "scale": s,
@@ -85,7 +86,7 @@ def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, per_tensor_scale: Tens
     fields = {
         "s": scale_bytes.view(torch.float8_e4m3fn).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
             2).flatten(1)[:N, :cdiv(K, 16)],
-        "q": torch.stack([qdata_bytes & 15, qdata_bytes >> 4], -1).flatten(1),
+        "q": spread(qdata_bytes, 4).flatten(1),
     }
     if per_tensor_scale is not None:
         fields["g"] = per_tensor_scale
@@ -95,7 +96,7 @@ def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, per_tensor_scale: Tens
 def pack_torchao_swizzled(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale, per_tensor_scale of the fields; the inverse of unpack_torchao_swizzled."""
     q_split = q.unflatten(-1, (-1, 8, 2))
-    qdata_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    qdata_bytes = joined(q_split, 4).squeeze(-1)
     scale_bytes = pad(s, (0, -s.shape[1] % 4, 0, -s.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
         (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
     tensors = {

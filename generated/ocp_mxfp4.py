@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, lanes, many,
-        pad)
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, joined, lanes,
+        many, pad, spread)
 from qdsl.runtime.numbers import e2m1, e8m0
 
 
@@ -38,14 +38,14 @@ def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor) -> di
     """Fields of weight_packed uint8 [N, K/2]; weight_scale uint8 [N, K/32]."""
     return {
         "e": weight_scale.view(torch.float8_e8m0fnu),
-        "q": torch.stack([weight_packed & 15, weight_packed >> 4], -1).flatten(1),
+        "q": spread(weight_packed, 4).flatten(1),
     }
 
 
 def pack_compressed_tensors(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight_packed, weight_scale of the fields; the inverse of unpack_compressed_tensors."""
     q_split = q.unflatten(-1, (-1, 2))
-    r = q_split[..., 0] | q_split[..., 1] << 4
+    r = joined(q_split, 4).squeeze(-1)
     return {
         "weight_packed": r,
         "weight_scale": e.view(torch.uint8),
@@ -56,14 +56,14 @@ def unpack_modelopt(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N, K/2]; weight_scale uint8 [N, K/32]."""
     return {
         "e": weight_scale.view(torch.float8_e8m0fnu),
-        "q": torch.stack([weight & 15, weight >> 4], -1).flatten(1),
+        "q": spread(weight, 4).flatten(1),
     }
 
 
 def pack_modelopt(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale of the fields; the inverse of unpack_modelopt."""
     q_split = q.unflatten(-1, (-1, 2))
-    r = q_split[..., 0] | q_split[..., 1] << 4
+    r = joined(q_split, 4).squeeze(-1)
     return {
         "weight": r,
         "weight_scale": e.view(torch.uint8),
@@ -74,14 +74,14 @@ def unpack_gpt_oss(blocks: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, K/32, 16*1]; scales uint8 [N, K/32]."""
     return {
         "e": scales.view(torch.float8_e8m0fnu),
-        "q": torch.stack([blocks & 15, blocks >> 4], -1).flatten(1),
+        "q": spread(blocks, 4).flatten(1),
     }
 
 
 def pack_gpt_oss(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """blocks, scales of the fields; the inverse of unpack_gpt_oss."""
     q_split = q.unflatten(-1, (-1, 16, 2))
-    r = q_split[..., 0] | q_split[..., 1] << 4
+    r = joined(q_split, 4).squeeze(-1)
     return {
         "blocks": r,
         "scales": e.view(torch.uint8),
@@ -93,14 +93,14 @@ def unpack_deepseek(weight: Tensor, weight_scale_inv: Tensor) -> dict[str, Tenso
     r = weight.view(torch.uint8)
     return {
         "e": weight_scale_inv,
-        "q": torch.stack([r & 15, r >> 4], -1).flatten(1),
+        "q": spread(r, 4).flatten(1),
     }
 
 
 def pack_deepseek(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale_inv of the fields; the inverse of unpack_deepseek."""
     q_split = q.unflatten(-1, (-1, 2))
-    r = q_split[..., 0] | q_split[..., 1] << 4
+    r = joined(q_split, 4).squeeze(-1)
     return {
         "weight": as_type(r, torch.int8),
         "weight_scale_inv": e,
@@ -111,14 +111,14 @@ def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
     """Fields of qdata uint8 [N, K/2]; scale float8_e8m0fnu [N, K/32]."""
     return {
         "e": scale,
-        "q": torch.stack([qdata & 15, qdata >> 4], -1).flatten(1),
+        "q": spread(qdata, 4).flatten(1),
     }
 
 
 def pack_torchao(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao."""
     q_split = q.unflatten(-1, (-1, 2))
-    r = q_split[..., 0] | q_split[..., 1] << 4
+    r = joined(q_split, 4).squeeze(-1)
     return {
         "qdata": r,
         "scale": e,
@@ -132,14 +132,14 @@ def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> 
     return {
         "e": scale_bytes.view(torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
             2).flatten(1)[:N, :cdiv(K, 32)],
-        "q": torch.stack([qdata_bytes & 15, qdata_bytes >> 4], -1).flatten(1),
+        "q": spread(qdata_bytes, 4).flatten(1),
     }
 
 
 def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao_swizzled."""
     q_split = q.unflatten(-1, (-1, 16, 2))
-    qdata_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    qdata_bytes = joined(q_split, 4).squeeze(-1)
     scale_bytes = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
         (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
     return {

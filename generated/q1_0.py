@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qdsl.encode import meansign
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        lanes, many, pad, spread)
+        joined, lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     r = empty((d.shape[0], d.shape[1], 18), torch.uint8, d.device)
     r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     q_split = q.unflatten(-1, (-1, 16, 8))
-    r[..., 2:18] = sum(q_split[..., i] << 1 * i for i in range(8))
+    r[..., 2:18] = joined(q_split, 1).squeeze(-1)
     return {
         "blocks": r.flatten(1),
     }

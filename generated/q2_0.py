@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        lanes, many, pad, spread)
+        joined, lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     r = empty((d.shape[0], d.shape[1], 18), torch.uint8, d.device)
     r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     q_split = q.unflatten(-1, (-1, 16, 4))
-    r[..., 2:18] = sum(q_split[..., i] << 2 * i for i in range(4))
+    r[..., 2:18] = joined(q_split, 2).squeeze(-1)
     return {
         "blocks": r.flatten(1),
     }

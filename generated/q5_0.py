@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qdsl.encode import signmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        lanes, many, pad, spread)
+        joined, lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = q.unflatten(-1, (-1, 2, 16))
     r[..., 6:22] = (q_split[:, :, 0] & 15) | (q_split[:, :, 1] & 15) << 4
     q_split2 = q.unflatten(-1, (-1, 4, 8))
-    r[..., 2:6] = sum((q_split2[..., i] >> 4) << 1 * i for i in range(8))
+    r[..., 2:6] = joined(q_split2 >> 4, 1).squeeze(-1)
     return {
         "blocks": r.flatten(1),
     }

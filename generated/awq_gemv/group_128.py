@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, lanes, many,
-        pad)
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, joined,
+        lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -35,8 +35,8 @@ def unpack_gemv(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, N: int, K: i
     qzeros_bytes = as_type(qzeros, torch.uint8).unflatten(-1, (-1, 4))
     scales_bytes = as_type(scales, torch.uint8).unflatten(-1, (-1, 16))
     return {
-        "q": torch.stack([qweight_bytes & 15, qweight_bytes >> 4], -1).flatten(1),
-        "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -1).flatten(1)[:, :cdiv(K, 128)],
+        "q": spread(qweight_bytes, 4).flatten(1),
+        "z": spread(qzeros_bytes, 4).flatten(1)[:, :cdiv(K, 128)],
         "s": as_type(scales_bytes, torch.float16).flatten(1)[:, :cdiv(K, 128)],
     }
 
@@ -44,9 +44,9 @@ def unpack_gemv(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, N: int, K: i
 def pack_gemv(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, qzeros, scales of the fields; the inverse of unpack_gemv."""
     q_split = q.unflatten(-1, (-1, 4, 2))
-    qweight_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    qweight_bytes = joined(q_split, 4).squeeze(-1)
     z_split = pad(z, (0, -z.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 4, 2))
-    qzeros_bytes = z_split[..., 0] | z_split[..., 1] << 4
+    qzeros_bytes = joined(z_split, 4).squeeze(-1)
     scales_bytes = as_type(pad(s, (0, -s.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 8)).unsqueeze(-1),
         torch.uint8).flatten(2)
     return {

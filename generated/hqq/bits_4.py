@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qdsl.encode import float_zero
 from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes, pad,
-        workspace)
+        spread, workspace)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def unpack_hqq(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> d
     return {
         "z": zero.squeeze(1),
         "s": scale.squeeze(1),
-        "q": torch.stack([W_q >> 4, W_q & 15], -1).permute(2, 0, 1).flatten()[:N * K].unflatten(0, (N, K)),
+        "q": spread(W_q, 4, turned=True).permute(2, 0, 1).flatten()[:N * K].unflatten(0, (N, K)),
     }
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, device, workspace
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, device, spread, workspace
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def unpack_hqq(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> d
     return {
         "z": zero.squeeze(0),
         "s": scale.squeeze(0),
-        "q": torch.stack([W_q >> 4, W_q & 15], -1).permute(2, 0, 1).flatten()[:N * K].unflatten(0, (N, K)),
+        "q": spread(W_q, 4, turned=True).permute(2, 0, 1).flatten()[:N * K].unflatten(0, (N, K)),
     }
 
 

@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, lanes,
-        many, pad, spread)
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, joined,
+        lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -37,10 +37,10 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
-    qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = as_type(qzeros, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
     fields = {
         "q": spread(qweight_bytes, 2).flatten(1),
-        "z": spread(qzeros_bytes, 2).permute(0, 2, 3, 1).flatten(0, 2),
+        "z": torch.stack([qzeros_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(0, 2),
         "s": scales.t(),
     }
     if g_idx is not None:
@@ -51,7 +51,7 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
 def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v2."""
     q_split = q.unflatten(-1, (-1, 4, 4))
-    qweight_bytes = sum(q_split[..., i] << 2 * i for i in range(4))
+    qweight_bytes = joined(q_split, 2).squeeze(-1)
     z_split = z.unflatten(0, (-1, 4, 4))
     qzeros_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4))
     tensors = {
@@ -69,10 +69,10 @@ def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
-    qzeros_bytes = as_type((qzeros + 0x55555555).t(), torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = as_type(qzeros + 0x55555555, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
     fields = {
         "q": spread(qweight_bytes, 2).flatten(1),
-        "z": spread(qzeros_bytes, 2).permute(0, 2, 3, 1).flatten(0, 2),
+        "z": torch.stack([qzeros_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(0, 2),
         "s": scales.t(),
     }
     if g_idx is not None:
@@ -83,7 +83,7 @@ def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
 def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v1."""
     q_split = q.unflatten(-1, (-1, 4, 4))
-    qweight_bytes = sum(q_split[..., i] << 2 * i for i in range(4))
+    qweight_bytes = joined(q_split, 2).squeeze(-1)
     z_split = z.unflatten(0, (-1, 4, 4))
     qzeros_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4))
     tensors = {
@@ -119,7 +119,7 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
     unpack_pack_quantized.
     """
     q_split = pad(q, (0, -q.shape[1] % 16, 0, 0)).unflatten(-1, (-1, 4, 4))
-    weight_packed_bytes = sum(q_split[..., i] << 2 * i for i in range(4))
+    weight_packed_bytes = joined(q_split, 2).squeeze(-1)
     tensors = {
         "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
         "weight_scale": s,

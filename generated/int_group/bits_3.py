@@ -28,7 +28,7 @@ from torch import Tensor
 
 from qdsl.encode import minmax
 from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
-        integer, lanes, many, pad, spread)
+        integer, joined, lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, 
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_p."""
     qweight_bytes = empty((q.shape[0], q.shape[1] // 32, 12), torch.uint8, q.device)
     q_split = q.unflatten(-1, (-1, 8, 4))
-    qweight_bytes[..., 0:8] = sum((q_split[..., i] & 3) << 2 * i for i in range(4))
+    qweight_bytes[..., 0:8] = joined(q_split & 3, 2).squeeze(-1)
     q_split2 = q.unflatten(-1, (-1, 4, 8))
-    qweight_bytes[..., 8:12] = sum((q_split2[..., i] >> 2) << 1 * i for i in range(8))
+    qweight_bytes[..., 8:12] = joined(q_split2 >> 2, 1).squeeze(-1)
     qzeros_bytes = empty((z.shape[0] // 32, z.shape[1], 12), torch.uint8, z.device)
     z_split = z.unflatten(0, (-1, 8, 4))
     qzeros_bytes[..., 0:8] = sum((z_split[:, :, i] & 3) << 2 * i for i in range(4)).permute(0, 2, 1)

@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, lanes,
-        many, pad)
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, joined,
+        lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -41,10 +41,10 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
-    qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = as_type(qzeros, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
     fields = {
-        "q": torch.stack([qweight_bytes & 15, qweight_bytes >> 4], -1).flatten(1),
-        "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -1).permute(0, 2, 3, 1).flatten(0, 2),
+        "q": spread(qweight_bytes, 4).flatten(1),
+        "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -2).flatten(0, 2),
         "s": scales.t(),
     }
     if g_idx is not None:
@@ -55,7 +55,7 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
 def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v2."""
     q_split = q.unflatten(-1, (-1, 4, 2))
-    qweight_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    qweight_bytes = joined(q_split, 4).squeeze(-1)
     z_split = z.unflatten(0, (-1, 4, 2))
     qzeros_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
     tensors = {
@@ -73,10 +73,10 @@ def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
-    qzeros_bytes = as_type((qzeros + 0x11111111).t(), torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = as_type(qzeros + 0x11111111, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
     fields = {
-        "q": torch.stack([qweight_bytes & 15, qweight_bytes >> 4], -1).flatten(1),
-        "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -1).permute(0, 2, 3, 1).flatten(0, 2),
+        "q": spread(qweight_bytes, 4).flatten(1),
+        "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -2).flatten(0, 2),
         "s": scales.t(),
     }
     if g_idx is not None:
@@ -87,7 +87,7 @@ def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
 def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v1."""
     q_split = q.unflatten(-1, (-1, 4, 2))
-    qweight_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    qweight_bytes = joined(q_split, 4).squeeze(-1)
     z_split = z.unflatten(0, (-1, 4, 2))
     qzeros_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
     tensors = {
@@ -102,13 +102,13 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
 
 def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of qweight int32 [K, N/8]; qzeros int32 [K/group, N/8]; scales scale_type [K/group, N]."""
-    qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
-    q_bytes = qweight_bytes.unflatten(-1, (2, 2))
-    qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
-    z_bytes = qzeros_bytes.unflatten(-1, (2, 2))
+    qweight_bytes = as_type(qweight, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
+    q_bytes = qweight_bytes.unflatten(1, (2, 2))
+    qzeros_bytes = as_type(qzeros, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
+    z_bytes = qzeros_bytes.unflatten(1, (2, 2))
     return {
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -3).permute(0, 4, 2, 3, 1).flatten(0, 3),
-        "z": torch.stack([z_bytes & 15, z_bytes >> 4], -3).permute(0, 4, 2, 3, 1).flatten(0, 3),
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 3, 1, 2, 4).flatten(0, 3),
+        "z": torch.stack([z_bytes & 15, z_bytes >> 4], -4).permute(0, 3, 1, 2, 4).flatten(0, 3),
         "s": scales.t(),
     }
 
@@ -133,15 +133,14 @@ def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_ze
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
     fields = {
-        "q": torch.stack([weight_packed_bytes & 15, weight_packed_bytes >> 4], -1).flatten(1)[:, :K],
+        "q": spread(weight_packed_bytes, 4).flatten(1)[:, :K],
         "s": weight_scale,
     }
     if weight_g_idx is not None:
         fields["g"] = weight_g_idx
     if weight_zero_point is not None:
         weight_zero_point_bytes = as_type(weight_zero_point, torch.uint8).unflatten(-1, (-1, 4))
-        fields["z"] = torch.stack([weight_zero_point_bytes & 15, weight_zero_point_bytes >> 4], -1).permute(0, 2, 3,
-            1).flatten(0, 2)[:N, :]
+        fields["z"] = spread(weight_zero_point_bytes, 4).permute(0, 2, 3, 1).flatten(0, 2)[:N, :]
     return fields
 
 
@@ -150,7 +149,7 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
     unpack_pack_quantized.
     """
     q_split = pad(q, (0, -q.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 4, 2))
-    weight_packed_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    weight_packed_bytes = joined(q_split, 4).squeeze(-1)
     tensors = {
         "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
         "weight_scale": s,
@@ -189,7 +188,7 @@ def pack_marlin(q: Tensor, s: Tensor) -> dict[str, Tensor]:
 def unpack_modelopt(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N/2, K]; weight_scale scale_type [N, ceil(K/group)]."""
     return {
-        "q": torch.stack([weight & 15, weight >> 4], -1).permute(0, 2, 1).flatten(0, 1) + 8 & 15,
+        "q": spread(weight, 4).permute(0, 2, 1).flatten(0, 1) + 8 & 15,
         "s": weight_scale,
     }
 
@@ -209,7 +208,7 @@ def unpack_xpu_int4pack(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> dict
     qweight_bytes = as_type(qweight, torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = qzeros.t().view(torch.uint8)
     return {
-        "q": torch.stack([qweight_bytes & 15, qweight_bytes >> 4], -1).flatten(1),
+        "q": spread(qweight_bytes, 4).flatten(1),
         "z": qzeros_bytes & 15,
         "s": scales.t(),
     }
@@ -218,7 +217,7 @@ def unpack_xpu_int4pack(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> dict
 def pack_xpu_int4pack(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qweight, scales, qzeros of the fields; the inverse of unpack_xpu_int4pack."""
     q_split = q.unflatten(-1, (-1, 4, 2))
-    qweight_bytes = q_split[..., 0] | q_split[..., 1] << 4
+    qweight_bytes = joined(q_split, 4).squeeze(-1)
     qzeros_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
     qzeros_bytes[...] = z.unsqueeze(-1)
     return {

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from qdsl.encode import minmax
 from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
-        integer, lanes, many, pad, spread)
+        integer, joined, lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -37,12 +37,10 @@ def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor
     N]; g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 24))
-    q_bytes = qweight_bytes[..., 0:16].contiguous()
-    q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -1).flatten(1)
+    q_low = spread(qweight_bytes[..., 0:16], 4).flatten(1)
     q_high = spread(qweight_bytes[..., 16:24], 2).flatten(1)
     qzeros_bytes = as_type(qzeros.unflatten(-1, (-1, 6)).permute(1, 0, 2), torch.uint8)
-    z_bytes = qzeros_bytes[..., 0:16].contiguous()
-    z_low = torch.stack([z_bytes & 15, z_bytes >> 4], -1).permute(0, 2, 3, 1).flatten(0, 2)
+    z_low = spread(qzeros_bytes[..., 0:16], 4).permute(0, 2, 3, 1).flatten(0, 2)
     z_high = spread(qzeros_bytes[..., 16:24], 2).permute(0, 2, 3, 1).flatten(0, 2)
     fields = {
         "q": q_low | q_high << 4,
@@ -58,9 +56,9 @@ def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, 
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_p."""
     qweight_bytes = empty((q.shape[0], q.shape[1] // 32, 24), torch.uint8, q.device)
     q_split = q.unflatten(-1, (-1, 16, 2))
-    qweight_bytes[..., 0:16] = (q_split[..., 0] & 15) | (q_split[..., 1] & 15) << 4
+    qweight_bytes[..., 0:16] = joined(q_split & 15, 4).squeeze(-1)
     q_split2 = q.unflatten(-1, (-1, 8, 4))
-    qweight_bytes[..., 16:24] = sum((q_split2[..., i] >> 4) << 2 * i for i in range(4))
+    qweight_bytes[..., 16:24] = joined(q_split2 >> 4, 2).squeeze(-1)
     qzeros_bytes = empty((z.shape[0] // 32, z.shape[1], 24), torch.uint8, z.device)
     z_split = z.unflatten(0, (-1, 16, 2))
     qzeros_bytes[..., 0:16] = ((z_split[:, :, 0] & 15) | (z_split[:, :, 1] & 15) << 4).permute(0, 2, 1)

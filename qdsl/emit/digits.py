@@ -63,6 +63,15 @@ class Cut:
         return sorted({lane.skip for lane in self.lanes})
 
     @property
+    def neighbours(self) -> str:
+        """Where lanes are neighbours that fill a byte, their width and order for spread and joined; else ''."""
+        shifts, width = [lane.shift for lane in self.lanes], self.part.width
+        if self.container != 1 or self.part.places or len(self.bits) != 1 or len(self.skips) != 1:
+            return ""
+        ordered = len(shifts) > 1 and shifts == list(range(0, 8, width))
+        return str(width) if ordered else "4, turned=True" if (width, shifts) == (4, [4, 0]) else ""
+
+    @property
     def shift(self) -> str:
         """How far lane i is to shift, where lanes are the values of one digit."""
         first, step = self.lanes[0].shift, self.bits[0].stride

@@ -217,6 +217,9 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
     lanes = [lane for lane in cuts.lanes if lane.skip == skip]
     if cuts.part.places:
         return _digits(field, cuts, split, lanes).permute(order)
+    if cuts.neighbours and field.bits <= 8 and split.labels[-1] == cuts.bits[0]:
+        text = bare(_masked(field, cuts.part, split.text))
+        return Chain(f"joined({text}, {cuts.neighbours}).squeeze(-1)", split.labels[:-1]).permute(order)
     wide = {1: "", 2: ".to(torch.int32)", 3: ".to(torch.int32)"}.get(cuts.container, ".to(torch.int64)")
     if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes):
         lane = split.pick({cuts.bits[0]: "i"})

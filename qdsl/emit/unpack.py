@@ -24,6 +24,7 @@ from qdsl.emit.tensors import (
     is_plain,
     is_signed,
     records_name,
+    shifted,
     sizes,
     tensor_dtype,
     type_text,
@@ -88,6 +89,9 @@ def _records(tensor: Tensor) -> Chain:
     """The tensor as bytes, one record along the last axis; a record of one byte needs no axis."""
     chain = in_order(tensor)
     order = variables(tensor)
+    if _runs_across(tensor):
+        text = f"as_type({bare(shifted(tensor, tensor.name, -1))}, torch.uint8).t().contiguous()"
+        return Chain(f"{text}.unflatten(0, (-1, {tensor.record_bits // 8}))", (order[0], BYTES, order[1]))
     if tensor.record_bits == 8:
         return chain if tensor_dtype(tensor) == "uint8" else chain.call("view(torch.uint8)")
     text = chain.text
@@ -98,6 +102,17 @@ def _records(tensor: Tensor) -> Chain:
     if BYTES not in chain.labels:
         text = f"{text}.unflatten(-1, (-1, {tensor.record_bits // 8}))"
     return Chain(text, (*order, BYTES))
+
+
+def _runs_across(tensor: Tensor) -> bool:
+    """Whether elements of a record lie along the tensor's last axis, which is not the field's last: then its bytes are turned
+    over as a matrix, and what is cut out of them lies along the field's last axis already.
+    """
+    placement, part = tensor.placements[0], tensor.placements[0].slices[0]
+    alone = len(tensor.placements) == len(placement.slices) == tensor.words == 1 and part.filled == tensor.record_bits > 8
+    across = [axis.digits[:1] for axis in tensor.axes] == [(name,) for name in reversed(variables(tensor))]
+    inside_byte = part.width in (1, 2, 4) and not part.places
+    return alone and placement.plain and len(tensor.axes) == 2 and across and inside_byte and part.extents[-1] == 1
 
 
 def _slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], records: Chain, lines: list[str],
@@ -168,15 +183,16 @@ def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
 
 def _digits(chain: Chain, labels: tuple[Label, ...], shape: list[int]) -> Chain:
     """The bytes of a region as the digits that they are."""
-    return chain.unflatten(len(chain.labels) - 1, labels, shape) if BYTES in chain.labels else chain
+    return chain.unflatten(chain.labels.index(BYTES), labels, shape) if BYTES in chain.labels else chain
 
 
 def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[str], taken: set[str]) -> Chain:
     """Containers shifted and masked once per lane, stacked along a new axis where there are several lanes."""
     sources = {skip: _container(tensor, cuts, records, skip) for skip in cuts.skips}
     one = sources[cuts.skips[0]]
-    if cuts.container == 1 and _fill_byte(cuts, one.labels):
-        found = Chain(f"spread({one.text}, {cuts.part.width})", (*one.labels, cuts.bits[0]))
+    turned = records.labels[-1] != BYTES and BYTES in records.labels
+    if cuts.neighbours and not turned and _place(one.labels, cuts.bits[0]) == len(one.labels):
+        found = Chain(f"spread({one.text}, {cuts.neighbours})", (*one.labels, cuts.bits[0]))
         return found if field.bits <= 8 else found.call("to(torch.int32)")
     if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
         # Cutting runs of a few bytes is slow where they lie apart; one copy brings them together.
@@ -188,7 +204,7 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""
     if len(texts) == 1:
         return Chain(f"{'trit' if cuts.part.places else ''}({texts[0]}){narrow}", one.labels)
-    place = _place(one.labels, cuts.bits[0])
+    place = _place(one.labels[:-1] if turned else one.labels, cuts.bits[0])
     listed = ", ".join(texts)
     text = sources[cuts.skips[0]].text
     if len(texts) > 2 and [lane.place for lane in cuts.lanes] == list(range(len(texts))) and len(sources) == 1:
@@ -198,14 +214,6 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     text = f"torch.stack([{listed}], {place - len(one.labels) - 1}){narrow}"
     stacked = Chain(f"trit({text})" if cuts.part.places else text, (*one.labels[:place], BYTES, *one.labels[place:]))
     return stacked.unflatten(place, cuts.bits, [d.extent for d in cuts.bits])
-
-
-def _fill_byte(cuts: Cut, labels: tuple[Label, ...]) -> bool:
-    """Whether the lanes of a byte are four or eight neighbours, which are looked up faster than cut."""
-    width, count = cuts.part.width, len(cuts.lanes)
-    if cuts.part.places or len(cuts.bits) != 1 or count < 4 or _place(labels, cuts.bits[0]) < len(labels):
-        return False
-    return len(cuts.skips) == 1 and [lane.shift for lane in cuts.lanes] == list(range(0, 8, width))
 
 
 def _container(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> Chain:

@@ -1,6 +1,6 @@
 """What generated modules stand on: packed weights, the functions of a format, launches.  Needs no compiler."""
 
-from qdsl.runtime.arrays import as_float, as_type, cdiv, empty, integer, pad, spread, workspace
+from qdsl.runtime.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, spread, workspace
 from qdsl.runtime.base3 import base3, trit
 from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.layout import Field, Kernels, Lanes, Narrow, Storage, Stream, Variant
@@ -11,5 +11,5 @@ from qdsl.runtime.tables import Table
 from qdsl.stored import Stored
 
 __all__ = ["Field", "Format", "FormatError", "Kernels", "Lanes", "Narrow", "PackedWeight", "QuantizedLinear", "Report", "Spec",
-           "Storage", "Stored", "Stream", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "integer", "pad",
-           "spread", "trit", "workspace"]
+           "Storage", "Stored", "Stream", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "integer",
+           "joined", "pad", "spread", "trit", "workspace"]

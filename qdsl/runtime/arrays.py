@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+CHUNK = 1 << 18                                                  # words at a time, which stay in a cache
+TURNED = 4097                                                    # times a word: its lowest bits 12 higher too
+
 
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
@@ -55,12 +58,30 @@ def _spreads(width: int) -> Tensor:
     return torch.tensor(fields, dtype=torch.uint8).view(torch.int64 if width == 1 else torch.int32).flatten()
 
 
-def spread(bytes_: Tensor, width: int) -> Tensor:
-    """The fields of `width` bits, 1 or 2, of each byte, low bits first, along a new last axis."""
+def spread(bytes_: Tensor, width: int, *, turned: bool = False) -> Tensor:
+    """The fields of `width` bits of each byte along a new last axis, low bits first; those of 4 bits high bits first if turned.
+
+    Operations on whole words are several times as fast as cutting each field.
+    """
+    if width == 4:
+        words = bytes_.to(torch.int16, memory_format=torch.contiguous_format)
+        words = words * TURNED >> 4 if turned else words.bitwise_or_(words * 16)
+        return words.bitwise_and_(0x0F0F).view(torch.uint8).view(*bytes_.shape, 2)
     if isinstance(bytes_, FakeTensor) or bytes_.device.type != "cpu":
         return torch.stack([bytes_ >> at & (1 << width) - 1 for at in range(0, 8, width)], -1)
-    words = _spreads(width).index_select(0, bytes_.flatten().to(torch.int32))    # a word a byte: six times as fast as cutting
+    words = _spreads(width).index_select(0, bytes_.flatten().to(torch.int32))
     return words.view(torch.uint8).view(*bytes_.shape, 8 // width)
+
+
+def joined(fields: Tensor, width: int, *, turned: bool = False) -> Tensor:
+    """The inverse of spread: bytes of 8 // width neighbours along the last axis, uint8 whose bits from `width` on are 0."""
+    count = 8 // width
+    words = as_type(fields, {2: torch.int16, 4: torch.int32, 8: torch.int64}[count])
+    places = TURNED if turned else sum(1 << 8 * (count - 1) - (8 - width) * i for i in range(count))
+    found = empty(words.shape, torch.uint8, words.device)
+    for part, into in zip(words.flatten().split(CHUNK), found.view(-1).split(CHUNK), strict=True):
+        into.copy_((part * places).bitwise_right_shift_(8 * (count - 1)))     # no two of the products' bits meet
+    return found
 
 
 def pad(field: Tensor, amounts: Sequence[int]) -> Tensor:

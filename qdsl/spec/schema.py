@@ -26,7 +26,7 @@ _HEX = re.compile(r"0x[0-9a-f]{8}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
 RESERVED = frozenset({
     "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
-    "x", "out", "bias", "fields", "tensors", "device", "integer", "spread", "as_float", "as_type",   # generated code
+    "x", "out", "bias", "fields", "tensors", "device", "integer", "joined", "spread", "as_float", "as_type",   # generated code
     "base3", "trit", "cdiv", "empty", "space", "workspace",
     "lanes", "Lanes", "many", "narrow", "Narrow", "records", "planar", "codebook", "Table",
     "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
