@@ -48,9 +48,9 @@ def _fail(message: str, code: int = 1) -> NoReturn:
 def _reported(code: int = 1) -> Iterator[None]:
     """Problems of specs and files as messages; a wrong spec never shows a traceback.  code: the exit code of a wrong file."""
     from qdsl.checkpoint.safetensors import CheckpointError
-    from qdsl.convert import ConvertError
     from qdsl.places import UnknownSpec
     from qdsl.quantize import QuantizeError
+    from qdsl.rewrite import RewriteError
     from qdsl.spec.source import SpecError
 
     try:
@@ -60,7 +60,7 @@ def _reported(code: int = 1) -> Iterator[None]:
     except SpecError as error:
         count = len(error.problems)
         _fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}")
-    except (CheckpointError, ConvertError, QuantizeError, OSError) as error:
+    except (CheckpointError, QuantizeError, RewriteError, OSError) as error:
         _fail(f"error: {error}", code)
 
 

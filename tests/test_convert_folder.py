@@ -19,10 +19,12 @@ from qdsl.checkpoint.folder import INDEX, Folder
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.cli import app
-from qdsl.convert import ConvertError, plan, run, stage
-from qdsl.convert.run import merge, share
+from qdsl.convert import plan, run
+from qdsl.convert.run import merge
 from qdsl.generated import fp8_block, int8_channel, int_group
 from qdsl.quantize.quality import Sums, measured
+from qdsl.rewrite import RewriteError, stage
+from qdsl.rewrite.shards import share
 from qdsl.runtime import PackedWeight
 from tests.support import folders
 
@@ -56,7 +58,7 @@ def convert(path: Path, out: Path, to: str = "awq", **options: Any) -> dict[str,
 def refused(path: Path, to: str, **options: Any) -> str:
     """The message; and nothing is written."""
     out = path.parent / "refused"
-    with pytest.raises(ConvertError) as error:
+    with pytest.raises(RewriteError) as error:
         convert(path, out, to, **options)
     assert not out.exists()
     return str(error.value)
@@ -241,12 +243,12 @@ def test_places_that_cannot_be_written(sharded: Path, tmp_path: Path) -> None:
     before = folders.files(tmp_path / "out")
     assert "is there already" in refused_at(sharded, tmp_path / "out")
     assert folders.files(tmp_path / "out") == before
-    with pytest.raises(ConvertError, match="no conversion was begun here, or it is complete"):
+    with pytest.raises(RewriteError, match="no work was begun here, or it is complete"):
         merge(tmp_path / "out")
 
 
 def refused_at(path: Path, out: Path) -> str:
-    with pytest.raises(ConvertError) as error:
+    with pytest.raises(RewriteError) as error:
         convert(path, out)
     return str(error.value)
 
@@ -316,7 +318,7 @@ def test_what_cannot_be_requantized(tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "in", folders.named({"w": weight()}))
     for to, bits, message in (("nope", 4, "no format 'nope'"), ("int_group", 9, "bits is one of"),
                               ("int_group.nope", 8, "no storage 'nope'"), ("int_group.planar", 8, "when a checkpoint is loaded")):
-        with pytest.raises(ConvertError, match=message):
+        with pytest.raises(RewriteError, match=message):
             requantized(path, tmp_path / "out", to, {"bits": bits})
     assert not (tmp_path / "out").exists()
 
@@ -331,7 +333,7 @@ def test_bytes_do_not_depend_on_processes_or_parts(sharded: Path, tmp_path: Path
         assert not (tmp_path / "parts" / INDEX).exists()
         convert(sharded, tmp_path / "parts", part=part)
         if part == (2, 3):
-            with pytest.raises(ConvertError, match=f"1 of 2 shards are not there, .*: {TWO[0]}"):
+            with pytest.raises(RewriteError, match=f"1 of 2 shards are not there, .*: {TWO[0]}"):
                 merge(tmp_path / "parts")
     with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
         Folder(tmp_path / "parts")
@@ -350,13 +352,13 @@ def test_only_what_is_missing_or_old_is_done_again(sharded: Path, tmp_path: Path
     out = tmp_path / "out"
     assert convert(sharded, out, part=(1, 1))["shards_written"] == 2
     assert convert(sharded, out, part=(1, 1))["shards_written"] == 0
-    with pytest.raises(ConvertError, match="a conversion to awq was begun here"):
+    with pytest.raises(RewriteError, match="a conversion to awq was begun here"):
         convert(sharded, out, "gptq_v1")
     with Folder(sharded) as folder:
         head = folder.tensor("head").clone()
         scales = {name: folder.tensor(name).clone() for name in ("model.up.scales", "model.down.scales")}
     write(sharded / TWO[1], {"head": head + 1, **scales}, {"format": "pt"})
-    with pytest.raises(ConvertError, match="2 of 2 shards are not there"):        # the first has the second's scales
+    with pytest.raises(RewriteError, match="2 of 2 shards are not there"):        # the first has the second's scales
         merge(out)
     assert convert(sharded, out)["shards_written"] == 2
     assert Folder(out).tensor("head").equal(head + 1)
@@ -415,7 +417,7 @@ def test_killed_at_any_moment(tmp_path: Path, index: bool, monkeypatch: pytest.M
 
 
 def test_what_processes_left_is_removed(sharded: Path, tmp_path: Path) -> None:
-    place = tmp_path / "out" / stage.STAGE / TWO[0]
+    place = tmp_path / "out" / stage.STAGE / stage.SHARDS / TWO[0]
     place.mkdir(parents=True)
     (place / ".qdsl-0123.part").write_bytes(b"half")
     convert(sharded, tmp_path / "out")
@@ -427,7 +429,7 @@ def test_a_note_of_a_stranger_is_refused(sharded: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / stage.STAGE / stage.REQUEST).write_text("[]")
     with pytest.raises(CheckpointError, match="not a JSON object"):
         convert(sharded, tmp_path / "out")
-    asked = {"format": "", "storage": "awq", "requantize": False, "params": {}}
+    asked = {"command": "convert", "work": "a conversion to awq", "format": "", "storage": "awq", "requantize": False, "params": {}}
     (tmp_path / "out" / stage.STAGE / stage.REQUEST).write_text(json.dumps(asked))
     convert(sharded, tmp_path / "out")
 
@@ -446,7 +448,7 @@ def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -
         "note: pytorch_model.bin holds other weights, and was not copied", "2 layers from int_group.gptq_v2 to int_group.awq",
         f"written  {tmp_path / 'out'}: 2 files of tensors, {size} bytes"])
     again = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out")
-    assert again.exit_code == 1 and "is there already, and is no conversion that was broken off" in again.stderr
+    assert again.exit_code == 1 and "is there already, and is no work that was broken off" in again.stderr
     asked = ("--requantize", "fp8_block", "--param", "bn=32", "-o", tmp_path / "fp8", "-j", "1")
     found = command("convert", sharded, *asked, "--json")
     data = json.loads(found.stdout)
@@ -464,7 +466,7 @@ def test_parts_and_their_index_as_commands(sharded: Path, tmp_path: Path) -> Non
     assert command("merge-index", tmp_path / "out").exit_code == 0
     assert len(Folder(tmp_path / "out").names()) == 8
     again = command("merge-index", tmp_path / "out")
-    assert again.exit_code == 1 and "no conversion was begun here, or it is complete" in again.stderr
+    assert again.exit_code == 1 and "no work was begun here, or it is complete" in again.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["--to", "awq", "--requantize", "fp8_block"], ["--to", "awq", "--param", "bits=4"],

@@ -5,23 +5,20 @@ Files are those of the input.  A layer's tensors go into the file that holds the
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import qdsl
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import module_of, unread
 from qdsl.checkpoint.layers import Layer, Layers
 from qdsl.checkpoint.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
-from qdsl.convert import ConvertError
+from qdsl.rewrite import RewriteError
+from qdsl.rewrite.shards import Copy, Shard, Step, copy, identity, in_order, key
 
 if TYPE_CHECKING:
     import torch
@@ -31,17 +28,6 @@ if TYPE_CHECKING:
 
 
 SAID = 8                                                         # problems, of those that there are
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A tensor that stays as it is: `nbytes` from `start` of a file, to `to` of the new one."""
-
-    name: str
-    path: Path
-    start: int
-    nbytes: int
-    to: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +65,16 @@ class Change:
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.to.values())
 
-
-Step = Copy | Change
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A file to be written: the bytes before its tensors, its size, and what its tensors are made of, in their order.
-
-    key: what the file depends on; two with one key have the same bytes.
-    """
-
-    name: str
-    start: bytes
-    size: int
-    tensors: tuple[str, ...]
-    steps: tuple[Step, ...]
-    key: str
-
     @property
-    def nbytes(self) -> int:
-        """Of its tensors."""
-        return self.size - len(self.start)
+    def begin(self) -> int:
+        return min(entry.start for entry in self.to.values())
+
+    def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
+        """What requantizing it cost, None where it is exact.  Raises RewriteError where the storage cannot hold it after all."""
+        from qdsl.convert.steps import change
+
+        cost = change(self, out)
+        return None if cost is None else (self.layer.name, asdict(cost))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +110,7 @@ class _File:
 def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None) -> Aim:
     """What 'STORAGE', or 'FORMAT.STORAGE' for the layers of that format alone, means; to requantize 'FORMAT' is enough.
 
-    Raises ConvertError for a format or parameters that there are not.
+    Raises RewriteError for a format or parameters that there are not.
     """
     if not requantize:
         format, _, storage = to.rpartition(".")
@@ -145,12 +119,12 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
 
     name, _, storage = to.partition(".")
     if name not in [each.name for each in descriptions()]:
-        raise ConvertError(f"no format {shown(name)}")
+        raise RewriteError(f"no format {shown(name)}")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:
         chosen, rest, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
     except FormatError as error:
-        raise ConvertError(str(error)) from None
+        raise RewriteError(str(error)) from None
     return Aim(name, storage, True, {**chosen, **rest})
 
 
@@ -158,7 +132,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim) -> Plan:
     """Every quantized layer that is meant as it is to become, and all else as it is.
 
     Nothing but headers is read, indices of columns, and of each layer some rows, to see that it can be converted.
-    Raises ConvertError with everything that cannot.
+    Raises RewriteError with everything that cannot.
     """
     known = layers.layers
     unknown = [f"{folder.path}: layer {shown(layer.name)}: {layer.why}" for layer in known if not layer.format]
@@ -166,7 +140,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim) -> Plan:
     changed = [layer for layer in wanted if not aim.reached(layer)]
     _refuse(unknown)
     if not wanted:
-        raise ConvertError(f"{folder.path}: no layer of format {aim.format}" if known else f"{folder.path}: no quantized layer")
+        raise RewriteError(f"{folder.path}: no layer of format {aim.format}" if known else f"{folder.path}: no quantized layer")
     files = {file.path: _File(file) for file in folder.files()}
     gone = {full for layer in changed for full in (*layer.tensors.values(), *layer.settings)}
     for name in folder.names():
@@ -178,27 +152,27 @@ def plan(folder: Folder, layers: Layers, aim: Aim) -> Plan:
     for layer in changed:
         try:
             _place(files, folder, layer, aim)
-        except ConvertError as error:
+        except RewriteError as error:
             problems.append(str(error))
     _refuse(problems, "" if aim.requantize else "--requantize FORMAT writes other numbers, and says how far they are from these")
     names = [name for file in files.values() for name in file.tensors]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConvertError(f"{folder.path}: two tensors would be called {shown(twice)}")
-    sources = {path: _identity(path) for path in folder.shards}
+        raise RewriteError(f"{folder.path}: two tensors would be called {shown(twice)}")
+    sources = {path: identity(path) for path in folder.shards}
     shards = tuple(_shard(folder, file, aim, sources) for file in files.values() if file.tensors)
     return Plan(aim, shards, tuple(changed), tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer)))
 
 
 def _refuse(problems: Sequence[str], advice: str = "") -> None:
-    """Raises ConvertError where there are any; a checkpoint may have thousands of layers that are alike."""
+    """Raises RewriteError where there are any; a checkpoint may have thousands of layers that are alike."""
     if problems:
         more = [f"... and {len(problems) - SAID} layers more"] if len(problems) > SAID else []
-        raise ConvertError("\n".join([*problems[:SAID], *more, *([advice] if advice else [])]))
+        raise RewriteError("\n".join([*problems[:SAID], *more, *([advice] if advice else [])]))
 
 
 def _place(files: Mapping[Path, _File], folder: Folder, layer: Layer, aim: Aim) -> None:
-    """Give a layer's new tensors names, dtypes, shapes and a file.  Raises ConvertError where the storage cannot hold it."""
+    """Give a layer's new tensors names, dtypes, shapes and a file.  Raises RewriteError where the storage cannot hold it."""
     largest = max(layer.tensors.values(), key=lambda name: folder.entry(name).nbytes)
     file = files[folder.file(largest).path]
     dtypes = {dtype: name for name, dtype in torch_dtypes().items()}
@@ -206,7 +180,7 @@ def _place(files: Mapping[Path, _File], folder: Folder, layer: Layer, aim: Aim) 
     for name, (dtype, shape) in tensors_in(folder, layer, aim).items():
         names[name] = full_name(layer, name)
         if names[name] in file.tensors:
-            raise ConvertError(f"{folder.path}: layer {shown(layer.name)}: there is a tensor {shown(names[name])} already")
+            raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: there is a tensor {shown(names[name])} already")
         file.tensors[names[name]] = (dtypes[dtype], shape)
     file.layers.append((layer, names))
 
@@ -215,7 +189,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     """What tensors a layer will have, their dtypes and shapes.
 
     Some rows are converted, all where what the storage does not store may differ from row to row.
-    Raises ConvertError where the storage cannot hold the layer, CheckpointError where its tensors do not fit together.
+    Raises RewriteError where the storage cannot hold the layer, CheckpointError where its tensors do not fit together.
     """
     from qdsl.runtime.packed import FormatError
 
@@ -225,15 +199,15 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
         {name: value for name, value in aim.params.items() if name in format.params})
     variants = next(each.variants for each in descriptions() if each.name == format.name)
     if aim.storage in format.storages and all(aim.storage not in storages for storages in variants.values()):
-        raise ConvertError(f"{where}, which is made when a checkpoint is loaded")
+        raise RewriteError(f"{where}, which is made when a checkpoint is loaded")
     try:
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
         found = [_sample(weight, other, layer, aim) for weight in unread(folder, layer)]
     except FormatError as error:
-        raise ConvertError(f"{where}: {error}") from None
+        raise RewriteError(f"{where}: {error}") from None
     stored = [{name: format.stored(each.derive({}, layer.shape))[name] for name in each.tensors} for each in found]
     if any(each != stored[0] for each in stored):
-        raise ConvertError(f"{where}: some of its experts need other tensors there")
+        raise RewriteError(f"{where}: some of its experts need other tensors there")
     experts = () if layer.experts is None else (layer.experts,)
     return {name: (dtype, (*experts, *shape)) for name, (dtype, shape) in stored[0].items()}
 
@@ -277,36 +251,23 @@ def _shard(folder: Folder, file: _File, aim: Aim, known: Mapping[Path, list[Any]
     path = file.old.path
     start, header = laid_out(path, file.tensors, file.old.header.metadata)
     places = header.tensors
-    steps: list[Step] = [_copy(folder, name, places[name]) for name in file.copied]
+    steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
     steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}) for layer, names in file.layers]
-    steps.sort(key=lambda step: step.to if isinstance(step, Copy) else min(entry.start for entry in step.to.values()))
-    return Shard(path.name, start, header.size, tuple(places), tuple(steps), _key(folder, file, start, steps, known))
+    ordered = in_order(steps)
+    return Shard(path.name, start, header.size, tuple(places), ordered, _key(folder, file, start, ordered, known))
 
 
-def _copy(folder: Folder, name: str, there: Entry) -> Copy:
-    entry = folder.entry(name)
-    return Copy(name, folder.file(name).path, entry.start, entry.nbytes, there.start)
-
-
-def _key(folder: Folder, file: _File, start: bytes, steps: list[Step], known: Mapping[Path, list[Any]]) -> str:
-    """A digest of all that a file's bytes depend on: this version, the formats, the layers, and the files that are read."""
+def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], known: Mapping[Path, list[Any]]) -> str:
+    """A digest of all that a file's bytes depend on: the formats, the layers, and the files that are read."""
     sources = {folder.file(name).path for name in file.copied}
     sources |= {folder.file(full).path for layer, _ in file.layers for full in layer.tensors.values()}
-    said = [qdsl.__version__, start.hex(), [known[path] for path in sorted(sources)], list(map(_said, steps))]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return key(start.hex(), [known[path] for path in sorted(sources)], list(map(_said, steps)))
 
 
 def _said(step: Step) -> list[Any]:
     if isinstance(step, Copy):
         return [step.path.name, step.start, step.nbytes]
+    assert isinstance(step, Change)
     layer = step.layer
     return [module_of(layer).FORMAT.key, target(layer, step.aim).key, asdict(step.aim), layer.storage, dict(layer.params),
             layer.shape, layer.experts, dict(layer.tensors), {name: entry.start for name, entry in step.to.items()}]
-
-
-def _identity(path: Path) -> list[Any]:
-    """A file's name, size, time of its last change, and a digest of its header."""
-    with open(path, "rb") as file:
-        stat = os.fstat(file.fileno())
-        header = file.read(int.from_bytes(file.read(8), "little"))
-    return [path.name, stat.st_size, stat.st_mtime_ns, hashlib.sha256(header).hexdigest()]

@@ -7,19 +7,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.safetensors import CheckpointError, strict_json
-from qdsl.convert import ConvertError
-from qdsl.convert.plan import Shard
 from qdsl.files import write_text
+from qdsl.rewrite import RewriteError
+from qdsl.rewrite.shards import Shard
 
-STAGE = ".qdsl-convert"
-GONE = ".qdsl-converted"                                         # the stage, on its way to be removed
-REQUEST = "request.json"                                         # what is to be converted, into what
+STAGE = ".qdsl-stage"
+GONE = ".qdsl-staged"                                            # the stage, on its way to be removed
+REQUEST = "request.json"                                         # what is to be written, of what
 MARK = "complete"                                                # all shards were there, and are being put in place
+SHARDS = "shards"
 OTHERS = "others"                                                # the files beside the shards
 NOTE = "made-of.json"
 LIMIT = 1 << 24                                                  # bytes of these files
@@ -28,24 +29,24 @@ LIMIT = 1 << 24                                                  # bytes of thes
 def begin(out: Path, asked: dict[str, Any]) -> Path:
     """The stage of a folder to be written, a new one or the one that was left.
 
-    Raises ConvertError where the folder has anything else, or the stage of something else.
+    asked: plain data; its 'work' is said where something else was begun, and 'from' may change, for folders are moved.
+    Raises RewriteError where the folder has anything else, or the stage of something else.
     """
     stage = out / STAGE
     if out.exists() and any(path.name != STAGE for path in out.iterdir()) and not (stage / MARK).exists():
-        raise ConvertError(f"{out}: is there already, and is no conversion that was broken off")
+        raise RewriteError(f"{out}: is there already, and is no work that was broken off")
     if (stage / REQUEST).exists() and (found := {**read(stage / REQUEST), "from": asked["from"]}) != asked:
-        what = f"{found.get('format')}.{found.get('storage')}".removeprefix(".")
-        raise ConvertError(f"{out}: a conversion to {what} was begun here; remove the folder, or write another")
+        raise RewriteError(f"{out}: {found.get('work', 'something else')} was begun here; remove the folder, or write another")
     stage.mkdir(parents=True, exist_ok=True)
     write(stage / REQUEST, asked)
     return stage
 
 
 def asked(out: Path) -> dict[str, Any]:
-    """What is being converted here.  Raises ConvertError where nothing is."""
+    """What is being written here.  Raises RewriteError where nothing is."""
     was_ended(out)
     if not (out / STAGE / REQUEST).is_file():
-        raise ConvertError(f"{out}: no conversion was begun here, or it is complete")
+        raise RewriteError(f"{out}: no work was begun here, or it is complete")
     return read(out / STAGE / REQUEST)
 
 
@@ -63,29 +64,34 @@ def was_ended(out: Path) -> bool:
     return True
 
 
+def room(stage: Path, shard: Shard) -> Path:
+    """The folder in which a shard is written, under the last part of its name."""
+    return stage / SHARDS / shard.name
+
+
 def place(shard: Shard, out: Path) -> Path:
     """Where a shard lies: still in the stage, or in its place."""
-    staged = out / STAGE / shard.name / shard.name
-    return staged if staged.exists() else out / shard.name
+    folder = room(out / STAGE, shard)
+    return folder / folder.name if (folder / folder.name).exists() else out / shard.name
 
 
 def is_whole(shard: Shard, out: Path) -> bool:
     """Whether a shard is there, made of what it would be made of now."""
-    note, path = out / STAGE / shard.name / NOTE, place(shard, out)
+    note, path = room(out / STAGE, shard) / NOTE, place(shard, out)
     if not (note.is_file() and path.is_file()):
         return False
     return _made_of(shard).items() <= read(note).items() and path.stat().st_size == shard.size
 
 
-def note(shard: Shard, stage: Path, costs: dict[str, Any]) -> None:
-    """Say that a shard is whole, and what its layers cost."""
-    write(stage / shard.name / NOTE, {**_made_of(shard), "costs": costs})
+def note(shard: Shard, stage: Path, said: Mapping[str, Any]) -> None:
+    """Say that a shard is whole, and what its steps had to say."""
+    write(room(stage, shard) / NOTE, {**_made_of(shard), "said": dict(said)})
 
 
-def costs(shards: Sequence[Shard], out: Path) -> dict[str, Any]:
-    """What the layers of shards cost that are whole."""
-    notes = [read(out / STAGE / shard.name / NOTE) for shard in shards if is_whole(shard, out)]
-    return {name: cost for each in notes for name, cost in each["costs"].items()}
+def said(shards: Sequence[Shard], out: Path) -> dict[str, Any]:
+    """What the steps of shards had to say that are whole."""
+    notes = [read(room(out / STAGE, shard) / NOTE) for shard in shards if is_whole(shard, out)]
+    return {name: each for note in notes for name, each in note["said"].items()}
 
 
 def _made_of(shard: Shard) -> dict[str, Any]:

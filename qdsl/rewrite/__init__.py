@@ -1,0 +1,8 @@
+"""Whole checkpoints written anew: files that are whole or not there, taken up where they were broken off, by many processes.
+
+What becomes of tensors is for others to say (qdsl/convert, qdsl/compress): here are shards, made of steps.  No torch.
+"""
+
+
+class RewriteError(ValueError):
+    """A checkpoint, a layer or a storage with which a folder cannot be written as was asked; the message names its place."""

@@ -1,0 +1,134 @@
+"""A file to be written, and the steps that it is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+import qdsl
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.safetensors import Entry
+
+CHUNK = 1 << 20                                                  # bytes that are copied at a time
+
+
+class Sized(Protocol):
+    """What is shared out by its size."""
+
+    @property
+    def size(self) -> int: ...
+
+
+Each = TypeVar("Each", bound=Sized)
+
+
+class Step(Protocol):
+    """What a process does at a time; plain data, because another process does it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of what it writes."""
+
+    @property
+    def begin(self) -> int:
+        """Where in the file its first byte goes."""
+
+    def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
+        """Put bytes in their places; something to say of it, by name, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A tensor that stays as it is: `nbytes` from `start` of a file, to `to` of the new one."""
+
+    name: str
+    path: Path
+    start: int
+    nbytes: int
+    to: int
+
+    @property
+    def begin(self) -> int:
+        return self.to
+
+    def write(self, out: BinaryIO) -> None:
+        """Raises OSError for a file that has become shorter."""
+        out.seek(self.to)
+        left = self.nbytes
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            while left:
+                data = file.read(min(CHUNK, left))
+                if not data:
+                    raise OSError(f"{self.path}: became shorter while it was read")
+                out.write(data)
+                left -= len(data)
+
+
+def copy(folder: Folder, name: str, there: Entry) -> Copy:
+    """A tensor of a folder that goes where an entry says."""
+    entry = folder.entry(name)
+    return Copy(name, folder.file(name).path, entry.start, entry.nbytes, there.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file to be written: the bytes before its tensors, its size, and what its tensors are made of, in their order.
+
+    name: from the folder that is written.  key: what the file depends on; two with one key have the same bytes.
+    """
+
+    name: str
+    start: bytes
+    size: int
+    tensors: tuple[str, ...]
+    steps: tuple[Step, ...]
+    key: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return self.size - len(self.start)
+
+
+def in_order(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """As their first bytes lie."""
+    return tuple(sorted(steps, key=lambda step: step.begin))
+
+
+def key(*said: Any) -> str:
+    """A digest of this version and of plain data that a file's bytes depend on."""
+    return hashlib.sha256(json.dumps([qdsl.__version__, *said], sort_keys=True).encode()).hexdigest()
+
+
+def identity(path: Path) -> list[Any]:
+    """A file's name, size, time of its last change, and a digest of its header."""
+    with open(path, "rb") as file:
+        stat = os.fstat(file.fileno())
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    return [path.name, stat.st_size, stat.st_mtime_ns, hashlib.sha256(header).hexdigest()]
+
+
+def share(every: Sequence[Each], place: int, count: int) -> list[Each]:
+    """Part `place`, from 1, of `count` parts of about the same size."""
+    sums = [0] * count
+    chosen = set()
+    for number, each in sorted(enumerate(every), key=lambda pair: -pair[1].size):
+        least = sums.index(min(sums))
+        sums[least] += each.size
+        chosen |= {number} if least == place - 1 else set()
+    return [each for number, each in enumerate(every) if number in chosen]
+
+
+def index(shards: Sequence[Shard], old: Mapping[str, Any]) -> str:
+    """The text of the index of new files of a folder: what the old one said besides places and size stays."""
+    metadata = old.get("metadata", {})
+    placed = {name: Path(shard.name).name for shard in shards for name in shard.tensors}
+    size = sum(shard.nbytes for shard in shards)
+    said = {**(metadata if isinstance(metadata, dict) else {}), "total_size": size}
+    return json.dumps({"metadata": said, "weight_map": dict(sorted(placed.items()))}, indent=2) + "\n"

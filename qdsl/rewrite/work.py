@@ -1,0 +1,117 @@
+"""The work: shard by shard into the stage (stage.py), each by as many processes as there are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from qdsl.files import replacing
+from qdsl.processes import results
+from qdsl.rewrite import stage
+from qdsl.rewrite.shards import Shard, Step
+
+Tell = Callable[[int, str], None]
+Telling = Callable[[int], AbstractContextManager[Tell]]         # given how much there is to do
+
+
+@contextmanager
+def quiet(total: int) -> Iterator[Tell]:
+    """What is told nothing."""
+    yield lambda done, name: None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Steps of a file, which lies under `path` while it is written.  shard: its number."""
+
+    shard: int
+    path: Path
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A task that is done, and what its steps have to say."""
+
+    task: Task
+    said: Mapping[str, dict[str, Any]]
+
+
+def done(task: Task) -> Done:
+    """Do a task.  Raises what its steps raise."""
+    said = {}
+    with open(task.path, "r+b") as out:
+        for step in task.steps:
+            if (each := step.write(out)) is not None:
+                said[each[0]] = each[1]
+    return Done(task, said)
+
+
+def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Callable[..., None] | None = None,
+          given: tuple[Any, ...] = ()) -> None:
+    """Write shards under their names in the stage.  A shard appears when all of it is on disk, and then its note.
+
+    start: what a process does first, with `given`.
+    """
+    count = 0
+    with ExitStack() as opened:
+        files: dict[int, ExitStack] = {}
+        left: dict[int, int] = {}
+        said: list[dict[str, Any]] = [{} for _ in shards]
+        tasks = _tasks(shards, place, opened, files, left)
+        most = sum(len(batches(shard.steps)) for shard in shards)
+        for each in opened.enter_context(closing(results(done, tasks, min(jobs, most), start, given))):
+            number = each.task.shard
+            count += sum(step.nbytes for step in each.task.steps)
+            said[number] |= each.said
+            left[number] -= 1
+            if not left[number]:
+                files[number].close()
+                stage.note(shards[number], place, said[number])
+            tell(count, shards[number].name)
+
+
+def _tasks(shards: Sequence[Shard], place: Path, opened: ExitStack, files: dict[int, ExitStack], left: dict[int, int],
+           ) -> Iterator[Task]:
+    """The tasks of all shards; a shard's file is made before its first."""
+    for number, shard in enumerate(shards):
+        folder = stage.room(place, shard)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():                            # of a process that was killed
+            path.unlink()
+        files[number] = opened.enter_context(ExitStack())
+        file = files[number].enter_context(replacing(folder / folder.name))
+        file.write(shard.start)
+        _reserve(file, shard.size)
+        parts = batches(shard.steps)
+        left[number] = len(parts)
+        if not parts:
+            files[number].close()
+            stage.note(shard, place, {})
+        yield from (Task(number, Path(file.name), part) for part in parts)
+
+
+def _reserve(file: BinaryIO, size: int) -> None:
+    """Room on the disk, or the error that there is none, before the work."""
+    file.flush()
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        file.truncate(size)
+
+
+def batches(steps: Sequence[Step], nbytes: int = 1 << 25) -> list[tuple[Step, ...]]:
+    """Steps in a row that are worth a task."""
+    found: list[list[Step]] = []
+    size = nbytes
+    for step in steps:
+        if size >= nbytes:
+            found.append([])
+            size = 0
+        found[-1].append(step)
+        size += step.nbytes
+    return [tuple(each) for each in found]
