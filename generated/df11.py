@@ -7,7 +7,7 @@
 
     df11: 8 bits per weight, and what the code of exponents takes
 
-Built from the spec df11 (sha256 0faf6936072cf065) by qdsl 0.1.0.
+Built from the spec df11 (sha256 457082163f96c176) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -133,7 +133,8 @@ FORMAT = Format(
     name="df11", title="DFloat11, bfloat16 without loss, exponents in a Huffman code of at most 32 bits",
     source="dfloat11 0.5.0 dfloat11_utils.py, encode_weights and get_luts", formula="v",
     variants={(): VARIANT},
-    digest="0faf6936072cf065",
+    detect={"parts": "split_positions"},
+    digest="457082163f96c176",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

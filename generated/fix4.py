@@ -7,7 +7,7 @@
 
     fix4: 12 bits per weight
 
-Built from the spec fix4 (sha256 0d98744eb3781543) by qdsl 0.1.0.
+Built from the spec fix4 (sha256 1aa85ccc985828e2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -126,10 +126,11 @@ VARIANT = Variant(
                 "patch_index": Stored("i32", "?"),
                 "patch_exponent": Stored("u8", "?"),
                 "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
+                "weight_shape": Stored("shape", "2*1"),
             },
             unpack=unpack_fix4, pack=pack_fix4, needs_shape=True, streams={"exponents": Stream("window",
                 Stored("u8", "N", "K"), codes="codes", base="base", start="patch_start", index="patch_index",
-                value="patch_exponent")},
+                value="patch_exponent")}, shape="weight_shape",
             kernels=Kernels(_dequantize_fix4, _linear_fix4, rows="N", units="K", last="k"),
         ),
     },
@@ -140,7 +141,8 @@ FORMAT = Format(
     name="fix4", title="bfloat16 without loss, exponents in 4 bits from a base, and a list of those that are further away",
     source="this project; the code is described in qdsl/entropy/window.py", formula="v",
     variants={(): VARIANT},
-    digest="0d98744eb3781543",
+    detect={"config": {"quant_method": "qdsl", "format": "fix4", "version": 1}},
+    digest="1aa85ccc985828e2",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -7,7 +7,7 @@
 
     hlane: 8 bits per weight, and what the code of exponents takes
 
-Built from the spec hlane (sha256 b8487234dec5de68) by qdsl 0.1.0.
+Built from the spec hlane (sha256 953a20db15ba95bf) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -124,9 +124,10 @@ VARIANT = Variant(
                 "starts": Stored("i32", "?", "?"),
                 "table": Stored("i16", "256*1"),
                 "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
+                "weight_shape": Stored("shape", "2*1"),
             },
             unpack=unpack_hlane, pack=pack_hlane, needs_shape=True, streams={"exponents": Stream("huffman_lanes",
-                Stored("u8", "N", "K"), words="words", starts="starts", table="table")},
+                Stored("u8", "N", "K"), words="words", starts="starts", table="table")}, shape="weight_shape",
             kernels=Kernels(_dequantize_hlane, _linear_hlane, rows="N", units="K", last="k"),
         ),
     },
@@ -137,7 +138,8 @@ FORMAT = Format(
     name="hlane", title="bfloat16 without loss, exponents in a Huffman code of at most 8 bits, in lanes that are decoded side by side",
     source="this project; the code is described in qdsl/entropy/huffman_lanes.py", formula="v",
     variants={(): VARIANT},
-    digest="b8487234dec5de68",
+    detect={"config": {"quant_method": "qdsl", "format": "hlane", "version": 1}},
+    digest="953a20db15ba95bf",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -236,12 +236,15 @@ def _param(text: str) -> tuple[str, int | str]:
 
 @app.command()
 def inspect(file: Annotated[Path, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
-                                                      "of them.", show_default=False)], as_json: Json = False) -> None:
+                                                      "of them.", show_default=False)],
+            shared_memory: Annotated[int, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel, with which "
+                                                       "those that DF11's kernel needs are compared.")] = 48 << 10,
+            as_json: Json = False) -> None:
     """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong."""
     from qdsl.checkpoint.contents import contents, lines
 
     with _reported():
-        found = contents(file)
+        found = contents(file, shared_memory)
     typer.echo(json.dumps({"schema": 1, **found}) if as_json else "\n".join(lines(found)))
 
 
@@ -389,12 +392,27 @@ def _part(text: str) -> tuple[int, int]:
 @app.command("merge-index")
 def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all parts were written to.", show_default=False)],
                 as_json: Json = False) -> None:
-    """Complete a folder whose parts were written by `convert --shard`: the index, the config, and all files beside them."""
-    from qdsl.convert import run
+    """Complete a folder whose parts were written with --shard: the index, the config, and all files beside them."""
+    from functools import partial
+
+    from qdsl.processes import processors
+    from qdsl.progress import progress
+    from qdsl.rewrite import stage
 
     with _reported(), _ended_by_exit():
-        found = run.merge(out)
-    _converted(found, as_json)
+        command = stage.asked(out).get("command")
+        if command == "compress":
+            from qdsl.compress import run as compressing
+
+            _compressed(compressing.merge(out, jobs=processors(), tell=partial(progress, unit="B")), as_json)
+        elif command == "decompress":
+            from qdsl.compress import restore
+
+            _restored(restore.merge(out), as_json)
+        else:
+            from qdsl.convert import run
+
+            _converted(run.merge(out), as_json)
 
 
 def _converted(found: dict[str, Any], as_json: bool, part: str = "") -> None:
@@ -416,6 +434,110 @@ def _converted(found: dict[str, Any], as_json: bool, part: str = "") -> None:
 def _ratio(decibels: float | None) -> float:
     """Infinite where nothing was lost, for which JSON has no number."""
     return math.inf if decibels is None else decibels
+
+
+@app.command()
+def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensors files, one of several such models, as diffusers "
+                                                         "has them, or one file.", show_default=False)],
+             format: Annotated[str, typer.Option("--format", "-f", help="hlane, the smallest, fix4, the fastest to decode, or df11, "
+                                                 "as the dfloat11 package writes it.", show_default=False)],
+             out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
+             jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
+                                                                                  "processor.")] = None,
+             shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Encode the I-th of N parts alone, from 1; "
+                                                       "`merge-index` completes the folder when all are there.")] = None,
+             check: Annotated[bool, typer.Option("--check", help="Decode what was written, and compare it, before it takes its "
+                                                                 "place.")] = False,
+             component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
+                                  "whose weights are meant; the others stay as they are.")] = None,
+             patterns: Annotated[str | None, typer.Option("--patterns", help="df11: the package's pattern_dict as JSON, a file of "
+                                 "it, or a config.json with it; by default numbered blocks are held together.")] = None,
+             threads: Annotated[int | None, typer.Option("--threads-per-block", help="df11: 8 to 1024, a power of two; 512 by "
+                                                         "default, 256 for GPUs with little shared memory.")] = None,
+             by_group: Annotated[bool, typer.Option("--file-per-group", help="df11: a file for each group, in place of one.")] = False,
+             as_json: Json = False) -> None:
+    """Write a checkpoint with its bfloat16 matrices in fewer bits, without loss, and all else as it was.
+
+    What is broken off is taken up again by the same command.
+    """
+    from functools import partial
+
+    from qdsl.compress import patterns as reading
+    from qdsl.compress import run
+    from qdsl.compress.units import FORMATS, THREADS, Aim
+    from qdsl.processes import processors
+    from qdsl.progress import progress
+
+    part = None if shard is None else _part(shard)
+    if format not in FORMATS:
+        _fail(f"error: no '{format}': expected one of {', '.join(FORMATS)}", 2)
+    if format != "df11" and (patterns is not None or threads is not None or by_group):
+        _fail("error: --patterns, --threads-per-block and --file-per-group are of df11", 2)
+    if threads is not None and threads not in [1 << power for power in range(3, 11)]:
+        _fail(f"error: --threads-per-block is a power of two from 8 to 1024, not {threads}", 2)
+    if part is not None and check:
+        _fail("error: --check reads whole files, which --shard does not write: give it to the call that completes them", 2)
+    with _reported(), _ended_by_exit():
+        aim = Aim(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
+                  tuple(component or ()))
+        found = run.compress(folder, aim, out, jobs=jobs or processors(), part=part, check=check,
+                             tell=partial(progress, unit="B"))
+    _compressed(found, as_json, "" if part is None else f"part {shard} of ")
+
+
+def _compressed(found: dict[str, Any], as_json: bool, part: str = "") -> None:
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, **found}))
+        return
+    for each in found["raw"][:SHOWN]:
+        typer.echo(f"as it was: {each['name']!r}: {each['why']}")
+    if len(found["raw"]) > SHOWN:
+        typer.echo(f"as they were: {len(found['raw']) - SHOWN} more")
+    for note in found["notes"][:SHOWN]:
+        typer.echo(f"note: {note}")
+    if found["matrices"]:
+        ratio = f", {100 * found['nbytes_after'] / found['nbytes_before']:.2f} %, {found['bits_per_weight']:.3f} bits per weight"
+        typer.echo(f"{found['matrices']} matrices as {found['units']} of {found['format']}: {found['nbytes_before']} bytes are "
+                   f"{found['nbytes_after']}{ratio}{', decoded and the same' if found.get('checked') else ''}")
+    typer.echo(f"written  {part}{found['out']}" + (f": {len(found['shards'])} files of tensors, {found['nbytes']} bytes"
+                                                   if found["shards"] else ""))
+
+
+@app.command()
+def decompress(folder: Annotated[Path, typer.Argument(help="What `compress`, or for DF11 the dfloat11 package, wrote.",
+                                                      show_default=False)],
+               out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
+               like: Annotated[Path | None, typer.Option("--like", help="A checkpoint with the same tensors, where the folder does "
+                                                         "not say their shapes.")] = None,
+               jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
+                                                                                    "processor.")] = None,
+               shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Write the I-th of N parts alone, from 1; "
+                                                         "`merge-index` completes the folder when all are there.")] = None,
+               as_json: Json = False) -> None:
+    """Write the checkpoint that a compressed one was made of, byte for byte.
+
+    What is broken off is taken up again by the same command.
+    """
+    from functools import partial
+
+    from qdsl.compress import restore
+    from qdsl.processes import processors
+    from qdsl.progress import progress
+
+    part = None if shard is None else _part(shard)
+    with _reported(), _ended_by_exit():
+        found = restore.decompress(folder, out, like=like, jobs=jobs or processors(), part=part,
+                                   tell=partial(progress, unit="B"))
+    _restored(found, as_json, "" if part is None else f"part {shard} of ")
+
+
+def _restored(found: dict[str, Any], as_json: bool, part: str = "") -> None:
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, **found}))
+        return
+    for note in found["notes"][:SHOWN]:
+        typer.echo(f"note: {note}")
+    typer.echo(f"written  {part}{found['out']}: {len(found['shards'])} files of tensors, {found['nbytes']} bytes")
 
 
 @app.command()

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"numbers", "shapes", "stored", "entropy"},
     "encode": {"runtime", "numbers"},
     "entropy": set(),
-    "checkpoint": {"runtime", "files", "generated", "processes", "shapes", "stored"},
+    "checkpoint": {"runtime", "entropy", "files", "generated", "processes", "shapes", "stored"},
     "generated": set(),
     # what joins them for a user
     "quantize": {"checkpoint", "runtime", "processes"},
@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
 PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "entropy": {"numpy"},
-    "checkpoint": {"torch"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
+    "checkpoint": {"torch", "numpy"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
     "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")

@@ -84,7 +84,7 @@ def test_groups_are_those_of_the_package(name: str) -> None:
     case, tensors = CASES[name], golden(name)
     patterns = df11.decode(tensors)
     assert hashlib.sha256(patterns.astype("<u2").tobytes()).hexdigest() == case["sha256_bf16_le"]
-    same(df11.encode(patterns, case["parts"], case["threads_per_block"]), tensors)
+    same(df11.encode(np.split(patterns, np.cumsum(case["parts"])[:-1]), case["threads_per_block"]), tensors)
     assert df11.stream_of(tensors, case["threads_per_block"]).shared_memory == case["max_shared_mem"]
 
 
@@ -93,7 +93,7 @@ def test_groups_that_the_package_cannot_write(name: str) -> None:
     """There a table begins with entries that no code reaches; ours repeat the code after, and the kernel of the package ends."""
     patterns = golden(name)["weight_bits"].reshape(-1)
     threads = CASES[name]["threads_per_block"]
-    tensors = df11.encode(patterns, (), threads)
+    tensors = df11.encode([patterns], threads)
     assert np.array_equal(df11.decode(tensors, threads), patterns)
     assert tensors["luts"][-1][tensors["luts"][:-1]].all()
 
@@ -103,7 +103,7 @@ def test_groups_that_the_package_cannot_write(name: str) -> None:
 def test_groups_that_df11_cannot_hold(name: str, message: str) -> None:
     patterns = golden(name)["weight_bits"].reshape(1, -1)
     with pytest.raises(StreamError, match=rf"{message}.*hlane or fix4"):
-        df11.encode(patterns.reshape(-1))
+        df11.encode([patterns.reshape(-1)])
     for form in FORMS.values():
         assert np.array_equal(form.decode(form.encode(patterns), patterns.shape), patterns)
 
@@ -121,7 +121,7 @@ def test_a_folder_of_the_package() -> None:
             tensors = {leaf: folder.tensor(full).numpy() for leaf, full in leaves.items() if leaf in df11.NAMES}
             patterns = df11.decode(tensors)
             splits = tensors["split_positions"]
-            same(df11.encode(patterns, np.diff([0, *splits, len(patterns)]).tolist()), tensors)
+            same(df11.encode(np.split(patterns, splits)), tensors)
             assert all(part.tobytes() in bits for part in np.split(patterns, splits))
 
 
@@ -133,7 +133,7 @@ def test_any_group_round_trips(count: int, threads: int, kinds: int, seed: int) 
     skew = random.choice(of, count, p=(weights := 0.6 ** np.arange(kinds)) / weights.sum())
     patterns = (skew << 7 | random.integers(0, 128, count) | random.integers(0, 2, count) << 15).astype(np.uint16)
     cut = int(random.integers(0, count + 1))
-    tensors = df11.encode(patterns, [cut, count - cut], threads)
+    tensors = df11.encode([patterns[:cut], patterns[cut:]], threads)
     assert np.array_equal(df11.decode(tensors, threads), patterns)
     assert tensors["split_positions"].tolist() == [cut]
 
@@ -173,7 +173,7 @@ def test_bits_per_weight() -> None:
     assert set(weights) == set(wanted)
     for name, patterns in weights.items():
         found = [8 * sum(tensor.nbytes for tensor in tensors.values()) / patterns.size
-                 for tensors in (df11.encode(patterns.reshape(-1)), HLANE.encode(patterns), FIX4.encode(patterns))]
+                 for tensors in (df11.encode([patterns.reshape(-1)]), HLANE.encode(patterns), FIX4.encode(patterns))]
         assert found == pytest.approx(wanted[name], rel=0.003), name
 
 
@@ -201,7 +201,7 @@ def test_damaged_tensors_are_refused_or_decoded_within_bounds(form: str) -> None
     patterns[3, 7:9] = 0x7F80, 0xFFC1
     patterns = patterns if form != "df11" else normal(24, 200)
     random = np.random.default_rng(1)
-    tensors = df11.encode(patterns.reshape(-1), (), 64) if form == "df11" else FORMS[form].encode(patterns)
+    tensors = df11.encode([patterns.reshape(-1)], 64) if form == "df11" else FORMS[form].encode(patterns)
     refused = 0
     for name in tensors:
         for _ in range(150):

@@ -316,8 +316,8 @@ def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:
     path = checkpoints.folder(tmp_path, modules, config, files=other)
     found = CliRunner().invoke(app, ["inspect", str(path)], catch_exceptions=False)
     lines = [" ".join(line.split()) for line in found.stdout.splitlines()]
-    assert lines[lines.index("layers format shape parameters by") + 1:][:2] == [
-        "model.layers.{0-1,3}.mlp.up_proj 3 fp8_block.safetensors 128 x 128 bn=128 bk=128 scale_type=f32", ""]
+    assert lines[lines.index("layers format shape bits parameters by") + 1:][:2] == [
+        "model.layers.{0-1,3}.mlp.up_proj 3 fp8_block.safetensors 128 x 128 8.002 bn=128 bk=128 scale_type=f32", ""]
     assert "lm_head.weight 1 F32 128 x 128 lm_head (transformers)" in lines and all(map(str.isprintable, lines))
     assert lines[lines.index("contradictions") + 1:][:2] == [
         "1 hf_quant_config.json: quantization says quant_method = \\x1b[2j, config.json: quantization_config fp8",
@@ -327,6 +327,7 @@ def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:
     assert data["layers"][0] == {
         "name": "model.layers.0.mlp.up_proj", "format": "fp8_block", "storage": "safetensors", "shape": [128, 128],
         "params": {"bn": 128, "bk": 128, "scale_type": "f32"}, "experts": None, "settings": [], "others": {}, "by": "",
+        "bits_per_weight": 8 + 32 / 128 ** 2,
         "tensors": {leaf: f"model.layers.0.mlp.up_proj.{leaf}" for leaf in ("weight", "weight_scale_inv")}}
     assert {each["name"]: each["by"] for each in data["plain"]}["lm_head.weight"] == "lm_head (transformers)"
 

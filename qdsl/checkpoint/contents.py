@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qdsl.checkpoint.components import names
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.groups import SHARED_MEMORY
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import Entry
 from qdsl.checkpoint.survey import survey, tables
@@ -22,13 +24,17 @@ TEXT_SHOWN = 100                                                 # characters of
 STRING_SHOWN = 1 << 16                                           # characters of a string, in data
 
 
-def contents(path: Path) -> dict[str, Any]:
-    """A GGUF file, or the first of a set; a .safetensors file, or a folder of them.
+def contents(path: Path, limit: int = SHARED_MEMORY) -> dict[str, Any]:
+    """A GGUF file, or the first of a set; a .safetensors file, a folder of them, or one of several such models.
 
+    limit: bytes of shared memory that a GPU gives a kernel.
     Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
     """
     if path.is_dir() or path.suffix == ".safetensors":
-        return _of_safetensors(path)
+        models = names(path)
+        if models != [""]:
+            return {"file": str(path), "format": "safetensors", "models": [_of_safetensors(path / name, limit) for name in models]}
+        return _of_safetensors(path, limit)
     with GgufFile(path) as gguf:
         tensors = [_gguf_tensor(each) for each in gguf.tensors.values()]
         metadata = {key: _gguf_value(value) for key, value in gguf.metadata.stored().items()}
@@ -37,14 +43,14 @@ def contents(path: Path) -> dict[str, Any]:
                 "tensors": tensors}
 
 
-def _of_safetensors(path: Path) -> dict[str, Any]:
+def _of_safetensors(path: Path, limit: int) -> dict[str, Any]:
     """Layers, and the tensors one by one; what a folder's index names may be missing."""
     with Folder(path, partial=True) as folder:
         tensors = [_entry(name, folder.entry(name)) for name in folder.names()]
         pairs = {key: text for file in folder.files() for key, text in file.header.metadata.items()}
         return {"file": str(path), "format": "safetensors", "files": len(folder.shards), **_totals(tensors), "notes": [],
                 "metadata": {key: {"type": "string", "value": text} for key, text in pairs.items()},
-                **survey(folder, layers(folder)), "tensors": tensors}
+                **survey(folder, layers(folder), limit), "tensors": tensors}
 
 
 def _gguf_tensor(tensor: GgufTensor) -> dict[str, Any]:
@@ -99,6 +105,8 @@ def _total(tensors: int, weights: int, nbytes: int, **head: str) -> dict[str, An
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """What `contents` found, for people."""
+    if "models" in found:
+        return [line for each in found["models"] for line in [*lines(each), ""]][:-1]
     total = found["total"]
     kind = f"GGUF {found['version']}" if found["format"] == "gguf" else "safetensors"
     files = f" in {found['files']} files" if found["files"] > 1 else ""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
+INDICES = "*.safetensors.index.json"                             # diffusers' are called after its weights
 INDEX_LIMIT = 100_000_000
 CONFIG_LIMIT = 16 << 20
 _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
@@ -33,6 +34,7 @@ class Folder:
         self.partial = partial
         self.missing: dict[str, str] = {}
         self.root = self.path if self.path.is_dir() else self.path.parent
+        self.index_name = self._index_name()
         self.index: dict[str, Any] = {}                          # what its file holds
         placed = self._index()
         self.shards = [self.root / name for name in sorted(set(placed.values()))] or self._found()
@@ -98,9 +100,14 @@ class Folder:
             return {}
         return _read_object(path, CONFIG_LIMIT, constants=True)  # Nemotron-H and Mamba 2 have an Infinity in config.json
 
+    def _index_name(self) -> str:
+        """What the index is called, or would be."""
+        names = [path.name for path in self.root.glob(INDICES) if not path.name.startswith(".")]
+        return INDEX if INDEX in names else min(names, key=lambda name: (len(name), name), default=INDEX)
+
     def _index(self) -> dict[str, str]:
         """Tensor name -> file name, as the index says; empty where there is none."""
-        path = self.root / INDEX
+        path = self.root / self.index_name
         if not self.path.is_dir() or not path.exists():
             return {}
         self.index = _read_object(path, INDEX_LIMIT)
@@ -122,7 +129,7 @@ class Folder:
         """Every tensor lies where the index says."""
         for name, shard in placed.items():
             if name not in self._files or self._files[name].path.name != shard:
-                raise CheckpointError(f"{self.root / INDEX}: weight_map: {shard} does not have tensor {shown(name)}")
+                raise CheckpointError(f"{self.root / self.index_name}: weight_map: {shard} does not have tensor {shown(name)}")
 
     def _found(self) -> list[Path]:
         """The safetensors files of a folder without an index."""

@@ -16,6 +16,7 @@ from typing import Any
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.detect import Reading, from_tensors, readings, same
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.groups import Group, groups
 from qdsl.checkpoint.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json, torch_name
 from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, named
@@ -64,7 +65,8 @@ class Left:
 class Layers:
     """A checkpoint's layers that are quantized, and all other tensors, in the order of the files.
 
-    left: modules whose weights are plain matrices.  problems: what is wrong with no single layer.
+    left: modules whose weights are plain matrices.  problems: what is wrong with no single layer.  groups: weights that are held
+    together; their tensors are among the others.
     """
 
     layers: list[Layer]
@@ -72,6 +74,7 @@ class Layers:
     left: list[Left]
     quantizations: list[Quantization]
     problems: list[str]
+    groups: list[Group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ def layers(folder: Folder, formats: Sequence[Description] | None = None) -> Laye
 
     Raises CheckpointError where a file that says settings is none.  What is wrong with a layer is in it.
     """
-    known = [each for each in (descriptions() if formats is None else formats) if "safetensors" not in each.detect]
+    known = [each for each in (descriptions() if formats is None else formats)
+             if not {"safetensors", "parts"} & each.detect.keys()]                       # plain floats, and groups (groups.py)
     found = quantizations(folder)
     return _Finder(folder, known, found).layers()
 
@@ -113,7 +117,9 @@ class _Finder:
         self.fitting: dict[tuple[object, ...], list[_Candidate] | Misfit] = {}
 
     def layers(self) -> Layers:
-        modules = self.leaves.modules([*self.folder.names(), *self.folder.missing])
+        together = groups(self.folder)
+        inside = {full for each in together for full in each.tensors.values()}
+        modules = self.leaves.modules(name for name in [*self.folder.names(), *self.folder.missing] if name not in inside)
         found = {name: self._layer(name, tensors) for name, tensors in modules.items()}
         used = {self._kind(leaf, modules[name][leaf]) for name, layer in found.items() if layer is not None
                 for leaf in modules[name] if modules[name][leaf] in layer.tensors.values()}
@@ -122,7 +128,7 @@ class _Finder:
         held = {full for layer in kept.values() for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
         plain = [name for name in self.folder.names() if name not in held]
         left = self._left({name: tensors for name, tensors in modules.items() if name not in kept}, kept)
-        return Layers(list(kept.values()), plain, left, self.found, self._problems(kept))
+        return Layers(list(kept.values()), plain, left, self.found, self._problems(kept), together)
 
     def _layer(self, name: str, tensors: Mapping[str, str]) -> Layer | None:
         """The module as a layer; None where it holds plain tensors alone."""

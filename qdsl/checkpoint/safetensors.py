@@ -180,8 +180,13 @@ def _read(file: BinaryIO, path: Path) -> Header:
     return _parse(file.read(length), size, path)
 
 
-def _parse(data: bytes, size: int, path: Path) -> Header:
-    """A header from its bytes, which lie from byte 8 on in a file of `size` bytes."""
+def parse_header(data: bytes, path: Path) -> Header:
+    """A header from its bytes alone, of a file that would end with its last tensor.  Raises CheckpointError as read_header does."""
+    return _parse(data, None, path)
+
+
+def _parse(data: bytes, size: int | None, path: Path) -> Header:
+    """A header from its bytes, which lie from byte 8 on in a file of `size` bytes, or one that ends with its last tensor."""
     where = f"{path}: header"
     if data[:1] != b"{":
         raise CheckpointError(f"{where}: begins with {data[:1]!r} at byte 8, not with '{{'")
@@ -195,8 +200,9 @@ def _parse(data: bytes, size: int, path: Path) -> Header:
     base = 8 + len(data)
     entries = [(name, _entry(name, item, base, path)) for name, item in items.items()]
     entries.sort(key=lambda pair: (pair[1].start, pair[1].stop))
-    _check_cover(entries, base, size, path)
-    return Header(dict(entries), metadata, size)
+    whole = max((entry.stop for _, entry in entries), default=base) if size is None else size
+    _check_cover(entries, base, whole, path)
+    return Header(dict(entries), metadata, whole)
 
 
 def _entry(name: str, item: object, base: int, path: Path) -> Entry:
@@ -286,6 +292,12 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
         return self.header.tensors[name]
 
+    def start_bytes(self) -> bytes:
+        """The bytes before the tensors.  Raises CheckpointError for a closed file."""
+        if self._map is None:
+            raise CheckpointError(f"{self.path}: the file is closed")
+        return self._map[:8 + int.from_bytes(self._map[:8], "little")]
+
     def start(self, name: str, limit: int) -> bytes:
         """The first bytes of a tensor, at most `limit`.  Raises CheckpointError for an unknown name or a closed file."""
         entry = self.entry(name)
@@ -368,7 +380,7 @@ def write_chunks(path: str | os.PathLike[str], tensors: Mapping[str, Chunks], me
             copy_chunks(file, tensors[name].pieces, entry.nbytes, f"{target}: tensor {shown(name)}")
 
 
-def laid_out(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,
+def laid_out(path: Path | str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,
              ) -> tuple[bytes, Header]:
     """The bytes before the tensors of a file, given dtypes and shapes, and where in the file each tensor goes, in that order.
 
@@ -391,7 +403,7 @@ def laid_out(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], met
     data += b" " * (-len(data) % 8)
     if len(data) > HEADER_LIMIT:
         raise CheckpointError(f"{path}: header length {len(data)} is over the limit of {HEADER_LIMIT}")
-    return len(data).to_bytes(8, "little") + data, _parse(data, 8 + len(data) + place, path)
+    return len(data).to_bytes(8, "little") + data, _parse(data, 8 + len(data) + place, Path(path))
 
 
 def copy_chunks(file: BinaryIO, pieces: Iterable[Buffer], size: int, where: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.groups import SHARED_MEMORY, Group, memory
 from qdsl.checkpoint.layers import Layer, Layers
 
 PROBLEMS = 20                                                    # that are shown of a kind
@@ -15,17 +16,20 @@ PROBLEMS = 20                                                    # that are show
 _NUMBER = re.compile(r"\d+")
 
 
-def survey(folder: Folder, found: Layers) -> dict[str, Any]:
-    """What was found of layers, as data."""
+def survey(folder: Folder, found: Layers, limit: int = SHARED_MEMORY) -> dict[str, Any]:
+    """What was found of layers and groups, as data.  limit: bytes of shared memory that a GPU gives the kernel of a group."""
+    held = [_group(folder, each, limit) for each in found.groups]
+    inside = {full for each in held for full in each["tensors"].values()}
     left = {each.name: each for each in found.left}
     contradictions = [*({"what": problem} for problem in found.problems),
                       *({"layer": each.name, "what": each.why} for each in found.layers if each.why),
                       *({"layer": each.name, "what": problem} for each in found.layers for problem in each.problems),
-                      *({"layer": each.name, "what": each.problem} for each in found.left if each.problem)]
+                      *({"layer": each.name, "what": each.problem} for each in found.left if each.problem),
+                      *({"layer": each["name"], "what": problem} for each in held for problem in each["problems"])]
     return {"quantization": [{"source": each.source, "method": each.method, "settings": _finite(each.settings)}
                              for each in found.quantizations],
-            "layers": [_layer(each) for each in found.layers],
-            "plain": [_plain(folder, name, left) for name in found.plain],
+            "layers": [_layer(folder, each) for each in found.layers], "groups": held,
+            "plain": [_plain(folder, name, left) for name in found.plain if name not in inside],
             "contradictions": contradictions}
 
 
@@ -38,11 +42,33 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _layer(layer: Layer) -> dict[str, Any]:
+def _layer(folder: Folder, layer: Layer) -> dict[str, Any]:
+    weights = math.prod(layer.shape) * (1 if layer.experts is None else layer.experts)
     return {"name": layer.name, "format": layer.format or None, "storage": layer.storage or None, "params": dict(layer.params),
-            "shape": list(layer.shape) if layer.format else None, "experts": layer.experts, "tensors": dict(layer.tensors),
+            "shape": list(layer.shape) if layer.format else None, "experts": layer.experts,
+            "bits_per_weight": _bits(folder, layer.tensors.values(), weights), "tensors": dict(layer.tensors),
             "settings": list(layer.settings), "others": dict(layer.others), "by": layer.by,
             **({"why": layer.why} if layer.why else {})}
+
+
+def _group(folder: Folder, group: Group, limit: int) -> dict[str, Any]:
+    """A group, with what its kernel asks of a GPU; None where its tensors do not say that."""
+    from qdsl.entropy.lookup import StreamError
+
+    problems = list(group.problems)
+    try:
+        needs = memory(folder, group, limit)
+    except StreamError as error:
+        needs = None
+        problems.append(str(error))
+    return {"name": group.name, "format": group.format, "weights": dict(group.parts), "tensors": dict(group.tensors),
+            "bits_per_weight": _bits(folder, group.tensors.values(), group.numbers), "problems": problems,
+            "threads_per_block": needs.threads if needs else None, "shared_memory": needs.nbytes if needs else None,
+            "shared_memory_limit": limit, "threads_that_fit": needs.fits if needs else None}
+
+
+def _bits(folder: Folder, names: Iterable[str], weights: int) -> float | None:
+    return 8 * sum(folder.entry(name).nbytes for name in names) / weights if weights else None
 
 
 def _plain(folder: Folder, name: str, left: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,25 +81,53 @@ def _plain(folder: Folder, name: str, left: Mapping[str, Any]) -> dict[str, Any]
 def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], str]]:
     """Tables of what `survey` found: heads, rows, and which columns are aligned at the right."""
     known = [each for each in data["layers"] if each["format"]]
-    layers = [[name, str(count), f"{each['format']}.{each['storage']}", _extents(each), _params(each["params"]), each["by"]]
-              for name, count, each in _grouped(known, lambda each: (each["format"], each["storage"], _params(each["params"]),
-                                                                     _extents(each), each["by"]))]
-    plain = [[name, str(count), each["type"], " x ".join(map(str, each["shape"])), each["by"]]
-             for name, count, each in _grouped(data["plain"], lambda each: (each["type"], tuple(each["shape"]), each["by"]))]
-    problems = [[name, str(count), each["what"]] for name, count, each in
+    layers = [[name, str(len(alike)), f"{first['format']}.{first['storage']}", _extents(first), _between(alike, "bits_per_weight"),
+               _params(first["params"]), first["by"]]
+              for name, alike in _grouped(known, lambda each: (each["format"], each["storage"], _params(each["params"]),
+                                                               _extents(each), each["by"])) for first in alike[:1]]
+    groups = [[name, str(len(alike)), first["format"], str(len(first["weights"])), str(sum(first["weights"].values())),
+               _between(alike, "bits_per_weight"), _between(alike, "threads_per_block"), _between(alike, "shared_memory"),
+               _fitting(alike)]
+              for name, alike in _grouped(data["groups"], lambda each: (each["format"], tuple(each["weights"].values()),
+                                                                        _fits(each))) for first in alike[:1]]
+    plain = [[name, str(len(alike)), first["type"], " x ".join(map(str, first["shape"])), first["by"]]
+             for name, alike in _grouped(data["plain"], lambda each: (each["type"], tuple(each["shape"]), each["by"]))
+             for first in alike[:1]]
+    problems = [[name, str(len(alike)), alike[0]["what"]] for name, alike in
                 _grouped([{"name": each.get("layer", ""), **each} for each in data["contradictions"]], lambda each: each["what"])]
     more = [[f"and {len(problems) - PROBLEMS} more", "", ""]] if len(problems) > PROBLEMS else []
-    return [(["layers", "", "format", "shape", "parameters", "by"], layers, " >"),
+    return [(["layers", "", "format", "shape", "bits", "parameters", "by"], layers, " >"),
+            (["groups", "", "format", "weights", "numbers", "bits", "threads", "shared memory", ""], groups, " > >>>>>"),
             (["not quantized", "", "type", "shape", "by"], plain, " >"),
             (["contradictions", "", ""], problems[:PROBLEMS] + more, " >")]
 
 
-def _grouped(rows: Sequence[Mapping[str, Any]], key: Any) -> list[tuple[str, int, Mapping[str, Any]]]:
-    """Rows of one kind whose names differ in numbers alone, as one: what they are called together, how many, and the first."""
+def _fits(group: Mapping[str, Any]) -> bool:
+    return group["shared_memory"] is None or group["shared_memory"] <= group["shared_memory_limit"]
+
+
+def _fitting(alike: Sequence[Mapping[str, Any]]) -> str:
+    """What to do about groups that need more shared memory than there is."""
+    if _fits(alike[0]):
+        return ""
+    known = [each["threads_that_fit"] for each in alike]
+    remedy = "no number of threads fits" if None in known else f"{min(known)} threads fit"
+    return f"more than {alike[0]['shared_memory_limit']}: {remedy}"
+
+
+def _grouped(rows: Sequence[Mapping[str, Any]], key: Any) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Rows of one kind whose names differ in numbers alone, together, and what they are called then."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((_NUMBER.sub("*", row["name"]), key(row)), []).append(row)
-    return [(_together([row["name"] for row in group]), len(group), group[0]) for group in groups.values()]
+    return [(_together([row["name"] for row in group]), group) for group in groups.values()]
+
+
+def _between(alike: Sequence[Mapping[str, Any]], key: str) -> str:
+    """The values of rows, from the least to the largest."""
+    values = [f"{each[key]:.5g}" if isinstance(each[key], float) else str(each[key]) for each in
+              sorted((each for each in alike if each[key] is not None), key=lambda each: float(each[key]))]
+    return "-" if not values else values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
 
 
 def _together(names: Sequence[str]) -> str:

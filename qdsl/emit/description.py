@@ -11,9 +11,10 @@ from typing import Any
 
 from qdsl.emit.axes import tensor_axes
 from qdsl.emit.tensors import is_plain
-from qdsl.ir.program import Program, Tensor
+from qdsl.ir.program import Program, Stream, Tensor
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.passes.samples import size_axis
+from qdsl.passes.streams import STREAMS
 
 Params = Mapping[str, int | str]
 Storages = dict[str, dict[str, Any]]
@@ -53,7 +54,9 @@ def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params
 
 
 def _tensors(program: Program) -> dict[str, dict[str, Any]]:
-    found = {tensor.name: _tensor(program, tensor) for tensor in program.tensors}
+    found: dict[str, dict[str, Any]] = {}
+    for tensor in program.tensors:
+        found |= _coded(tensor.stream) if tensor.stream else {tensor.name: _tensor(program, tensor)}
     shape = next(each.shape for each in program.spec.storages if each.name.value == program.storage)
     return found if shape is None else {**found, shape.value: {"dtype": "shape", "axes": ["2*1"]}}
 
@@ -63,6 +66,11 @@ def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:
     is_index = is_plain(program, tensor) and program.field(field).number is None
     return {"dtype": "index" if is_index else tensor.kind, "axes": tensor_axes(tensor),
             **({"aliases": list(tensor.aliases)} if tensor.aliases else {}), **({"optional": field} if tensor.optional else {})}
+
+
+def _coded(stream: Stream) -> dict[str, dict[str, Any]]:
+    """The tensors of an entropy code."""
+    return {stream.tensors[role]: {"dtype": kind, "axes": list(axes)} for role, (kind, axes) in STREAMS[stream.coding].tensors.items()}
 
 
 def _text(value: object, level: int = 0) -> str:

@@ -25,15 +25,16 @@ NAMES = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps"
 Tensors = Mapping[str, NDArray[Any]]
 
 
-def encode(patterns: NDArray[np.uint16], numels: Sequence[int] = (), threads: int = THREADS) -> dict[str, NDArray[Any]]:
+def encode(parts: Sequence[NDArray[np.uint16]], threads: int = THREADS) -> dict[str, NDArray[Any]]:
     """The tensors of a group.
 
-    patterns: u16 [n], the weights' bits, n > 0; numels: weights of each tensor, one if not given.  threads: windows of a block.
+    parts: of each of its weights the bits, u16 [n]; together there is at least one.  threads: windows of a block.
     Raises StreamError for exponents from 240 on and codes of too many rows, which DF11 cannot hold.
     """
-    if not len(patterns) or sum(numels or [len(patterns)]) != len(patterns):
-        raise StreamError(f"a group of {len(patterns)} weights in tensors of {list(numels)}")
-    symbols, rest, counts = exponents.split(patterns)
+    numels = [len(part) for part in parts]
+    if not 0 < sum(numels) < 1 << 31:
+        raise StreamError(f"a group of {sum(numels)} weights: DF11 holds 1 to 2^31 - 1")
+    symbols, rest, counts = exponents.split(parts)
     stream = huffman_windows.encode(symbols, counts, threads)
     found = {STREAM[role]: tensor for role, tensor in stream.items()}
     found |= {"sign_mantissa": rest, "split_positions": np.cumsum(numels, dtype=np.int64)[:-1]}

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 1 << 16
 
 
-def split(patterns: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
-    """Of u16 [n]: exponents u8 [n], signs and mantissas u8 [n] (the sign above seven bits), and how often exponents occur."""
-    exponents = np.empty(len(patterns), np.uint8)
-    rest = np.empty(len(patterns), np.uint8)
+def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
+    """Of several u16 [n] in a row: their exponents u8 [sum of n], signs and mantissas u8 (the sign above seven bits), and how
+    often exponents occur.
+    """
+    total = sum(map(len, parts))
+    exponents = np.empty(total, np.uint8)
+    rest = np.empty(total, np.uint8)
     pairs = np.zeros(1 << 16, np.int64)
-    for start in range(0, len(patterns), BLOCK):
-        part = slice(start, start + BLOCK)
-        np.right_shift(patterns[part], 7, out=exponents[part], casting="unsafe")
-        np.bitwise_or(patterns[part] & 0x7F, patterns[part] >> 8 & 0x80, out=rest[part], casting="unsafe")
+    first = 0
+    for patterns in parts:
+        for start in range(0, len(patterns), BLOCK):
+            some = patterns[start:start + BLOCK]
+            place = slice(first + start, first + start + len(some))
+            np.right_shift(some, 7, out=exponents[place], casting="unsafe")
+            np.bitwise_or(some & 0x7F, some >> 8 & 0x80, out=rest[place], casting="unsafe")
+        first += len(patterns)
     even = exponents[:len(exponents) & ~1].view("<u2")
     for start in range(0, len(even), 1 << 20):
         pairs += np.bincount(even[start:start + (1 << 20)], minlength=1 << 16)

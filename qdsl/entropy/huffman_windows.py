@@ -88,8 +88,8 @@ class Windows:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that dfloat11's CUDA kernel asks for: two for each symbol of the fullest block."""
-        return 4 * self.threads + 4 + 2 * int(np.diff(self.positions).max(initial=0))
+        """Bytes of shared memory that dfloat11's CUDA kernel asks for."""
+        return shared_memory(self.threads, int(np.diff(self.positions).max(initial=0)))
 
     def decode(self) -> NDArray[np.uint8]:
         """The symbols u8 [n].  Raises StreamError where codes miss gaps, positions, or the stream's end."""
@@ -122,6 +122,22 @@ class Windows:
         if count < self.count or not 0 <= 8 * len(self.data) - end < 8:
             raise StreamError(f"the data hold {count} symbols of {self.count}, and their codes end at bit {end} of "
                               f"{8 * len(self.data)}")
+
+
+def shared_memory(threads: int, fullest: int) -> int:
+    """Bytes that dfloat11's CUDA kernel asks for: four for each thread, two for each symbol of the fullest block."""
+    return 4 * threads + 4 + 2 * fullest
+
+
+def threads_within(limit: int, threads: int, fullest: int, shortest: int) -> int | None:
+    """The most threads, of half as many and so on, with which any stream of such codes stays within so many bytes.
+
+    fullest: symbols of the fullest block of `threads`; shortest: bits of the shortest code.  None where even 8 are too many.
+    """
+    most = threads
+    while most >= 8 and shared_memory(most, min(fullest, -(-bits.WINDOW * most // shortest))) > limit:
+        most //= 2
+    return most if most >= 8 else None
 
 
 def windows(tensors: Tensors, count: int, threads: int | None = None) -> Windows:

@@ -42,7 +42,7 @@ def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
             continue
         stream = layout.streams[name]
         found |= {stream.names[role]: each for role, each in _encoded(name, stream, tensor, shape).items()}
-    return {name: found[name] for name in layout.tensors}
+    return {name: found[name] for name in layout.tensors if name in found}
 
 
 def _encoded(name: str, stream: Stream, tensor: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:

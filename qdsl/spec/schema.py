@@ -61,6 +61,7 @@ DETECT_KEYS = {
     "config": "settings that a checkpoint's quantization_config must have",
     "tensors": "small tensors beside a weight that say its parameters and shape",
     "words": "words that tell storages apart which fit alike",
+    "parts": "the tensor that says where the later weights of a group begin",
 }
 TENSOR_KEYS = {
     "tensor": "type and axes, such as 'i32[t<K/8 word, n<N]'",

@@ -1,0 +1,33 @@
+"""The models of a folder: one, or those of a diffusion pipeline, each in a folder of its own (transformer, text_encoder, vae)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from qdsl.checkpoint.folder import Folder
+
+
+def names(path: Path) -> list[str]:
+    """The folders of the models, '' for the folder itself: that is one where weights lie in it, or nowhere else either."""
+    if not path.is_dir() or _has_weights(path):
+        return [""]
+    return sorted(each.name for each in path.iterdir()
+                  if each.is_dir() and not each.name.startswith(".") and _has_weights(each)) or [""]
+
+
+def _has_weights(path: Path) -> bool:
+    return any(not each.name.startswith(".") for each in path.glob("*.safetensors"))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[dict[str, Folder]]:
+    """The models by their folders.  Raises CheckpointError and OSError as Folder does."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(Folder(path / name if name else path)) for name in names(path)}
+
+
+def within(component: str, file: str) -> str:
+    """A file's name from the folder of all models."""
+    return f"{component}/{file}" if component else file

@@ -1,0 +1,167 @@
+"""A checkpoint compressed: units encoded into pieces, pieces put together to files, each taken up again where it was broken off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qdsl.checkpoint import components
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.safetensors import Entry, shown
+from qdsl.compress import codecs, pieces, plan
+from qdsl.compress.pieces import Made, Piece
+from qdsl.compress.units import Aim, Bytes, Unit, placed, units
+from qdsl.entropy.lookup import StreamError
+from qdsl.processes import results
+from qdsl.rewrite import RewriteError, stage
+from qdsl.rewrite.complete import complete
+from qdsl.rewrite.shards import Copy, Shard, identity, share
+from qdsl.rewrite.work import Tell, Telling, quiet, write
+
+
+def compress(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None, check: bool = False,
+             tell: Telling = quiet) -> dict[str, Any]:
+    """Write a checkpoint whose bfloat16 matrices are held in fewer bits, and all else is as it was.
+
+    path: a folder, one of several models, or a .safetensors file.  part: (i, n), from 1: the i-th of n parts of the encoding
+    alone, which leaves the rest to a call without it, or to `merge`.  check: what was written is decoded and compared before it
+    takes its place.
+    What was done by an earlier call is not done again, where it was made of the same files by the same version; bytes do not
+    depend on jobs, parts or interruptions.  Until it is complete, what is compressed lies there twice.
+    tell: what, given how many bytes there are to encode and then to write, is told how many are.
+    Memory: at most 2.5 times the matrices that are held together, for each process.
+    Raises RewriteError, CheckpointError and OSError.
+    """
+    if path.is_dir() and path.resolve() in (out.resolve(), *out.resolve().parents):
+        raise RewriteError(f"{out}: lies in the folder that is read")
+    with components.opened(path) as models:
+        made, used = units(models, aim)
+        if stage.was_ended(out):
+            return _report(out, aim, (), (), [])
+        asked = {"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()), **asdict(aim)}
+        place = stage.begin(out, _plain(asked))
+        sources = {each: identity(each) for folder in models.values() for each in folder.shards}
+        every = pieces.pieces(made, aim, place, sources)
+        mine = every if part is None else share(every, *part)
+        _encode([each for each in mine if pieces.made(each) is None], jobs, tell)
+        there = [(each, found) for each in mine if (found := pieces.made(each)) is not None]
+        if part is not None:
+            return _report(out, aim, there, (), [])
+        return _finish(path, models, aim, there, used, sources, out, jobs, check, tell)
+
+
+def merge(out: Path, *, jobs: int = 1, tell: Telling = quiet) -> dict[str, Any]:
+    """Complete a checkpoint whose parts are all there.
+
+    Raises RewriteError where some are missing, or are not of the input as it is now.
+    """
+    asked = stage.asked(out)
+    aim = Aim(asked["format"], asked["threads"], asked["patterns"], asked["by_group"], tuple(asked["only"]))
+    path = Path(asked["from"])
+    with components.opened(path) as models:
+        made, used = units(models, aim)
+        sources = {each: identity(each) for folder in models.values() for each in folder.shards}
+        every = pieces.pieces(made, aim, out / stage.STAGE, sources)
+        there = [(each, found) for each in every if (found := pieces.made(each)) is not None]
+        if len(there) < len(every):
+            raise RewriteError(f"{out}: {len(every) - len(there)} of {len(every)} pieces are not there, or not of {path} as it is now")
+        return _finish(path, models, aim, there, used, sources, out, jobs, False, tell)
+
+
+def _plain(asked: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back."""
+    patterns = asked["patterns"]
+    return {**asked, "only": list(asked["only"]), "patterns": patterns and {key: list(each) for key, each in patterns.items()}}
+
+
+def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
+    if not todo:
+        return
+    todo[0].path.parent.mkdir(exist_ok=True)
+    for path in todo[0].path.parent.glob(".qdsl-*.part"):        # of a process that was killed
+        path.unlink()
+    before = after = 0
+    with tell(sum(each.size for each in todo)) as told, closing(results(pieces.encode, todo, min(jobs, len(todo)))) as sizes:
+        for piece, size in zip(todo, sizes, strict=True):
+            before += piece.size
+            after += size
+            told(before, f"{100 * after / before:.1f} % {piece.units[-1].label}")
+
+
+def _finish(path: Path, models: Mapping[str, Folder], aim: Aim, there: Sequence[tuple[Piece, Made]],
+            used: Mapping[str, dict[str, list[str]]], sources: Mapping[Path, list[Any]], out: Path, jobs: int, check: bool,
+            tell: Telling) -> dict[str, Any]:
+    """Files of pieces, and all that lies beside them."""
+    shards = plan.shards(models, aim, there, sources)
+    todo = [shard for shard in shards if not stage.is_whole(shard, out)]
+    with tell(sum(shard.nbytes for shard in todo)) as told:
+        write(todo, out / stage.STAGE, jobs, told)
+    if check:
+        checks = list(_checks(shards, there, out))
+        with tell(sum(each.unit.nbytes for each in checks)) as told:
+            _check(checks, jobs, told)
+    read = {each for folder in models.values() for each in (*folder.shards, folder.root / folder.index_name)}
+    notes = complete(path, read, shards, plan.said(models, aim, there, used, shards), out)
+    return _report(out, aim, there, shards, notes) | {"checked": check}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A unit, and where its tensors were written."""
+
+    unit: Unit
+    format: str
+    threads: int
+    tensors: Mapping[str, Bytes]
+
+
+def _checks(shards: Sequence[Shard], there: Sequence[tuple[Piece, Made]], out: Path) -> Iterator[Check]:
+    written = {(shard.name.rpartition("/")[0], step.name): (stage.place(shard, out), step.to) for shard in shards
+               for step in shard.steps if isinstance(step, Copy)}
+    for piece, made in there:
+        for unit in piece.units:
+            if unit.name not in made.raw:
+                entries = {leaf: made.header.tensors[unit.full(leaf)] for leaf in codecs.LEAVES[piece.aim.format]}
+                tensors = {}
+                for leaf, entry in entries.items():
+                    path, start = written[unit.model, unit.full(leaf)]
+                    tensors[leaf] = placed(path, Entry(entry.dtype, entry.shape, start, start + entry.nbytes))
+                yield Check(unit, piece.aim.format, piece.aim.threads, tensors)
+
+
+def _check(checks: Sequence[Check], jobs: int, told: Tell) -> None:
+    count = 0
+    with closing(results(same, checks, min(jobs, len(checks)))) as answers:
+        for each, wrong in zip(checks, answers, strict=True):
+            if wrong:
+                raise RewriteError(f"{each.unit.label}: {wrong}")
+            count += each.unit.nbytes
+            told(count, each.unit.label)
+
+
+def same(each: Check) -> str:
+    """What a process does: '' where a unit's tensors stand for its matrices, else what is wrong."""
+    shapes = [part.shape for part in each.unit.parts.values()]
+    try:
+        found = codecs.decode(each.format, {leaf: data.read() for leaf, data in each.tensors.items()}, shapes, each.threads)
+    except StreamError as error:
+        return str(error)
+    wrong = [name for (name, part), matrix in zip(each.unit.parts.items(), found, strict=True)
+             if not np.array_equal(part.read().reshape(-1), matrix)]
+    return f"{shown(wrong[0])} is another matrix when it is decoded" if wrong else ""
+
+
+def _report(out: Path, aim: Aim, there: Sequence[tuple[Piece, Made]], shards: Sequence[Shard], notes: Sequence[str],
+            ) -> dict[str, Any]:
+    held = [(unit, made) for piece, made in there for unit in piece.units if unit.name not in made.raw]
+    raw = [{"name": unit.label, "why": made.raw[unit.name]} for piece, made in there for unit in piece.units if unit.name in made.raw]
+    before = sum(unit.nbytes for unit, _ in held)
+    after = sum(entry.nbytes for _, made in there for entry in made.header.tensors.values())
+    return {"out": str(out), "format": aim.format, "units": len(held), "matrices": sum(len(unit.parts) for unit, _ in held),
+            "raw": raw, "nbytes_before": before, "nbytes_after": after, "bits_per_weight": 16 * after / before if before else None,
+            "shards": [shard.name for shard in shards], "nbytes": sum(shard.size for shard in shards), "notes": list(notes)}

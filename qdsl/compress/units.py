@@ -1,0 +1,116 @@
+"""What of a checkpoint becomes smaller: matrices that are held together, as bytes of files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.checkpoint.components import within
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.safetensors import Entry
+from qdsl.compress import patterns
+from qdsl.compress.codecs import NUMPY, Shape
+from qdsl.entropy.huffman_windows import THREADS
+from qdsl.rewrite import RewriteError
+
+FORMATS = ("hlane", "fix4", "df11")
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What matrices are to become.
+
+    threads: of a block, in DF11.  patterns: of its groups, None for those that names suggest.  by_group: files as dfloat11 cuts
+    them with save_single_file=False.  only: the models of a pipeline that are meant, none for all.
+    """
+
+    format: str
+    threads: int = THREADS
+    patterns: Mapping[str, Sequence[str]] | None = None
+    by_group: bool = False
+    only: tuple[str, ...] = ()
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether what takes more room than before is held so nevertheless, because the patterns ask for it."""
+        return self.patterns is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A tensor in a file."""
+
+    path: Path
+    dtype: str
+    shape: Shape
+    start: int
+    nbytes: int
+
+    def read(self) -> NDArray[Any]:
+        """Mapped: what is not touched is not read, and the system may take back what is."""
+        if not self.nbytes:
+            return np.empty(self.shape, NUMPY[self.dtype])
+        return np.memmap(self.path, NUMPY[self.dtype], "r", self.start, self.shape)
+
+
+def bytes_of(folder: Folder, name: str) -> Bytes:
+    entry = folder.entry(name)
+    return placed(folder.file(name).path, entry)
+
+
+def placed(path: Path, entry: Entry) -> Bytes:
+    return Bytes(path, entry.dtype, entry.shape, entry.start, entry.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Matrices that are held together, by their names.  model: the folder of a pipeline's model, ''.  name: of the module."""
+
+    model: str
+    name: str
+    parts: Mapping[str, Bytes]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.parts.values())
+
+    @property
+    def label(self) -> str:
+        """What it is called in the folder of all models."""
+        return within(self.model, self.name)
+
+    def full(self, leaf: str) -> str:
+        """What a tensor of it is called."""
+        return f"{self.name}.{leaf}" if self.name else leaf
+
+
+def units(models: Mapping[str, Folder], aim: Aim) -> tuple[list[Unit], dict[str, dict[str, list[str]]]]:
+    """What becomes smaller, in the order of the files, and by model the patterns of DF11's groups.
+
+    Raises RewriteError where nothing does, and for patterns that do not fit.
+    """
+    if unknown := [name for name in aim.only if name not in models]:
+        raise RewriteError(f"no model {unknown[0]!r}: there are {', '.join(models)}")
+    made: list[Unit] = []
+    used: dict[str, dict[str, list[str]]] = {}
+    for model, folder in models.items():
+        if aim.only and model not in aim.only:
+            continue
+        names = patterns.matrices(folder)
+        if aim.format == "df11":
+            chosen = patterns.found(names) if aim.patterns is None else {key: list(each) for key, each in aim.patterns.items()}
+            groups = patterns.matched(folder, chosen)
+            used |= {model: chosen} if groups else {}
+        else:
+            groups = {name: [f"{name}{patterns.WEIGHT}"] for name in names}
+        made += [Unit(model, name, {each: bytes_of(folder, each) for each in parts}) for name, parts in groups.items()]
+    if not made:
+        where = ", ".join(str(folder.path) for folder in models.values())
+        what = "no pattern names a module" if aim.patterns else "no bfloat16 matrix; other types have no exponents of 8 bits to code"
+        raise RewriteError(f"{where}: {what}")
+    return made, used
