@@ -1,7 +1,8 @@
-"""`python -m bench.folders kill` and `python -m bench.folders memory`: whole checkpoints converted, on a disk with room for them.
+"""`python -m bench.folders kill` and `python -m bench.folders memory`: whole checkpoints converted, or with --format compressed
+and decompressed again, on a disk with room for them.
 
-kill: a conversion is killed at random moments and taken up again; every time the bytes must be those of one that was not.
-memory: what a process holds at most that no file could give back, over one conversion with several processes.
+kill: the work is killed at random moments and taken up again; every time the bytes must be those of one that was not.
+memory: what a process holds at most that no file could give back, with several processes.
 """
 
 from __future__ import annotations
@@ -36,10 +37,20 @@ def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         source = Path(folder) / "in"
-        layer = made(source, options.megabytes, options.shard, options.columns)
+        if options.format:
+            work = ["compress", "--format", options.format]
+            unit = plain(source, options.megabytes, options.shard, options.columns, options.format == "df11")
+            bound = 100_000_000 + 5 * unit // 2
+        else:
+            work = ["convert", "--to", "awq"]
+            bound = 350_000_000 + 2 * made(source, options.megabytes, options.shard, options.columns)
         if options.what == "kill":
-            return killed(source, Path(folder), options.kills, options.jobs, options.seed)
-        return remembered(source, Path(folder), options.jobs, layer)
+            return killed(work, source, Path(folder), options.kills, options.jobs, options.seed)
+        wrong = remembered(work, source, Path(folder) / "out", options.jobs, bound)
+        if options.format:
+            wrong |= remembered(["decompress"], Path(folder) / "out", Path(folder) / "back", options.jobs, bound)
+            wrong |= int(digest(Path(folder) / "back") != digest(source))
+        return wrong
 
 
 def _options() -> argparse.Namespace:
@@ -49,6 +60,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--shard", type=int, default=50, help="megabytes of a shard")
     parser.add_argument("--columns", type=int, default=4096, help="of a layer, which has as many rows")
+    parser.add_argument("--format", choices=("hlane", "fix4", "df11"), help="compress to this")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -82,8 +94,28 @@ def made(path: Path, megabytes: int, shard: int, columns: int) -> int:
     return max(int(tensor.nbytes) for tensor in empty.tensors.values())
 
 
-def command(source: Path, out: Path, jobs: int) -> list[str]:
-    return [sys.executable, "-m", "qdsl", "convert", str(source), "--to", "awq", "--out", str(out), "--jobs", str(jobs)]
+def plain(path: Path, megabytes: int, shard: int, columns: int, together: bool) -> int:
+    """A checkpoint of random bfloat16 matrices, four to a block; returns the bytes of the largest unit, a block or a matrix."""
+    path.mkdir()
+    size = 2 * columns * columns
+    blocks = max(2, (megabytes << 20) // (4 * size))
+    per_shard = max(1, (shard << 20) // (4 * size))
+    shards = -(-blocks // per_shard)
+    placed = {}
+    for number in range(shards):
+        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        inside = range(number * per_shard, min(blocks, (number + 1) * per_shard))
+        tensors = {f"model.layers.{block}.{part}.weight": torch.randn(columns, columns).mul_(0.02).bfloat16()
+                   for block in inside for part in ("q", "o", "up", "down")}
+        write(path / name, tensors, {"format": "pt"})
+        placed.update(dict.fromkeys(tensors, name))
+    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": placed}))
+    (path / "config.json").write_text("{}")
+    return 4 * size if together else size
+
+
+def command(work: list[str], source: Path, out: Path, jobs: int) -> list[str]:
+    return [sys.executable, "-m", "qdsl", *work, str(source), "--out", str(out), "--jobs", str(jobs)]
 
 
 def digest(path: Path) -> str:
@@ -96,16 +128,16 @@ def digest(path: Path) -> str:
     return found.hexdigest()
 
 
-def killed(source: Path, folder: Path, kills: int, jobs: int, seed: int) -> int:
+def killed(work: list[str], source: Path, folder: Path, kills: int, jobs: int, seed: int) -> int:
     begun = time.monotonic()
-    subprocess.run(command(source, folder / "whole", jobs), cwd=ROOT, check=True)
+    subprocess.run(command(work, source, folder / "whole", jobs), cwd=ROOT, check=True)
     whole = time.monotonic() - begun
     wanted, out = digest(folder / "whole"), folder / "out"
     drawn = random.Random(seed)
     same = number = 0
     while number < kills:
         begun, moment = time.monotonic(), drawn.uniform(0, whole)
-        child = subprocess.Popen(command(source, out, jobs), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+        child = subprocess.Popen(command(work, source, out, jobs), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
         try:
             child.wait(moment)
             whole = time.monotonic() - begun                     # the machine has become faster
@@ -115,7 +147,7 @@ def killed(source: Path, folder: Path, kills: int, jobs: int, seed: int) -> int:
             number += 1
             there = sum(path.name.endswith(".safetensors") and path.is_file() for path in out.rglob("*")) if out.exists() else 0
             if not _readable(out):
-                subprocess.run(command(source, out, jobs), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+                subprocess.run(command(work, source, out, jobs), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             same += digest(out) == wanted
             print(f"killed after {moment:.1f} s with {there} files there; {same} of {number} the same", flush=True)
         shutil.rmtree(out)
@@ -134,20 +166,19 @@ def _readable(out: Path) -> bool:
     return True
 
 
-def remembered(source: Path, folder: Path, jobs: int, largest: int) -> int:
+def remembered(work: list[str], source: Path, out: Path, jobs: int, bound: int) -> int:
     """Anonymous memory, looked at a hundred times a second."""
     begun = time.monotonic()
-    child = subprocess.Popen(command(source, folder / "out", jobs), cwd=ROOT, stdout=subprocess.DEVNULL)
+    child = subprocess.Popen(command(work, source, out, jobs), cwd=ROOT, stdout=subprocess.DEVNULL)
     peaks: dict[int, int] = {}
     while child.poll() is None:
         for pid in [child.pid, *_children(child.pid)]:
             peaks[pid] = max(peaks.get(pid, 0), _anonymous(pid))
         time.sleep(0.01)
     took = time.monotonic() - begun
-    bound = 2 * largest + 350_000_000
-    size = sum(path.stat().st_size for path in (folder / "out").iterdir())
-    print(f"{size / 1e9:.2f} GB in {took:.0f} s, largest tensor {largest / 1e6:.0f} MB; peak of anonymous memory "
-          f"{max(peaks.values()) / 1e6:.0f} MB in {len(peaks)} processes, bound {bound / 1e6:.0f} MB")
+    size = sum(path.stat().st_size for path in out.iterdir())
+    print(f"{work[0]}: {size / 1e9:.2f} GB in {took:.0f} s; peak of anonymous memory {max(peaks.values()) / 1e6:.0f} MB in "
+          f"{len(peaks)} processes, bound {bound / 1e6:.0f} MB", flush=True)
     return int(child.returncode != 0 or max(peaks.values()) > bound)
 
 

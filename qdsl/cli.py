@@ -237,8 +237,8 @@ def _param(text: str) -> tuple[str, int | str]:
 @app.command()
 def inspect(file: Annotated[Path, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
                                                       "of them.", show_default=False)],
-            shared_memory: Annotated[int, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel, with which "
-                                                       "those that DF11's kernel needs are compared.")] = 48 << 10,
+            shared_memory: Annotated[int, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel, "
+                                                                                      "and DF11's may need.")] = 48 << 10,
             as_json: Json = False) -> None:
     """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong."""
     from qdsl.checkpoint.contents import contents, lines
@@ -437,10 +437,10 @@ def _ratio(decibels: float | None) -> float:
 
 
 @app.command()
-def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensors files, one of several such models, as diffusers "
-                                                         "has them, or one file.", show_default=False)],
-             format: Annotated[str, typer.Option("--format", "-f", help="hlane, the smallest, fix4, the fastest to decode, or df11, "
-                                                 "as the dfloat11 package writes it.", show_default=False)],
+def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensors files, one of several such models, as in "
+                                                         "diffusers, or one file.", show_default=False)],
+             format: Annotated[str, typer.Option("--format", "-f", help="hlane, the smallest; fix4, the fastest to decode; df11, "
+                                                                        "the dfloat11 package's.", show_default=False)],
              out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
              jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
                                                                                   "processor.")] = None,
@@ -450,11 +450,11 @@ def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensor
                                                                  "place.")] = False,
              component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
                                   "whose weights are meant; the others stay as they are.")] = None,
-             patterns: Annotated[str | None, typer.Option("--patterns", help="df11: the package's pattern_dict as JSON, a file of "
-                                 "it, or a config.json with it; by default numbered blocks are held together.")] = None,
-             threads: Annotated[int | None, typer.Option("--threads-per-block", help="df11: 8 to 1024, a power of two; 512 by "
-                                                         "default, 256 for GPUs with little shared memory.")] = None,
-             by_group: Annotated[bool, typer.Option("--file-per-group", help="df11: a file for each group, in place of one.")] = False,
+             patterns: Annotated[str | None, typer.Option("--patterns", help="df11: the package's pattern_dict as JSON, a file, "
+                                 "or a config.json with it; by default numbered blocks are held together.")] = None,
+             threads: Annotated[int | None, typer.Option("--threads-per-block", help="df11: a power of two; by default 512, 256 "
+                                                         "for GPUs with little shared memory.")] = None,
+             by_group: Annotated[bool, typer.Option("--file-per-group", help="df11: a file for each group.")] = False,
              as_json: Json = False) -> None:
     """Write a checkpoint with its bfloat16 matrices in fewer bits, without loss, and all else as it was.
 
@@ -464,7 +464,8 @@ def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensor
 
     from qdsl.compress import patterns as reading
     from qdsl.compress import run
-    from qdsl.compress.units import FORMATS, THREADS, Aim
+    from qdsl.compress.units import FORMATS, Aim
+    from qdsl.entropy.huffman_windows import THREADS
     from qdsl.processes import processors
     from qdsl.progress import progress
 
@@ -507,12 +508,12 @@ def _compressed(found: dict[str, Any], as_json: bool, part: str = "") -> None:
 def decompress(folder: Annotated[Path, typer.Argument(help="What `compress`, or for DF11 the dfloat11 package, wrote.",
                                                       show_default=False)],
                out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
-               like: Annotated[Path | None, typer.Option("--like", help="A checkpoint with the same tensors, where the folder does "
-                                                         "not say their shapes.")] = None,
+               like: Annotated[Path | None, typer.Option("--like", help="A checkpoint with the same tensors, where nothing "
+                                                                        "else says their shapes.")] = None,
                jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
                                                                                     "processor.")] = None,
-               shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Write the I-th of N parts alone, from 1; "
-                                                         "`merge-index` completes the folder when all are there.")] = None,
+               shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Write the I-th of N parts alone, from "
+                                                         "1; `merge-index` completes the folder when all are there.")] = None,
                as_json: Json = False) -> None:
     """Write the checkpoint that a compressed one was made of, byte for byte.
 
@@ -565,9 +566,10 @@ def verify(a: Annotated[Path, typer.Argument(help="A folder of safetensors files
             if decoded:
                 from qdsl.checkpoint.verify_decoded import decoded_differences
 
-                found = decoded_differences(a, b, tolerance, jobs=jobs, tell=tell)
+                found = verifying.of_models(
+                    a, b, lambda x, y, told: decoded_differences(x, y, tolerance, jobs=jobs, tell=told), tell)
             else:
-                found = verifying.differences(a, b, jobs=jobs, tell=tell)
+                found = verifying.of_models(a, b, lambda x, y, told: verifying.differences(x, y, jobs=jobs, tell=told), tell)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "equal": not found, "differences": [each.data() for each in found]}))
     else:

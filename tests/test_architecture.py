@@ -47,8 +47,8 @@ ALLOWED: dict[str, set[str]] = {
     "analyze": {"runtime", "places", ""},
     "tune": {"runtime", "files"},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
-    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "convert", "compress",
-            "rewrite", "processes", "progress", ""},
+    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "rewrite", "convert",
+            "compress", "entropy", "processes", "progress", ""},
     "__main__": {"cli"},
 }
 # Other people's packages, in function bodies too.
@@ -56,12 +56,13 @@ PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "entropy": {"numpy"},
     "checkpoint": {"torch", "numpy"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
-    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
+    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "analyze": {"torch", "triton"},
+    "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
-LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "progress", "shapes", "stored", "loading", "checkpoint", "rewrite",
-         "cli", "__main__", "")
+LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "progress", "shapes", "stored", "loading", "checkpoint",
+         "rewrite", "cli", "__main__", "")
 HEAVY = {"torch", "numpy", "triton"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

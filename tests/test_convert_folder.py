@@ -429,7 +429,8 @@ def test_a_note_of_a_stranger_is_refused(sharded: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / stage.STAGE / stage.REQUEST).write_text("[]")
     with pytest.raises(CheckpointError, match="not a JSON object"):
         convert(sharded, tmp_path / "out")
-    asked = {"command": "convert", "work": "a conversion to awq", "format": "", "storage": "awq", "requantize": False, "params": {}}
+    asked = {"command": "convert", "work": "a conversion to awq", "format": "", "storage": "awq", "requantize": False,
+             "params": {}}
     (tmp_path / "out" / stage.STAGE / stage.REQUEST).write_text(json.dumps(asked))
     convert(sharded, tmp_path / "out")
 

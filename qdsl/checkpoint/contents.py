@@ -33,7 +33,8 @@ def contents(path: Path, limit: int = SHARED_MEMORY) -> dict[str, Any]:
     if path.is_dir() or path.suffix == ".safetensors":
         models = names(path)
         if models != [""]:
-            return {"file": str(path), "format": "safetensors", "models": [_of_safetensors(path / name, limit) for name in models]}
+            inside = [_of_safetensors(path / name, limit) for name in models]
+            return {"file": str(path), "format": "safetensors", "models": inside}
         return _of_safetensors(path, limit)
     with GgufFile(path) as gguf:
         tensors = [_gguf_tensor(each) for each in gguf.tensors.values()]

@@ -44,8 +44,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of shared memory that the format's own kernel asks for; fits: the most threads with which it would stay within a limit.
-    """
+    """Bytes of shared memory that the format's own kernel asks for; fits: the most threads that stay within a limit."""
 
     threads: int
     nbytes: int
@@ -131,7 +130,7 @@ def _names(name: str, count: int, settings: Mapping[str, Any]) -> list[str]:
 
 
 def memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory | None:
-    """What the group's own kernel needs of a GPU; None where that cannot be said.  Raises StreamError for tables that are none."""
+    """What the group's own kernel needs of a GPU; None where tensors are wrong.  Raises StreamError for wrong tables."""
     import numpy as np
 
     from qdsl.entropy import lookup

@@ -181,7 +181,7 @@ def _read(file: BinaryIO, path: Path) -> Header:
 
 
 def parse_header(data: bytes, path: Path) -> Header:
-    """A header from its bytes alone, of a file that would end with its last tensor.  Raises CheckpointError as read_header does."""
+    """A header from its bytes alone, of a file that ends with its last tensor.  Raises CheckpointError as read_header does."""
     return _parse(data, None, path)
 
 

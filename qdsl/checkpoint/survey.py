@@ -81,8 +81,8 @@ def _plain(folder: Folder, name: str, left: Mapping[str, Any]) -> dict[str, Any]
 def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], str]]:
     """Tables of what `survey` found: heads, rows, and which columns are aligned at the right."""
     known = [each for each in data["layers"] if each["format"]]
-    layers = [[name, str(len(alike)), f"{first['format']}.{first['storage']}", _extents(first), _between(alike, "bits_per_weight"),
-               _params(first["params"]), first["by"]]
+    layers = [[name, str(len(alike)), f"{first['format']}.{first['storage']}", _extents(first),
+               _between(alike, "bits_per_weight"), _params(first["params"]), first["by"]]
               for name, alike in _grouped(known, lambda each: (each["format"], each["storage"], _params(each["params"]),
                                                                _extents(each), each["by"])) for first in alike[:1]]
     groups = [[name, str(len(alike)), first["format"], str(len(first["weights"])), str(sum(first["weights"].values())),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from qdsl.checkpoint import components
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.safetensors import Entry, element_bits, torch_dtypes
 from qdsl.processes import results
@@ -104,9 +105,31 @@ class Found:
 
 
 def size(path: Path) -> int:
-    """Bytes of all tensors of a checkpoint.  Raises CheckpointError and OSError as `differences` does."""
-    with Folder(path) as folder:
-        return sum(folder.entry(name).nbytes for name in folder.names())
+    """Bytes of all tensors of a checkpoint, or of several models.  Raises CheckpointError and OSError as `differences` does."""
+    with components.opened(path) as models:
+        return sum(folder.entry(name).nbytes for folder in models.values() for name in folder.names())
+
+
+def of_models(a: Path, b: Path, compare: Callable[[Path, Path, Tell], list[Difference]], tell: Tell) -> list[Difference]:
+    """What differs between two checkpoints, or between the models of diffusion pipelines, whose names stand in front."""
+    mine, other = components.names(a), components.names(b)
+    if mine == other == [""]:
+        return compare(a, b, tell)
+    found: list[Difference] = []
+    before = 0
+    for model in dict.fromkeys([*mine, *other]):
+        if model not in mine or model not in other:
+            found.append(Difference(f"{model}/", "missing", *(("a model", None) if model in mine else (None, "a model"))))
+            continue
+        each = compare(a / model, b / model, _further(tell, before))
+        found += [replace(one, tensor=components.within(model, one.tensor)) for one in each]
+        before += size(a / model)
+    return found
+
+
+def _further(tell: Tell, before: int) -> Tell:
+    """What is told of a part that begins after so many bytes."""
+    return lambda done, name: tell(before + done, name)
 
 
 def differences(a: Path, b: Path, *, jobs: int = 1, tell: Tell = lambda done, name: None) -> list[Difference]:

@@ -29,13 +29,17 @@ def encode(format: str, matrices: Sequence[NDArray[np.uint16]], threads: int) ->
     return FORMS[format].encode(matrix)
 
 
-def decode(format: str, tensors: Tensors, shapes: Sequence[Shape], threads: int | None) -> list[NDArray[np.uint16]]:
-    """The bit patterns again, each [n].  Raises StreamError for tensors that are damaged, or of matrices of other shapes."""
+def decode(format: str, tensors: Tensors, shapes: Sequence[Shape], threads: int | None, *, every: bool = False,
+           ) -> list[NDArray[np.uint16]]:
+    """The bit patterns again, each [n].  every: what only other decoders begin at is looked at, too.
+
+    Raises StreamError for tensors that are damaged, or of matrices of other shapes.
+    """
     sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
     if format == "df11":
         splits = np.cumsum(sizes)[:-1]
         if not np.array_equal(tensors["split_positions"], splits) or tensors["sign_mantissa"].size != sum(sizes):
             raise StreamError(f"split_positions are not those of matrices {', '.join(str(list(shape)) for shape in shapes)}")
-        return np.split(df11.decode(tensors, threads), splits)
+        return np.split(df11.decode(tensors, threads, every=every), splits)
     [shape] = shapes
     return [FORMS[format].decode(tensors, (shape[0], shape[1])).reshape(-1)]

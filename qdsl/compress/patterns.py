@@ -6,7 +6,6 @@ there; none for a module that is a weight's own.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -84,7 +83,7 @@ def matched(folder: Folder, patterns: Patterns) -> dict[str, list[str]]:
 
     Raises RewriteError for a weight that is not there, that is no bfloat16 matrix, or that is held twice.
     """
-    names = {".".join(parts[:count]): None for parts in (name.split(".") for name in folder.names()) for count in range(1, len(parts))}
+    names = {name[:place]: None for name in folder.names() for place in range(1, len(name)) if name[place] == "."}
     groups: dict[str, list[str]] = {}
     held: dict[str, str] = {}
     for pattern, attributes in patterns.items():
@@ -93,7 +92,8 @@ def matched(folder: Folder, patterns: Patterns) -> dict[str, list[str]]:
             own = f"{module}{WEIGHT}"
             weights = [own] if own in folder else [f"{module}.{each}{WEIGHT}" for each in attributes]
             if module in groups or not weights:
-                raise RewriteError(f"{where}, {'is named twice' if module in groups else 'has no weight, and the pattern lists none'}")
+                why = "is named twice" if module in groups else "has no weight, and the pattern lists none"
+                raise RewriteError(f"{where}, {why}")
             for weight in weights:
                 if weight not in folder:
                     raise RewriteError(f"{where}, has no {shown(weight)}")

@@ -1,7 +1,7 @@
 """A compressed checkpoint back to the one that it was made of: the same tensors, and, by qdsl-original.json, the same files.
 
-Without that file hlane's and fix4's matrices go where their tensors are; of DF11's nothing says their shapes, but another checkpoint
-with the same tensors can.
+Without that file hlane's and fix4's matrices go where their tensors are; of DF11's nothing says their shapes, but another
+checkpoint with the same tensors can.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from qdsl.checkpoint import components
 from qdsl.checkpoint.components import within
 from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.groups import CONFIG, groups
+from qdsl.checkpoint.groups import CONFIG
 from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.safetensors import Entry, Header, laid_out, shown
+from qdsl.checkpoint.safetensors import Header, laid_out, shown
 from qdsl.compress import codecs, original
 from qdsl.compress.original import ORIGINAL, Original
 from qdsl.compress.patterns import WEIGHT
@@ -43,7 +43,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A matrix that is made again: where it goes, None for another file; crc: CRC-32 that its bytes must have, None if unknown."""
+    """A matrix that is made again: where it goes, None for another file; crc: CRC-32 of its bytes, None if unknown."""
 
     name: str
     shape: tuple[int, ...]
@@ -176,8 +176,7 @@ def _held(folder: Folder, kept: Original | None) -> tuple[dict[str, Held], dict[
     return found, why
 
 
-def _files(folder: Folder, kept: Original | None, held: Mapping[str, Held], like: Path | None,
-           ) -> dict[str, tuple[bytes, Header]]:
+def _files(folder: Folder, kept: Original | None, held: Mapping[str, Held], like: Path | None) -> dict[str, tuple[bytes, Header]]:
     """The files to be written: the bytes before their tensors, and where those go."""
     if kept is not None:
         return dict(kept.headers)
@@ -187,8 +186,8 @@ def _files(folder: Folder, kept: Original | None, held: Mapping[str, Held], like
     if not held:
         return {file.path.name: (file.start_bytes(), file.header) for file in folder.files()}
     if any(each.format == "df11" for each in held.values()):
-        raise RewriteError(f"{folder.path}: no file here says what shapes its matrices have; --like FOLDER can, a checkpoint with "
-                           "tensors of the same names and shapes, such as the model before it was tuned")
+        raise RewriteError(f"{folder.path}: no file here says what shapes its matrices have; --like FOLDER can, a checkpoint "
+                           "with tensors of the same names and shapes, such as the model before it was tuned")
     files: dict[Path, dict[str, tuple[str, tuple[int, ...]]]] = {file.path: {} for file in folder.files()}
     gone = {(data.path, data.start, data.dtype, data.shape) for each in held.values() for data in each.tensors.values()}
     for name in folder.names():

@@ -1,4 +1,4 @@
-"""A checkpoint compressed: units encoded into pieces, pieces put together to files, each taken up again where it was broken off."""
+"""A checkpoint compressed: units encoded into pieces, pieces put together to files, both taken up where they were broken off."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def merge(out: Path, *, jobs: int = 1, tell: Telling = quiet) -> dict[str, Any]:
         every = pieces.pieces(made, aim, out / stage.STAGE, sources)
         there = [(each, found) for each in every if (found := pieces.made(each)) is not None]
         if len(there) < len(every):
-            raise RewriteError(f"{out}: {len(every) - len(there)} of {len(every)} pieces are not there, or not of {path} as it is now")
+            missing = len(every) - len(there)
+            raise RewriteError(f"{out}: {missing} of {len(every)} pieces are not there, or not of {path} as it is now")
         return _finish(path, models, aim, there, used, sources, out, jobs, False, tell)
 
 
@@ -148,7 +149,8 @@ def same(each: Check) -> str:
     """What a process does: '' where a unit's tensors stand for its matrices, else what is wrong."""
     shapes = [part.shape for part in each.unit.parts.values()]
     try:
-        found = codecs.decode(each.format, {leaf: data.read() for leaf, data in each.tensors.items()}, shapes, each.threads)
+        tensors = {leaf: data.read() for leaf, data in each.tensors.items()}
+        found = codecs.decode(each.format, tensors, shapes, each.threads, every=True)
     except StreamError as error:
         return str(error)
     wrong = [name for (name, part), matrix in zip(each.unit.parts.items(), found, strict=True)
@@ -159,9 +161,11 @@ def same(each: Check) -> str:
 def _report(out: Path, aim: Aim, there: Sequence[tuple[Piece, Made]], shards: Sequence[Shard], notes: Sequence[str],
             ) -> dict[str, Any]:
     held = [(unit, made) for piece, made in there for unit in piece.units if unit.name not in made.raw]
-    raw = [{"name": unit.label, "why": made.raw[unit.name]} for piece, made in there for unit in piece.units if unit.name in made.raw]
+    raw = [{"name": unit.label, "why": made.raw[unit.name]} for piece, made in there for unit in piece.units
+           if unit.name in made.raw]
     before = sum(unit.nbytes for unit, _ in held)
     after = sum(entry.nbytes for _, made in there for entry in made.header.tensors.values())
     return {"out": str(out), "format": aim.format, "units": len(held), "matrices": sum(len(unit.parts) for unit, _ in held),
-            "raw": raw, "nbytes_before": before, "nbytes_after": after, "bits_per_weight": 16 * after / before if before else None,
+            "raw": raw, "nbytes_before": before, "nbytes_after": after,
+            "bits_per_weight": 16 * after / before if before else None,
             "shards": [shard.name for shard in shards], "nbytes": sum(shard.size for shard in shards), "notes": list(notes)}

@@ -111,6 +111,6 @@ def units(models: Mapping[str, Folder], aim: Aim) -> tuple[list[Unit], dict[str,
         made += [Unit(model, name, {each: bytes_of(folder, each) for each in parts}) for name, parts in groups.items()]
     if not made:
         where = ", ".join(str(folder.path) for folder in models.values())
-        what = "no pattern names a module" if aim.patterns else "no bfloat16 matrix; other types have no exponents of 8 bits to code"
+        what = "no pattern names a module" if aim.patterns else "no bfloat16 matrix, whose exponents could be coded"
         raise RewriteError(f"{where}: {what}")
     return made, used

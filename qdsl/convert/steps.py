@@ -1,4 +1,4 @@
-"""What a process does to a layer: its weights out of the old files, into their places in a new one as another storage has them."""
+"""What a process does to a layer: weights out of the old files, into their places in a new one as another storage has them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:
 
 def _coded(stream: Stream) -> dict[str, dict[str, Any]]:
     """The tensors of an entropy code."""
-    return {stream.tensors[role]: {"dtype": kind, "axes": list(axes)} for role, (kind, axes) in STREAMS[stream.coding].tensors.items()}
+    return {stream.tensors[role]: {"dtype": kind, "axes": list(axes)}
+            for role, (kind, axes) in STREAMS[stream.coding].tensors.items()}
 
 
 def _text(value: object, level: int = 0) -> str:

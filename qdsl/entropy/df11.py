@@ -53,9 +53,9 @@ def stream_of(tensors: Tensors, threads: int | None = None) -> Windows:
     return huffman_windows.windows({role: tensors[name] for role, name in STREAM.items() if name in tensors}, len(rest), threads)
 
 
-def decode(tensors: Tensors, threads: int | None = None) -> NDArray[np.uint16]:
-    """The patterns u16 [n] of a file's group.  Raises StreamError."""
-    symbols = stream_of(tensors, threads).decode()
+def decode(tensors: Tensors, threads: int | None = None, *, every: bool = False) -> NDArray[np.uint16]:
+    """The patterns u16 [n] of a file's group.  every: each gap is looked at, which takes longer.  Raises StreamError."""
+    symbols = stream_of(tensors, threads).decode(every=every)
     out = np.empty(len(symbols), np.uint16)
     exponents.join(symbols, tensors["sign_mantissa"], out)
     return out

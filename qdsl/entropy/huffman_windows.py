@@ -91,9 +91,12 @@ class Windows:
         """Bytes of shared memory that dfloat11's CUDA kernel asks for."""
         return shared_memory(self.threads, int(np.diff(self.positions).max(initial=0)))
 
-    def decode(self) -> NDArray[np.uint8]:
-        """The symbols u8 [n].  Raises StreamError where codes miss gaps, positions, or the stream's end."""
-        step = math.gcd(_LANE, self.threads)                     # so that blocks begin with a lane
+    def decode(self, *, every: bool = False) -> NDArray[np.uint8]:
+        """The symbols u8 [n].  every: all windows are begun at, in place of each eighth.
+
+        Raises StreamError where codes miss gaps of windows that are begun at, positions, or the stream's end.
+        """
+        step = 1 if every else math.gcd(_LANE, self.threads)     # so that blocks begin with a lane
         windows = -(-8 * len(self.data) // bits.WINDOW)
         starts = np.arange(0, windows, step, dtype=np.int64) * bits.WINDOW + self.gaps[:windows:step]
         found = np.empty(self.count, np.uint8)
@@ -104,15 +107,16 @@ class Windows:
             at = min(self.count, at + len(symbols))
             counts.append(each)
         first = np.cumsum(np.concatenate([[0], *counts]))[:-1]
-        self._check(found, np.minimum(first, self.count), starts, at)
+        self._check(found, np.minimum(first, self.count), starts, at, self.threads // step)
         return found
 
-    def _check(self, found: NDArray[np.uint8], first: NDArray[np.int64], starts: NDArray[np.int64], count: int) -> None:
+    def _check(self, found: NDArray[np.uint8], first: NDArray[np.int64], starts: NDArray[np.int64], count: int, lanes: int,
+               ) -> None:
         """Positions are those of the codes, and the codes fill the stream but for less than a byte.
 
-        first: the first symbol of each lane, which begins at starts; count: how many symbols the stream has.
+        first: the first symbol of each lane, which begins at starts; count: how many symbols the stream has; lanes: of a block.
         """
-        blocks = first[::self.threads // math.gcd(_LANE, self.threads)]
+        blocks = first[::lanes]
         told = self.positions[:len(blocks)]
         wrong = np.flatnonzero(told != blocks[:len(told)])
         if wrong.size:

@@ -19,11 +19,12 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msg
 INDICES = tuple(f"{suffix}.index.json" for suffix in WEIGHTS)
 
 
-def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], said: Mapping[str, str | None], out: Path) -> list[str]:
+def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], said: Mapping[str, str | None], out: Path,
+             ) -> list[str]:
     """Put everything in its place; returns notes of what was left out.  A call that is broken off is made again.
 
     source: the folder, or the file, whose shards are these.  read: its files of weights, and their indices, which stay behind.
-    said: files with another text than there, or not there, by their names from the folder; None for those that have nothing to say.
+    said: files with another text than there, or that are not there, by their names from the folder; None for none any more.
     Raises RewriteError, before it changes anything, where shards are missing or of another input.
     """
     missing = [shard.name for shard in shards if not stage.is_whole(shard, out)]
