@@ -8,12 +8,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from bench import command_line, convert, dequantize, effort, families, linear, pack, quantize, report
+from bench import command_line, convert, dequantize, effort, families, linear, lossless, pack, quantize, report
 from bench.figure import Figure
 from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "convert": convert,
-          "quantize": quantize, "families": families, "linear": linear}
+          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear}
 ROUNDS, QUICK = 15, 3
 
 

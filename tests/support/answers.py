@@ -211,7 +211,8 @@ def told_params(format: Format) -> dict[str, list[int | str]]:
 def packed_again(packed: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that pack makes of fields; of a storage with streams what those hold, for not every code holds all bytes."""
     if packed.opened:
-        return {name: tensor.contiguous() for name, tensor in packed.layout.pack(**fields).items()}
+        made = {name: tensor.contiguous() for name, tensor in packed.layout.pack(**fields).items()}
+        return made | ({packed.layout.shape: torch.tensor(packed.shape)} if packed.layout.shape else {})
     return packed.format.pack(fields, storage=packed.storage, **packed.params).tensors
 
 
