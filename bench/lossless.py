@@ -1,4 +1,4 @@
-"""bfloat16 without loss, on one thread and in numpy: MB/s are 1e6 bytes of the bfloat16 weight per second, and what it takes then.
+"""bfloat16 without loss, on one thread, in numpy; MB/s are 1e6 bytes of the bfloat16 weight per second.
 
 The dfloat11 package needs a GPU to be imported; its compression of such a weight was measured elsewhere, 3.4 MB/s, and goals are
 35 times that.  It decodes on GPUs alone.
