@@ -84,6 +84,9 @@ def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     safetensors.write(tmp_path / "flux1-dev.safetensors", {"double_blocks.0.img_attn.proj.weight": torch.ones(8, 256)})
     layer = int_group.quantize(torch.ones(16, 64), "gptq_v2", bits=4, group=32)
     folders.folder(tmp_path / "Qwen3-8B-GPTQ", folders.named({"up": layer}))
+    matrices = {f"transformer_blocks.{block}.ff.weight": torch.randn(64, 128).bfloat16() for block in range(2)}
+    folders.folder(tmp_path / "FLUX.1-dev" / "transformer", matrices, config={}, index=False)
+    (tmp_path / "FLUX.1-dev" / "transformer" / "pytorch_model.bin").unlink()
     lines = [line.split("#")[0] for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ")]
     commands = [command for command in commands if command[0] not in ("demo", "analyze")]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from qdsl.checkpoint.folder import Folder
-from qdsl.entropy import df11
+from qdsl.entropy import bits, df11
 from qdsl.entropy.bfloat16 import FIX4, HLANE
 from qdsl.entropy.huffman import END, Code, canonical_code, df11_code
 from qdsl.entropy.lookup import StreamError, code_of, tables_of
@@ -136,6 +136,13 @@ def test_any_group_round_trips(count: int, threads: int, kinds: int, seed: int) 
     tensors = df11.encode([patterns[:cut], patterns[cut:]], threads)
     assert np.array_equal(df11.decode(tensors, threads), patterns)
     assert tensors["split_positions"].tolist() == [cut]
+
+
+@pytest.mark.parametrize("more", [1, 2, 20, 40])
+def test_blocks_of_few_codes(more: int) -> None:
+    """After those that are written together come some that reach no window, one, or two."""
+    patterns = normal(1, bits.BLOCK + more)[0]
+    assert np.array_equal(df11.decode(df11.encode([patterns]), every=True), patterns)
 
 
 # hlane and fix4

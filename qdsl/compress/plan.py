@@ -53,6 +53,8 @@ def _of_model(model: str, folder: Folder, aim: Aim, made: Sequence[tuple[Piece, 
     files: dict[str, _File] = {}
     keep = aim.format != "df11" or not held
     homes = held if aim.by_group else {}
+    if homes:
+        files[SINGLE] = _File()                                  # also where nothing is left for it
 
     def add(name: str, data: Bytes, old: str, home: str) -> None:
         place = folder.file(old).path.name if keep else home
@@ -71,7 +73,7 @@ def _of_model(model: str, folder: Folder, aim: Aim, made: Sequence[tuple[Piece, 
         for name in map(unit.full, LEAVES[aim.format]):
             add(name, placed(piece.path, each.header.tensors[name]), largest, _home(name, homes))
     known = {**sources, **{piece.path: [piece.key] for piece, _ in made}}
-    return [_shard(within(model, name), file, known) for name, file in files.items() if file.tensors]
+    return [_shard(within(model, name), file, known) for name, file in files.items() if file.tensors or not keep]
 
 
 def _home(name: str, groups: Mapping[str, object]) -> str:

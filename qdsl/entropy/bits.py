@@ -44,9 +44,10 @@ def write(symbols: NDArray[np.uint8], counts: NDArray[np.int64], code: Code) -> 
         ends = np.cumsum(levels[-1], dtype=np.int64)
         begins = ends - levels[-1]
         place(words[start >> 6:], begins + (start & 63), levels[-1], values)
-        windows = np.arange(-(-start // WINDOW), -(-(start + int(ends[-1])) // WINDOW))
-        index, gaps[windows] = _first_from(windows * WINDOW - start, levels, begins, ends, code.lengths[part])
-        starts[windows] = index + first
+        windows = slice(-(-start // WINDOW), -(-(start + int(ends[-1])) // WINDOW))
+        bounds = np.arange(windows.start, windows.stop) * WINDOW - start
+        index, gaps[windows] = _first_from(bounds, levels, begins, ends, code.lengths[part])
+        np.add(index, first, out=starts[windows])
         start += int(ends[-1])
     return Stream(words.byteswap().view(np.uint8)[:-(-bits // 8)], bits, starts, gaps)
 
@@ -100,14 +101,21 @@ def place(words: Words, begins: NDArray[np.int64], lengths: NDArray[np.uint8], v
 
 def _first_from(bounds: NDArray[np.int64], levels: list[NDArray[np.uint8]], begins: NDArray[np.int64], ends: NDArray[np.int64],
                 lengths: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first symbol that begins at or after each bound, and how far after: down the levels to the one that ends beyond it."""
-    index = np.searchsorted(ends, bounds, side="right")
-    begin = begins[index]
+    """The first symbol that begins at or after each bound, and how far after: down the levels to the one that ends beyond it.
+
+    bounds: as far apart as windows, the first of them in the first window.
+    """
+    if not bounds.size:
+        return bounds, bounds
+    before = np.bincount(ends - bounds[0] + WINDOW - 1 >> 6, minlength=len(bounds))[:len(bounds)]
+    index = np.cumsum(before)                                    # how many groups end at or before each bound
+    begin = begins.take(index)
     for level in [*levels[-2::-1], lengths]:
-        index = 2 * index
-        beyond = begin + level[index]
-        later = beyond <= bounds
-        begin = np.where(later, beyond, begin)
-        index = index + later
-    before = begin < bounds                                      # a code across the bound; the next one is meant
-    return index + before, np.where(before, begin + lengths[index], begin) - bounds
+        index += index
+        step = level.take(index)
+        later = begin + step <= bounds
+        begin += step * later
+        index += later
+    across = begin < bounds                                      # a code across the bound; the next one is meant
+    begin += lengths.take(index) * across
+    return index + across, begin - bounds
