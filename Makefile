@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all bench check fuzz clean
+.PHONY: demo test test-all live bench check fuzz clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint written and read back
 	$(BIN)/qdsl demo
@@ -13,6 +13,9 @@ test: .venv/ready            ## all tests; without a GPU kernels run in Triton's
 
 test-all: .venv/ready        ## the same, the dearest over every format too
 	QDSL_TEST_ALL=1 $(BIN)/python -m pytest
+
+live: .venv-live/ready       ## beside compressed-tensors and transformers, in an environment of their own
+	.venv-live/bin/python -m pytest tests/test_compressed_tensors.py tests/test_transformers.py
 
 bench: .venv/ready           ## figures, as ratios taken in one run
 	$(BIN)/python -m bench
@@ -30,5 +33,10 @@ fuzz: .venv/ready            ## a minute of hostile GGUF files
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
 	touch $@
 
+.venv-live/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-live
+	.venv-live/bin/pip install --quiet --disable-pip-version-check --editable '.[test,live]'
+	touch $@
+
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-live build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,6 +21,7 @@ from qdsl.generated import (
     int8_block,
     int8_channel,
     int8_tensor,
+    nvfp4_ct,
     q2_k,
     q3_k,
     q4_0,
@@ -175,6 +176,19 @@ def test_online_rules_of_vllm(form: ModuleType, cut: tuple[int, int], largest: f
 def test_numbers_that_are_options_are_positive(value: object) -> None:
     with pytest.raises(FormatError, match="fp8_tensor: divisor is a positive number, not"):
         fp8_tensor.quantize(torch.ones(4, 4), divisor=value)
+
+
+def test_scales_of_a_whole_and_its_blocks_meet_in_float32() -> None:
+    """compressed-tensors divides magnitudes in the weight's dtype, and multiplies what comes of that in float32."""
+    torch.manual_seed(1)
+    weight = torch.randn(64, 64).bfloat16()
+    largest = weight.unflatten(1, (-1, 16)).abs().amax(2)
+    whole = (6 * 448 / largest.amax()).float()
+    tensors = nvfp4_ct.quantize(weight).tensors
+    scales = ((largest / 6).float() * whole).to(torch.float8_e4m3fn)
+    assert tensors["weight_global_scale"].equal(whole)
+    assert same_bits(tensors["weight_scale"], scales)
+    assert not same_bits(scales, ((largest / 6).float() * whole).bfloat16().to(torch.float8_e4m3fn))
 
 
 def test_scales_that_are_powers_of_two_may_be_of_any_type() -> None:

@@ -19,7 +19,7 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
     largest magnitude of the block / divisor in its units, not below `least`, and where that is 0 it is `empty`.
     by 'stored': codes are w / (scale * super_scale) (ModelOpt, compressed-tensors); 'inverse': w * (1 / super_scale / scale),
     and the block's magnitude is divided by the two one after the other (torchao).
-    precision 'own': both are found in the weight's own dtype (compressed-tensors), 'f32': in float32.
+    precision 'own': both magnitudes / divisor are found in the weight's own dtype (compressed-tensors), 'f32': in float32.
     A weight of zeros has a super-scale of 0, or, `divided`, of 1.
     """
     kind = number(scale)
@@ -30,7 +30,7 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
     if divided:
         above = (divisor * kind.largest / whole).float()
         above = torch.where(torch.isfinite(above), above, 1)
-        exact = above * (largest / divisor)
+        exact = above * (largest / divisor).float()
     else:
         above = whole.float() / (divisor * kind.largest)
         exact = largest / divisor / above if by == "inverse" else largest / (divisor * above)

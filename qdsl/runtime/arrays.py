@@ -79,7 +79,7 @@ def joined(fields: Tensor, width: int, *, turned: bool = False) -> Tensor:
     words = as_type(fields, {2: torch.int16, 4: torch.int32, 8: torch.int64}[count])
     places = TURNED if turned else sum(1 << 8 * (count - 1) - (8 - width) * i for i in range(count))
     found = empty(words.shape, torch.uint8, words.device)
-    for part, into in zip(words.flatten().split(CHUNK), found.view(-1).split(CHUNK), strict=True):
+    for part, into in zip(torch.split(words.flatten(), CHUNK), torch.split(found.view(-1), CHUNK), strict=True):
         into.copy_((part * places).bitwise_right_shift_(8 * (count - 1)))     # no two of the products' bits meet
     return found
 

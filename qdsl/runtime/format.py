@@ -373,8 +373,9 @@ class Format:
         for key, field in variant.fields.items():
             if field.type == "index" and key not in (*layout.where, *layout.omits):
                 fields[key] = self.default(variant, key, shape, sizes, weight.device)
+        free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have what any may need
         for key in layout.omits:
-            if key in fields and self._is_default(variant, key, fields[key], sizes):
+            if not free and key in fields and self._is_default(variant, key, fields[key], sizes):
                 del fields[key]
         return self.pack(fields, storage=name, **params)
 
