@@ -21,7 +21,7 @@ from qdsl.passes import compile_spec
 from qdsl.runtime.format import Format
 from qdsl.spec.model import Spec
 from qdsl.spec.source import SpecError
-from tests.support.answers import Answers, differences, kept, told_params
+from tests.support.answers import Answers, differences, kept, told_lacking, told_params
 from tests.support.covering import ALL
 from tests.support.formats import SPECS, spec
 from tests.support.mistakes import Mutant, listing, mutants
@@ -81,6 +81,10 @@ EQUAL: dict[str, dict[str, str]] = {
     "ocp_mxfp8": {
         "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=exact)": BY_POWER,
         "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=inverse)": BY_POWER,
+    },
+    "int4pack": {
+        "tinygemm.scale_and_zero: scale_type[g<K / group, n<N, word] -> bf16[g<K / group, n<N, word]": "it has no other scales",
+        "tinygemm.scale_and_zero: scale_type[g<K / group, n<N, word] -> scale_type[g<ceil(K / group), n<N, word]": ALSO_ELSEWHERE,
     },
     "nvfp4_modelopt": {
         NESTED.format("empty=1, least=0.001953125", "empty=1, least=0.001953125, precision=own"): OWN,
@@ -221,7 +225,7 @@ def caught_whole(found: Spec, answers: Answers) -> str:
         return f"crash: {type(error).__name__}: {error}"
     format = built(files)
     if answers["params"] is None:
-        answers = {**answers, "params": told_params(format), "storages": list(format.storages)}
+        answers = {**answers, "params": told_params(format), "storages": list(format.storages), "lacking": told_lacking(format)}
     try:
         return next((f"answers: {difference}" for difference in differences(answers, format)), "")
     except Exception as error:                                   # from the mutant's own text, at work on the answers

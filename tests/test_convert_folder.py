@@ -320,6 +320,8 @@ def test_what_cannot_be_requantized(tmp_path: Path) -> None:
                               ("int_group.nope", 8, "no storage 'nope'"), ("int_group.planar", 8, "when a checkpoint is loaded")):
         with pytest.raises(RewriteError, match=message):
             requantized(path, tmp_path / "out", to, {"bits": bits})
+    with pytest.raises(RewriteError, match="cannot be cpu_avx2, which is made when a checkpoint is loaded"):
+        requantized(path, tmp_path / "out", "int4pack.cpu_avx2", {})
     assert not (tmp_path / "out").exists()
 
 

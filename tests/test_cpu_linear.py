@@ -22,7 +22,7 @@ CASES = cases()
 COVERING = covering(CASES, lambda case: [(variant := case.module.FORMAT.variant(case.choice)).decode,
                                          variant.storages[case.storage].unpack])
 # Groups of 9 are cut short at 256 columns, 20 groups lie beside planes of 16, 3 bits lie in two planes, columns lie in ranges,
-# codes straddle words or fill them unevenly, scales of 16 bits lie in records, a grid is no table of 16 numbers, and neither is
+# codes straddle words or fill them unevenly, scales lie in records with others, a grid is no table of 16 numbers, and neither is
 # that of nested scales: plain tiles serve these.
 PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q3_k.planar", "tq1_0.gguf", "ranges.runs",
          "ranges.words", "nf4_nested.bitsandbytes-block64", "bnb_fp4_nested.bitsandbytes-block64",
@@ -31,6 +31,8 @@ PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q
              "pack_quantized_0_17-bits3", "pack_quantized_0_17-bits5", "pack_quantized_0_17-bits6",
              "marlin-bits4")),
          *(f"{name}-bits3-group64-scale_typef16" for name in ("hqq.hqq_3bit", "hqq_axis0.hqq_3bit", "hqq.planar")),
+         "int4pack.tinygemm-group128-scale_typebf16",
+         *(f"int4pack.cpu_{isa}-group128-scale_type{kind}" for isa in ("avx512", "avx2", "scalar") for kind in ("bf16", "f32")),
          *(f"awq_{name}-group{group}" for name in ("gemv.gemv", "gemv_fast.gemv_fast") for group in (32, 64, 128)),
          *(f"{name}.gguf" for name in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"))}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {

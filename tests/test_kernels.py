@@ -186,6 +186,9 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
              *(f"{name}.bitsandbytes-block64" for name in ("nf4", "nf4_nested", "bnb_fp4", "bnb_fp4_nested")),
              *(f"{name}.hqq-bits{bits}-group64-scale_typef16" for name in ("hqq", "hqq_axis0") for bits in (4, 2, 1)),
              *(f"{name}-bits3-group64-scale_typef16" for name in ("hqq_axis0.hqq_3bit", "hqq.planar")),
+             "int4pack.tinygemm-group128-scale_typebf16",
+             *(f"int4pack.cpu_{isa}-group128-scale_type{kind}" for isa in ("avx512", "avx2", "scalar")
+               for kind in ("bf16", "f32")),
              "q3_k.planar", "q5_0.gguf", "q5_0.planar",
              "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs", "ranges.words",
              "ocp_mxfp6.compressed_tensors-codee2m3", "ocp_mxfp6.compressed_tensors-codee3m2",

@@ -19,7 +19,6 @@ from qdsl.stored import Description, element_dtype
 
 CONFIG = "dfloat11_config"
 SHARED_MEMORY = 48 << 10                                         # what a CUDA kernel gets without asking for more
-LIMIT = 1 << 26                                                  # bytes of positions and of what is smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ def _text(entry: Entry) -> str:
 
 def _splits(folder: Folder, name: str, count: int) -> list[int]:
     entry = folder.entry(name)
-    if entry.dtype != "I64" or len(entry.shape) != 1 or entry.nbytes > LIMIT:
+    if entry.dtype != "I64" or len(entry.shape) != 1:
         raise CheckpointError(f"{shown(name)} is {_text(entry)}; the format needs I64 [weights - 1]")
     found = list(struct.unpack(f"<{entry.shape[0]}q", folder.file(name).start(name, entry.nbytes)))
     if any(stop < start for start, stop in zip([0, *found], [*found, count], strict=True)):
@@ -135,21 +134,17 @@ def memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory |
     import numpy as np
 
     from qdsl.entropy import lookup
-    from qdsl.entropy.huffman import LONGEST
     from qdsl.entropy.huffman_windows import THREADS, shared_memory, threads_within
 
     threads = group.threads or THREADS
     if group.problems:
         return None
-    found = {}
-    for leaf in ("output_positions", "luts"):
-        name = group.tensors[leaf]
-        size = folder.entry(name).nbytes
-        if not 4 <= size <= LIMIT or size % 4:
-            raise lookup.StreamError(f"{leaf} have {size} bytes")
-        found[leaf] = np.frombuffer(folder.file(name).start(name, size), np.uint8)
-    code = lookup.code_of(found["luts"].reshape(folder.entry(group.tensors["luts"]).shape))
-    begins = np.append(found["output_positions"].view("<u4"), group.numbers).astype(np.int64)
-    fullest = max(0, int(np.diff(begins).max()))
-    shortest = int(code.lengths[code.lengths > 0].min(initial=LONGEST))
+    positions, tables = (folder.file(group.tensors[leaf]).start(group.tensors[leaf], folder.entry(group.tensors[leaf]).nbytes)
+                         for leaf in ("output_positions", "luts"))
+    if len(positions) < 4 or len(positions) % 4:
+        raise lookup.StreamError(f"output_positions have {len(positions)} bytes")
+    code = lookup.code_of(np.frombuffer(tables, np.uint8).reshape(folder.entry(group.tensors["luts"]).shape))
+    begins = np.append(np.frombuffer(positions, "<u4"), group.numbers).astype(np.int64)
+    fullest = int(np.diff(begins).max())
+    shortest = int(code.lengths[code.lengths > 0].min())
     return Memory(threads, shared_memory(threads, fullest), threads_within(limit, threads, fullest, shortest))

@@ -104,8 +104,7 @@ def said(models: Mapping[str, Folder], aim: Aim, made: Sequence[tuple[Piece, Mad
         if not held:
             found |= {within(model, folder.index_name): index_text} if index_text is not None else {}
             continue
-        raw = [unit.name for piece, each in made for unit in piece.units if unit.model == model and unit.name in each.raw]
-        config = _config(folder, aim, used.get(model, {}), raw)
+        config = _config(folder, aim, used.get(model, {}))
         if config is not None:
             found[within(model, "config.json")] = config
         mine = [shard for shard in shards if shard.name.rpartition("/")[0] == model]
@@ -115,19 +114,15 @@ def said(models: Mapping[str, Folder], aim: Aim, made: Sequence[tuple[Piece, Mad
     return found
 
 
-def _config(folder: Folder, aim: Aim, patterns: Mapping[str, list[str]], raw: Sequence[str]) -> str | None:
-    """The model's config.json, as dfloat11 writes it where there was none; None for a file by itself that needs none.
-
-    raw: the modules whose matrices are as they were.
-    """
+def _config(folder: Folder, aim: Aim, patterns: Mapping[str, list[str]]) -> str | None:
+    """The model's config.json, as dfloat11 writes it where there was none; None for a file by itself that needs none."""
     old = folder.config if folder.path.is_dir() else {}
     if aim.format == "df11":
         settings = {"version": DF11_VERSION, "threads_per_block": [aim.threads], "bytes_per_thread": 8, "pattern_dict": patterns}
         return json.dumps({**old, CONFIG: settings}, indent=2)
     if not folder.path.is_dir():
         return None
-    settings = {"quant_method": "qdsl", "format": aim.format, "storage": aim.format, "version": VERSION,
-                **({"ignore": list(raw)} if raw else {})}
+    settings = {"quant_method": "qdsl", "format": aim.format, "storage": aim.format, "version": VERSION}
     return json.dumps({**old, "quantization_config": settings}, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,6 +1,7 @@
 """A format's description for readers of checkpoints, who import no torch: `qdsl.stored.Description`, as JSON.
 
-It says what the generated module says of storages and parameters; the storage that the compiler derives is in no file.
+It says what the generated module says of storages and parameters, of those that files may have: neither the storage that the
+compiler derives, nor one that is made when a weight is loaded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from qdsl.ir.program import Program, Stream, Tensor
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.passes.samples import size_axis
 from qdsl.passes.streams import STREAMS
+from qdsl.spec.model import Storage
 
 Params = Mapping[str, int | str]
 Storages = dict[str, dict[str, Any]]
@@ -38,7 +40,7 @@ def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params
     """The parameters that change what tensors there are, and those for each of their values."""
     found: list[tuple[Params, Storages]] = []
     for program in programs:
-        if program.storage == PLANAR:
+        if program.storage == PLANAR or _authored(program).transient:
             continue
         storages = next((storages for params, storages in found if params == program.params), None)
         if storages is None:
@@ -57,8 +59,12 @@ def _tensors(program: Program) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for tensor in program.tensors:
         found |= _coded(tensor.stream) if tensor.stream else {tensor.name: _tensor(program, tensor)}
-    shape = next(each.shape for each in program.spec.storages if each.name.value == program.storage)
+    shape = _authored(program).shape
     return found if shape is None else {**found, shape.value: {"dtype": "shape", "axes": ["2*1"]}}
+
+
+def _authored(program: Program) -> Storage:
+    return next(each for each in program.spec.storages if each.name.value == program.storage)
 
 
 def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:

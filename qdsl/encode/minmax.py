@@ -10,6 +10,7 @@ from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, shape
 from qdsl.encode.rows import ends, searched
 from qdsl.encode.search import Floats
 from qdsl.numbers import number
+from qdsl.runtime.layout import FLOATS
 
 
 def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, columns: int, axes: int, by: str = "stored",
@@ -105,3 +106,22 @@ def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, c
     found = (blocks * inverse + zeros).round_().clamp_(0, kind.high).to(torch.uint8)
     stored = [shaped(stored_scale(each, scale), axes).contiguous() for each in (zeros, 1 / inverse)]
     return join_blocks(found, *weight.shape), stored[0], stored[1]
+
+
+def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int, offset: int = 0,
+                 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, zeros, scales) of w = (code - offset) * scale + zero, zeros in floats: the least weight of a block has code 0.
+
+    As torchao chooses them for tinygemm, in the weight's own dtype where scales are stored in it; no scale is below the
+    smallest normal number of its type.
+    """
+    blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
+    kind = number(code)
+    assert kind is not None
+    low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
+    exact = ((high - low) / float(kind.high)).clamp_(min=torch.finfo(FLOATS[scale]).smallest_normal)
+    stored = stored_scale(exact, scale)
+    kept = stored_scale(low + exact * offset, zero)
+    by = stored.to(exact.dtype)
+    chosen = codes((blocks - (kept.to(exact.dtype) - by * offset)) / by, code, "even")
+    return join_blocks(chosen, *weight.shape), shaped(kept, axes).contiguous(), shaped(stored, axes).contiguous()

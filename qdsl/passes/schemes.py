@@ -151,5 +151,8 @@ SCHEMES = {
     "float_zero": Scheme({"code": "count", "zero": "minimum", "scale": "scale"}, ("code", "zero", "scale"), {},
                          "scale = range of the block / (2^bits - 1); zero = -least / scale; codes by both, unrounded",
                          "(code - zero) * scale"),
+    "float_middle": Scheme({"code": "count", "zero": "minimum", "scale": "scale"}, ("code", "zero", "scale"), {},
+                           "scale = range of the block / (2^bits - 1); zero = least + offset * scale; codes by both, as stored",
+                           "(code - offset) * scale + zero"),
     "nearest": Scheme({"code": "float"}, ("code",), {}, "each weight is rounded to nearest, ties to even", "code"),
 }

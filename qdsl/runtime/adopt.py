@@ -1,59 +1,211 @@
 """A weight of another format that has the same codes: where the numbers are equal too, it is one of both.
 
 GGML's MXFP4 and OCP's are two formats because code 8 is +0 in one and -0 in the other, and a scale of 255 is 2^127 and NaN; all
-other codes mean the same.  What holds is looked at in every weight, number by number, and what does not is refused.
+other codes mean the same.  GPTQ's (q - z) * s is (q - 8) * s + (8 - z) * s, as torch's int4pack stores it, where floats hold
+that.  What holds is looked at number by number, and what does not is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qdsl.numbers import number
-from qdsl.runtime.convert import in_rows
-from qdsl.runtime.layout import Field
+from qdsl.runtime import convert
+from qdsl.runtime.layout import FLOATS, Field, Variant
 from qdsl.runtime.match import torch_dtype
 from qdsl.runtime.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
+WIDEST = "f32"
+
 
 def adopt(format: Format, packed: PackedWeight, storage: str) -> tuple[dict[str, Tensor], dict[str, int | str]]:
     """The codes of `packed`, a weight of another format, as tensors of a storage of `format`, and its parameters.
 
-    Zeros may change their sign, nothing else.  Raises FormatError where fields differ in more than their types, with the place
-    of the first number that would change, and where the storage cannot hold the weight.
+    Zeros may change their sign, nothing else.  Types of scales stay what they are, or become float32.  Raises FormatError where
+    fields differ in more than their types, with the place of the first number that would change, and where the storage cannot
+    hold the weight.
     """
-    params = format.complete({key: value for key, value in packed.params.items() if value in format.params.get(key, ())})
-    kinds = _kinds(format, packed, params)
-    format.storage(storage, params)
+    failed: FormatError | None = None
+    for params in _choices(format, packed):
+        try:
+            format.storage(storage, params)
+            return _Adoption(format, packed, storage, params).tensors(), params
+        except FormatError as error:
+            failed = failed or error
+    assert failed is not None
+    raise failed
 
-    def make(part: PackedWeight, start: int) -> PackedWeight:
-        fields = {name: field.view(kinds[name]) for name, field in packed.format.unpack(part).items()}
-        made = format.pack(fields, storage=storage, **params)
+
+def _choices(format: Format, packed: PackedWeight) -> Iterator[dict[str, int | str]]:
+    """Parameters of the format: those of the weight, and then types as wide as they can be."""
+    shared: dict[str, int | str] = {}
+    for name, values in format.params.items():
+        value = packed.params.get(name)
+        value = value if value in values or name not in packed.sizes else packed.sizes[name]      # -1, the whole axis
+        if isinstance(value, int) and value not in values:
+            raise FormatError(f"{packed.format.name} has {name} = {value}; {format.name} has {', '.join(map(str, values))}")
+        if value in values:
+            shared[name] = value
+    wide: dict[str, int | str] = {name: WIDEST for name, values in format.params.items() if WIDEST in values}
+    first = format.complete({**wide, **shared})
+    yield first
+    if (widest := {**first, **wide}) != first:
+        yield widest
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What becomes of a field: it keeps its bits, or its numbers, or is what the weight is at a code."""
+
+    dtype: torch.dtype
+    bits: bool = False
+    code: int | None = None
+
+
+class _Adoption:
+    """The weight of another format, and what its fields become."""
+
+    def __init__(self, format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> None:
+        self.packed = packed
+        self.other = PackedWeight(format, storage, {}, packed.shape, params)
+        moved = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
+        if moved or packed.order is not None:
+            raise FormatError(f"{format.name} has columns in order; those of this weight belong to groups all over K (act-order)")
+        self.ways = self._ways()
+        format.empty(packed.shape, storage, "meta", (), **params)  # refuses a shape that the storage cannot hold
+
+    def tensors(self) -> dict[str, Tensor]:
+        format, kept = self.other.format, {name for name, way in self.ways.items() if way.bits}
+        try:
+            if self._blocks() is not None:
+                made = convert.by_words(format, self.packed, self.other, convert.Turned(kept, self._agreeing))
+                if made:
+                    return made
+        except _Different:
+            pass                                                 # perhaps in codes that the weight does not have
+        return convert.in_rows(self.packed, self.other, self._part)
+
+    def _part(self, part: PackedWeight, start: int) -> PackedWeight:
+        fields = self._made(part, part.format.unpack(part))
+        made = self.other.format.pack(fields, storage=self.other.storage, **self.other.params)
         _check_equal(part, made, start)
         return made
 
-    other = PackedWeight(format, storage, {}, packed.shape, params)
-    return in_rows(packed, other, make), params
+    # -- fields -------------------------------------------------------------------------------------------------------
+
+    def _ways(self) -> dict[str, _Way]:
+        own, other = _fields(self.other.variant), _fields(self.packed.variant)
+        names = self.other.format.name, self.packed.format.name
+        if own.keys() != other.keys():
+            raise FormatError(f"{names[1]} has fields {', '.join(other)}; {names[0]} has {', '.join(own)}")
+        found: dict[str, _Way] = {}
+        for name, field in own.items():
+            kinds = [str(each.params.get(of.type, of.type)) for each, of in ((self.other, field), (self.packed, other[name]))]
+            dtype, alike = torch_dtype(kinds[0]), _steps(field) == _steps(other[name])
+            if alike and _bits(kinds[0]) == _bits(kinds[1]):
+                found[name] = _Way(dtype, bits=True)
+            elif alike and set(kinds) <= FLOATS.keys():
+                found[name] = _Way(dtype)
+            elif self._blocks() is not None and (code := _code_of(self.other, name)) is not None:
+                found[name] = _Way(dtype, code=code)
+            else:
+                raise FormatError(f"'{name}' is {kinds[1]} [{_text(other[name])}] in {names[1]} and {kinds[0]} [{_text(field)}] "
+                                  f"in {names[0]}")
+        return found
+
+    def _made(self, part: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The fields of the other format, of rows of the weight."""
+        found: dict[str, Tensor] = {}
+        for name, way in self.ways.items():
+            if way.code is not None:
+                found[name] = _at(part, fields, way.code).to(way.dtype)
+                continue
+            default = part.variant.defaults.get(name)
+            value = fields[name] if name in fields or default is None else \
+                part.format.default(part.variant, name, part.shape, part.sizes, part.device)
+            found[name] = value.view(way.dtype) if way.bits else value.to(way.dtype)
+        return found
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def _blocks(self) -> list[tuple[str, tuple[int | str, ...]]] | None:
+        """The axes that all fields but the code have in both formats, by blocks of K whose size is a parameter; else None."""
+        axes = [_steps(field) for each in (self.packed, self.other) for name, field in _fields(each.variant).items()
+                if name != _code(each.variant)]
+        same = bool(axes) and all(each == axes[0] for each in axes) and None not in map(_code, (self.packed.variant,
+                                                                                               self.other.variant))
+        whole = same and [dim for dim, _ in axes[0]] == ["N", "K"] and not axes[0][0][1]
+        return axes[0] if whole and any(isinstance(step, str) for step in axes[0][1][1]) else None
+
+    def _agreeing(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The fields of the other format, if every code of every block is the same number in both."""
+        made = self._made(self.packed, fields)
+        sides = [(part, {name: _ready(value) for name, value in each.items()})
+                 for part, each in ((self.packed, fields), (self.other, made))]
+        for code in range(_count(self.packed.variant)):
+            before, after = (_at(part, each, code) for part, each in sides)
+            if not torch.equal(before, after) and bool(_wrong(before, after).any()):
+                raise _Different
+        return made
 
 
-def _kinds(format: Format, packed: PackedWeight, params: Mapping[str, int | str]) -> dict[str, torch.dtype]:
-    """The dtypes of the format's fields, where they are those of the weight but for what their bits mean."""
-    own, other = format.variant(params).fields, packed.variant.fields
-    if own.keys() != other.keys():
-        raise FormatError(f"{packed.format.name} has fields {', '.join(other)}; {format.name} has {', '.join(own)}")
-    kinds = {name: str(params.get(field.type, field.type)) for name, field in own.items()}
-    for name, kind in kinds.items():
-        given = str(packed.params.get(other[name].type, other[name].type))
-        if _bits(kind) != _bits(given) or _blocks(own[name]) != _blocks(other[name]):
-            raise FormatError(f"'{name}' is {given} [{_text(other[name])}] in {packed.format.name} and {kind} "
-                              f"[{_text(own[name])}] in {format.name}")
-    return {name: torch_dtype(kind) for name, kind in kinds.items()}
+class _Different(Exception):
+    """Some code of some block is not the same number in both formats."""
+
+
+def _fields(variant: Variant) -> dict[str, Field]:
+    """All but an index."""
+    return {name: field for name, field in variant.fields.items() if field.groups is None}
+
+
+def _code(variant: Variant) -> str | None:
+    """The field that each weight has for itself, where there is one, of codes."""
+    found = [name for name, field in _fields(variant).items() if _steps(field) == [("N", ()), ("K", ())]]
+    kind = number(variant.fields[found[0]].type) if len(found) == 1 else None
+    return found[0] if kind is not None and not kind.is_float and kind.kind == "unsigned" and kind.bits <= 8 else None
+
+
+def _ready(value: Tensor) -> Tensor:
+    """A field as decode reads it sooner or later, which it is to do often."""
+    return value.float().contiguous() if value.dtype in FLOATS.values() else value.contiguous()
+
+
+def _count(variant: Variant) -> int:
+    """How many codes there are."""
+    kind = number(variant.fields[str(_code(variant))].type)
+    assert kind is not None
+    return 1 << kind.bits
+
+
+def _at(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
+    """What weights with this code are, float32 [N, blocks]."""
+    name = str(_code(part.variant))
+    blocks = {key: value for key, value in fields.items() if key in _fields(part.variant) and key != name}
+    one = next(iter(blocks.values()))
+    return part.variant.decode(**blocks, **{name: torch.full(one.shape, code, dtype=torch.uint8, device=one.device)})
+
+
+def _code_of(other: PackedWeight, name: str) -> int | None:
+    """The code at which decode is this field, whatever the others, floats all, are: found by trying two numbers for each."""
+    variant, code = other.variant, str(_code(other.variant))
+    floats = [key for key in _fields(variant) if key != code]
+    kinds = {str(other.params.get(kind, kind)) for kind in (variant.fields[key].type for key in floats)}
+    if name == code or not kinds <= FLOATS.keys():
+        return None
+    codes = torch.arange(_count(variant), dtype=torch.uint8).view(-1, 1)
+    found = torch.ones(len(codes), dtype=torch.bool)
+    for turn in (1.0, 2.5):
+        fields = {key: torch.full(codes.shape, turn * (0.75 + i)) for i, key in enumerate(floats)}
+        found &= (variant.decode(**fields, **{code: codes}) == fields[name])[:, 0]
+    return int(found.byte().argmax()) if bool(found.any()) else None
 
 
 def _bits(kind: str) -> tuple[int, int]:
@@ -62,7 +214,7 @@ def _bits(kind: str) -> tuple[int, int]:
     return 0 if known is None else known.bits, torch_dtype(kind).itemsize
 
 
-def _blocks(field: Field) -> list[tuple[str, tuple[int | str, ...]]]:
+def _steps(field: Field) -> list[tuple[str, tuple[int | str, ...]]]:
     """What its axes run along, and in which steps."""
     return [(each.dim, each.step) for each in field.axes]
 
@@ -71,10 +223,15 @@ def _text(field: Field) -> str:
     return ", ".join(each.text for each in field.axes)
 
 
+def _wrong(before: Tensor, after: Tensor) -> Tensor:
+    """Where a number changes; NaN stays NaN."""
+    return ~((before == after) | (before.isnan() & after.isnan()))
+
+
 def _check_equal(part: PackedWeight, made: PackedWeight, start: int) -> None:
-    """Refuse a number that would change; NaN stays NaN."""
+    """Refuse a number that would change."""
     before, after = (each.format.dequantize(each, torch.float32) for each in (part, made))
-    wrong = ~((before == after) | (before.isnan() & after.isnan()))
+    wrong = _wrong(before, after)
     if bool(wrong.any()):
         n, k = (int(i) for i in torch.nonzero(wrong)[0])
         raise FormatError(f"{made.format.name} cannot hold this weight of {part.format.name}: at row {start + n}, column {k} "

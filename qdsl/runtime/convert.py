@@ -7,7 +7,7 @@ and what is left goes through the fields, in tiles of rows where that is most of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -38,13 +38,16 @@ def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Ten
 # -- by words ---------------------------------------------------------------------------------------------------------
 
 
-def by_words(format: Format, packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
-    """The tensors of the storage of `other`, most of them moved by words; none where that is no way to make them."""
+def by_words(format: Format, packed: PackedWeight, other: PackedWeight, turned: Turned | None = None) -> dict[str, Tensor]:
+    """The tensors of the storage of `other`, most of them moved by words; none where that is no way to make them.
+
+    turned: where `other` is of another format, what becomes of fields that do not keep their bits.
+    """
     ordered = _ordered(packed, other)
     if ordered is None or not math.prod(packed.shape):
         return {}
     found, columns = ordered
-    change = _Change(packed, other, format.stored(other), columns)
+    change = _Change(packed, other, format.stored(other), columns, turned)
     for name in change.wanted:
         if name not in found and (tensor := change.tensor(name)) is not None:
             found[name] = tensor
@@ -99,6 +102,14 @@ class _Move:
 
 
 @dataclass
+class Turned:
+    """Fields of one format as those of another: `kept` keep their bits, and `all` makes all of them, kept ones too."""
+
+    kept: Collection[str]
+    all: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass
 class _Change:
     """From one storage to another, whose tensors are `wanted`; columns: where each column is stored now, if they move."""
 
@@ -106,6 +117,7 @@ class _Change:
     other: PackedWeight
     wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     columns: Tensor | None
+    turned: Turned | None
 
     @cached_property
     def held(self) -> dict[str, tuple[Piece, ...]]:
@@ -136,7 +148,7 @@ class _Change:
 
     def _move(self, piece: Piece, name: str) -> _Move | None:
         by, before = next(((by, each) for by, held in self.held.items() for each in held if each.key == piece.key), ("", piece))
-        if not by:
+        if not by or (self.turned is not None and piece.field not in self.turned.kept):
             return None
         field = self.packed.variant.fields[piece.field]
         known = number(str(self.packed.params.get(field.type, field.type)))
@@ -183,8 +195,9 @@ class _Change:
         fields = self.packed.layout.unpack(*given, **({"N": n, "K": k} if self.packed.layout.needs_shape else {}))
         extents = {key: value for key, value in {**self.packed.sizes, "N": n, "K": k}.items() if key in self.other.layout.extents}
         fields |= {name: self.packed.format.default(self.packed.variant, name, (n, k), self.packed.sizes, self.packed.device)
-                   for name in self.other.layout.always if name not in fields}
-        made = self.other.layout.pack(**{name: fields.get(name) for name in self.packed.variant.fields
+                   for name in self.other.layout.always if name not in fields and self.turned is None}
+        fields = fields if self.turned is None else self.turned.all(fields)
+        made = self.other.layout.pack(**{name: fields.get(name) for name in self.other.variant.fields
                                          if name not in self.other.layout.where}, **extents)
         return {name: tensor.contiguous() for name, tensor in made.items() if name not in moved}
 

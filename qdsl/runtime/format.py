@@ -453,12 +453,12 @@ class Format:
         A weight of another format with the same codes becomes one of this, where runtime/adopt.py finds no number that would
         change.
         """
-        if packed.format is not self:
-            tensors, params = adopt(self, packed, storage)
-            return self._packed(storage, tensors, packed.shape, params)
-        if storage == packed.storage:
+        if storage == packed.storage and packed.format is self:
             return packed
         try:
+            if packed.format is not self:
+                tensors, params = adopt(self, packed, storage)
+                return self._packed(storage, tensors, packed.shape, params)
             self.storage(storage, packed.params)
             missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
             self._check_shape(storage, packed.variant.storages[storage], packed.shape, packed.sizes,
@@ -466,7 +466,8 @@ class Format:
             return self._packed(storage, convert.convert(self, packed, storage), packed.shape, packed.params)
         except FormatError as error:
             offer = "; requantize makes another weight, and says how far it is off"
-            raise FormatError(str(error) + (offer if packed.variant.encode is not None else "")) from None
+            encode = next(iter(self.variants.values())).encode
+            raise FormatError(str(error) + (offer if encode is not None else "")) from None
 
     def requantize(self, packed: PackedWeight, other: Format | None = None, storage: str | None = None, **options: Any,
                    ) -> tuple[PackedWeight, Report]:

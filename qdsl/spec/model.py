@@ -84,6 +84,7 @@ class Storage:
     """`where` fixes parameters to one value and gives fields that are not stored their value; `only` lists those it allows.
 
     shape: the tensor that says N and K.  options: those of the encode scheme that its producers choose.  least: of dims.
+    transient: it is made for a machine when a weight is loaded, and no file has it.
     """
 
     name: Text
@@ -93,6 +94,7 @@ class Storage:
     shape: Text | None = None
     options: tuple[tuple[Text, Text], ...] = ()
     least: tuple[tuple[Text, int], ...] = ()
+    transient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ RESERVED = frozenset({
     "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
     "absmax", "absmax_level", "signmax", "minmax", "affine", "meansign", "kquant_minmax", "kquant_signmax", "nearest",
-    "nested_absmax", "block_levels", "float_zero", "unit_level", "unit_level_nested", "kquant_levels", "grid_signs",
-    "grid_shifts",
+    "nested_absmax", "block_levels", "float_zero", "float_middle", "unit_level", "unit_level_nested", "kquant_levels",
+    "grid_signs", "grid_shifts",
     "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
     *FLOATS,
 })
@@ -320,6 +320,7 @@ class _Reader:
         shapes: list[Text] = []
         options: list[tuple[Text, Text]] = []
         least: list[tuple[Text, int]] = []
+        transient: Text | None = None
         for key, value in self.mapping(node, f"storage '{name}'"):
             if key.value == "where":
                 for field, expr in self.mapping(value, "where"):
@@ -333,6 +334,10 @@ class _Reader:
             elif key.value == "encode":
                 given = [(option, self.text(word, "an option's value")) for option, word in self.mapping(value, "encode")]
                 options = [(option, word) for option, word in given if word is not None]
+            elif key.value == "transient":
+                transient = self.text(value, "transient")
+                if transient is not None and transient.value != "true":
+                    self.problems.add(transient.span, "transient is true, for a storage that no file has")
             elif self.name(key, "tensor", _ANY_CASE):
                 tensor = self.tensor(key, value)
                 if self.says_shape(tensor):
@@ -344,7 +349,8 @@ class _Reader:
         for other in shapes[1:]:
             self.problems.add(other.span, f"'{other}' says N and K, as '{shapes[0]}' does")
         shape = shapes[0] if shapes else None
-        return Storage(name, tuple(where), tuple(tensors), tuple(only), shape, tuple(options), tuple(least))
+        return Storage(name, tuple(where), tuple(tensors), tuple(only), shape, tuple(options), tuple(least),
+                       transient is not None)
 
     def tensor(self, name: Text, node: Node) -> Tensor:
         what = f"tensor '{name}'"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.format import Format
 from qdsl.runtime.match import torch_dtype
@@ -118,7 +119,8 @@ def canonical(weight: Tensor) -> Tensor:
 
 def differences(kept: Answers, format: Format) -> Iterator[str]:
     """What a format does otherwise than a file of known answers says, one after the other."""
-    if kept["params"] != told_params(format) or kept["storages"] != list(format.storages):
+    if kept["params"] != told_params(format) or kept["storages"] != list(format.storages) or \
+            kept.get("lacking", {}) != told_lacking(format):
         yield "other parameters, storages or defaults"
     for case in kept["cases"]:
         yield from _stored(case, format)
@@ -206,6 +208,14 @@ def options(key: str, columns: int) -> dict[str, Any]:
 
 def told_params(format: Format) -> dict[str, list[int | str]]:
     return {name: list(values) for name, values in format.params.items()}
+
+
+def told_lacking(format: Format) -> dict[str, list[str]]:
+    """The storages that there are not, by the parameters for which there are others."""
+    found = {" ".join(f"{name}={value}" for name, value in zip(format.by, key, strict=True)):
+             [name for name in format.storages if name not in (*variant.storages, PLANAR)]
+             for key, variant in format.variants.items()}
+    return {key: names for key, names in found.items() if names}
 
 
 def packed_again(packed: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from tests.support.answers import (
     packed_again,
     told,
     told_all,
+    told_lacking,
     told_params,
     weights,
     wrapped,
@@ -137,8 +138,9 @@ def make(path: Path) -> Answers:
             quantized += [_quantized(case, params, STEPS[0], next(seeds)),
                           _quantized(case, {**params, **whole}, STEPS[1], next(seeds))]
     made += [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted if case not in own]
-    return {"format": format.name, **ABOUT, "params": told_params(format), "storages": list(format.storages), "cases": made,
-            "quantized": quantized}
+    lacking = {"lacking": told_lacking(format)} if told_lacking(format) else {}
+    return {"format": format.name, **ABOUT, "params": told_params(format), "storages": list(format.storages), **lacking,
+            "cases": made, "quantized": quantized}
 
 
 def text(made: Answers) -> str:

@@ -383,6 +383,9 @@ class Reading:
         if scheme == "float_zero":
             codes, zero, scale_code = _float_zero(x[0], kinds)
             return [codes], {"zero": [zero], "scale": [scale_code]}
+        if scheme == "float_middle":
+            codes, zero, scale_code = _float_middle(x[0], kinds, self._offset(code))
+            return [codes], {"zero": [zero], "scale": [scale_code]}
         if scheme == "minmax":
             codes, zero, scale_code = _minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], given)
             return [codes], {"zero": [zero], "scale": [scale_code]}
@@ -719,6 +722,17 @@ def _float_zero(x: list[np.float32], kinds: Mapping[str, str]) -> tuple[list[int
     zero = -min(x) * inverse
     codes = [min(max(round(float(v * inverse + zero)), 0), most) for v in x]
     return codes, _stored(zero, kinds["zero"])[0], _stored(np.float32(1) / inverse, kinds["scale"])[0]
+
+
+def _float_middle(x: list[np.float32], kinds: Mapping[str, str], offset: int) -> tuple[list[int], int, int]:
+    """Codes, the zero's code and the scale's code: what code `offset` is, and codes by both as they are stored."""
+    most = (1 << int(kinds["code"][1:])) - 1
+    smallest = np.float32(2.0 ** -14 if kinds["scale"] == "f16" else 2.0 ** -126)
+    exact = max((max(x) - min(x)) / np.float32(most), smallest)
+    scale_code, scale = _stored(exact, kinds["scale"])
+    zero_code, zero = _stored(min(x) + exact * np.float32(offset), kinds["zero"])
+    first = zero - scale * np.float32(offset)
+    return [min(max(round(float((v - first) / scale)), 0), most) for v in x], zero_code, scale_code
 
 
 def _clip(number: int, bits: int, least: int) -> int:

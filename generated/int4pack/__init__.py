@@ -1,0 +1,52 @@
+"""int4pack: torch's int4pack, 4-bit codes with a scale and a zero in floats per group.
+
+    w = (q - 8) * s + z
+    float32, rounded after each operation
+
+    z      scale_type [N, ceil(K/group)]
+    s      scale_type [N, ceil(K/group)]
+    q      u4         [N, K]
+
+    tinygemm at scale_type = bf16: 4.25 bits per weight with group = 128
+    cpu_avx512 at scale_type = bf16: 4.25 bits per weight with group = 128
+    cpu_avx512 at scale_type = f32: 4.5 bits per weight with group = 128
+    cpu_avx2 at scale_type = bf16: 4.25 bits per weight with group = 128
+    cpu_avx2 at scale_type = f32: 4.5 bits per weight with group = 128
+    cpu_scalar at scale_type = bf16: 4.25 bits per weight with group = 128
+    cpu_scalar at scale_type = f32: 4.5 bits per weight with group = 128
+    planar at scale_type = bf16: 4.25 bits per weight with group = 128
+    planar at scale_type = f32: 4.5 bits per weight with group = 128
+
+Built from the spec int4pack (sha256 398f72bc395c5469) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from qdsl.runtime import Format
+
+from . import scale_type_bf16, scale_type_f32
+
+FORMAT = Format(
+    name="int4pack", title="torch's int4pack, 4-bit codes with a scale and a zero in floats per group",
+    source="torch native/cuda/int4mm.cu, native/cpu/int4mm_kernel.cpp; torchao _choose_qparams_affine_tinygemm",
+    formula="(q - 8) * s + z",
+    by=("scale_type",),
+    variants={
+        ("bf16",): scale_type_bf16.VARIANT,
+        ("f32",): scale_type_f32.VARIANT,
+    },
+    params={"group": (128, 32, 64), "scale_type": ("bf16", "f32")},
+    sizes={"group": "K"},
+    digest="398f72bc395c5469",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+requantize = FORMAT.requantize
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear

@@ -1,0 +1,120 @@
+"""torch's int4pack, in tiles of CUDA and of CPUs: against torchao's and torch's files and torch itself; GPTQ and AWQ in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qdsl.generated import int4pack, int_group
+from qdsl.runtime import FormatError, PackedWeight
+from tests.support.formats import ROOT, same_bits
+
+DATA = ROOT / "tests" / "data" / "int4pack"
+STORAGES = {"AVX512": "cpu_avx512", "AVX2": "cpu_avx2", "DEFAULT": "cpu_scalar"}
+CAPABILITY = torch.backends.cpu.get_cpu_capability()             # which kernels torch picked, and with them the layout
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The file's arrays, and what it says of them."""
+    with np.load(path) as file:
+        about: dict[str, Any] = json.loads(str(file["meta"]))
+        found = {key: torch.from_numpy(file[key].copy()) for key in file.files if key != "meta"}
+    found = {key: tensor.view(torch.bfloat16) if about["dtypes"][key] == "bf16" else tensor for key, tensor in found.items()}
+    return found, about
+
+
+def test_tinygemm() -> None:
+    """What torchao chooses, in the tiles of torch's CUDA kernel."""
+    known, about = read(DATA / "ao_int4_tinygemm_g32_N64_K128.npz")
+    tensors = {"qdata": known["cuda.qdata_derived"], "scale_and_zero": known["scale_and_zeros"]}
+    packed = int4pack.wrap(tensors, (about["N"], about["K"]), group=about["group_size"])
+    assert packed.storage == "tinygemm" and packed.params["scale_type"] == "bf16"
+    assert torch.equal(int4pack.unpack(packed)["q"], known["codes"])
+    assert same_bits(int4pack.dequantize(packed, torch.float32), known["dequant_f32"])
+    made = int4pack.quantize(known["W"], group=32)
+    assert all(same_bits(made.tensors[name].flatten(), tensor.flatten()) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("torch_*.npz")), ids=lambda path: path.stem)
+def test_tiles_of_cpus(path: Path) -> None:
+    known, about = read(path)
+    tensors = {"weight": known["packed"], "scales_and_zeros": known["scales_and_zeros"]}
+    packed = int4pack.wrap(tensors, (about["N"], about["K"]), STORAGES[about["isa"]], group=about["group"])
+    fields = int4pack.unpack(packed)
+    assert torch.equal(fields["q"], known["codes"])
+    made = int4pack.pack(fields, storage=packed.storage, **packed.params)
+    assert all(same_bits(made.tensors[name].flatten(), tensor.flatten()) for name, tensor in tensors.items())
+    assert torch.allclose(int4pack.linear(known["x"], packed), known["y"], rtol=0, atol=2e-5)
+
+
+def gptq(storage: str = "gptq_v2", scale_type: str = "f16", **options: Any) -> PackedWeight:
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    return int_group.quantize(weight, storage, bits=4, **{"group": 64, **options}, scale_type=scale_type)
+
+
+@pytest.mark.skipif(CAPABILITY not in STORAGES, reason="torch packs otherwise on this machine")
+def test_torch_packs_alike_and_multiplies_it() -> None:
+    packed = int4pack.convert(gptq(), STORAGES[CAPABILITY])
+    torchs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(int4pack.unpack(packed)["q"].int(), 1)
+    assert same_bits(packed.tensors["weight"].view(torchs.shape), torchs)
+    made = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(256), torchs, 64, packed.tensors["scales_and_zeros"])
+    assert torch.allclose(made.t(), int4pack.dequantize(packed, torch.float32), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("storage", ["gptq_v2", "gptq_v1", "awq", "pack_quantized", "marlin", "modelopt", "xpu_int4pack"])
+@pytest.mark.parametrize("to", STORAGES.values())
+def test_weights_of_integers(storage: str, to: str) -> None:
+    """With scales of 16 bits all numbers stay, in float32."""
+    for scale_type in ("f16", "bf16"):
+        packed = gptq(storage, scale_type)
+        made = int4pack.convert(packed, to)
+        symmetric = storage in ("marlin", "modelopt")
+        assert made.params == {"group": 64, "scale_type": "bf16" if symmetric and scale_type == "bf16" else "f32"}
+        assert torch.equal(int4pack.dequantize(made, torch.float32), int_group.dequantize(packed, torch.float32))
+
+
+def test_one_group_is_a_row_of_as_many_columns() -> None:
+    packed = int_group.quantize(torch.randn(64, 128), "gptq_v2", bits=4, group=-1)
+    made = int4pack.convert(packed, "cpu_avx2")
+    assert made.params["group"] == 128
+    assert torch.equal(int4pack.dequantize(made, torch.float32), int_group.dequantize(packed, torch.float32))
+
+
+def test_what_floats_do_not_hold_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"cannot hold this weight of int_group: at row .*; requantize makes another weight"):
+        int4pack.convert(gptq(scale_type="f32"), "cpu_avx2")
+    with pytest.raises(FormatError, match=r"cannot hold this weight of int_group: at row"):
+        int4pack.convert(gptq(scale_type="bf16"), "tinygemm")
+    made, report = int_group.FORMAT.requantize(gptq(scale_type="bf16"), int4pack.FORMAT, "tinygemm", group=64)
+    assert made.storage == "tinygemm" and report.decibels > 15
+    with pytest.raises(FormatError, match="int4pack has no storage 'tinygemm' for scale_type=f32"):
+        int4pack.convert(gptq(), "tinygemm")
+    with pytest.raises(FormatError, match="'q' is u8"):
+        int4pack.convert(int_group.quantize(torch.randn(64, 128), "gptq_v2", bits=8, group=64), "cpu_avx2")
+    with pytest.raises(FormatError, match="int_group has group = 192; int4pack has 128, 32, 64"):
+        int4pack.convert(int_group.quantize(torch.randn(64, 192), "gptq_v2", bits=4, group=-1), "cpu_avx2")
+    with pytest.raises(FormatError, match="N = 96 must be a multiple of 64"):
+        int4pack.convert(int_group.quantize(torch.randn(96, 128), "gptq_v2", bits=4, group=64), "cpu_avx512")
+
+
+def test_columns_out_of_order_are_refused() -> None:
+    packed = gptq()
+    fields = int_group.unpack(packed) | {"g": torch.randperm(256, generator=torch.Generator().manual_seed(1)).int() // 64}
+    with pytest.raises(FormatError, match=r"columns in order; those of this weight belong to groups all over K \(act-order\)"):
+        int4pack.convert(int_group.pack(fields, storage="gptq_v2", **packed.params), "cpu_avx2")
+
+
+def test_only_codes_that_are_there_count() -> None:
+    """Others, that would change, no weight has."""
+    packed = gptq(scale_type="f32")
+    fields = int_group.unpack(packed)
+    fields["z"].fill_(7)
+    fields["q"].clamp_(7, 8)                                     # 0 and s alone
+    made = int4pack.convert(int_group.pack(fields, storage="awq", **packed.params), "cpu_avx2")
+    assert torch.equal(int4pack.dequantize(made, torch.float32), (fields["q"] - 7.) * fields["s"].repeat_interleave(64, 1))
