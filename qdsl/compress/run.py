@@ -40,19 +40,16 @@ def compress(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int,
     if path.is_dir() and path.resolve() in (out.resolve(), *out.resolve().parents):
         raise RewriteError(f"{out}: lies in the folder that is read")
     with components.opened(path) as models:
-        made, used = units(models, aim)
+        work = _work(path, models, aim, out)
         if stage.was_ended(out):
             return _report(out, aim, (), (), [])
         asked = {"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()), **asdict(aim)}
-        place = stage.begin(out, _plain(asked))
-        sources = {each: identity(each) for folder in models.values() for each in folder.shards}
-        every = pieces.pieces(made, aim, place, sources)
-        mine = every if part is None else share(every, *part)
+        stage.begin(out, _plain(asked))
+        mine = work.pieces if part is None else share(work.pieces, *part)
         _encode([each for each in mine if pieces.made(each) is None], jobs, tell)
-        there = [(each, found) for each in mine if (found := pieces.made(each)) is not None]
         if part is not None:
-            return _report(out, aim, there, (), [])
-        return _finish(path, models, aim, there, used, sources, out, jobs, check, tell)
+            return _report(out, aim, _there(mine), (), [])
+        return _finish(work, _there(mine), out, jobs, check, tell)
 
 
 def merge(out: Path, *, jobs: int = 1, tell: Telling = quiet) -> dict[str, Any]:
@@ -64,14 +61,34 @@ def merge(out: Path, *, jobs: int = 1, tell: Telling = quiet) -> dict[str, Any]:
     aim = Aim(asked["format"], asked["threads"], asked["patterns"], asked["by_group"], tuple(asked["only"]))
     path = Path(asked["from"])
     with components.opened(path) as models:
-        made, used = units(models, aim)
-        sources = {each: identity(each) for folder in models.values() for each in folder.shards}
-        every = pieces.pieces(made, aim, out / stage.STAGE, sources)
-        there = [(each, found) for each in every if (found := pieces.made(each)) is not None]
-        if len(there) < len(every):
-            missing = len(every) - len(there)
-            raise RewriteError(f"{out}: {missing} of {len(every)} pieces are not there, or not of {path} as it is now")
-        return _finish(path, models, aim, there, used, sources, out, jobs, False, tell)
+        work = _work(path, models, aim, out)
+        there = _there(work.pieces)
+        if missing := len(work.pieces) - len(there):
+            raise RewriteError(f"{out}: {missing} of {len(work.pieces)} pieces are not there, or not of {path} as it is now")
+        return _finish(work, there, out, jobs, False, tell)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is to be done, in pieces.  used: by model the patterns of DF11's groups; sources: what is known of files."""
+
+    path: Path
+    models: Mapping[str, Folder]
+    aim: Aim
+    pieces: Sequence[Piece]
+    used: Mapping[str, dict[str, list[str]]]
+    sources: Mapping[Path, list[Any]]
+
+
+def _work(path: Path, models: Mapping[str, Folder], aim: Aim, out: Path) -> _Work:
+    made, used = units(models, aim)
+    sources = {each: identity(each) for folder in models.values() for each in folder.shards}
+    return _Work(path, models, aim, pieces.pieces(made, aim, out / stage.STAGE, sources), used, sources)
+
+
+def _there(every: Sequence[Piece]) -> list[tuple[Piece, Made]]:
+    """The pieces that are made, and what is in them."""
+    return [(each, found) for each in every if (found := pieces.made(each)) is not None]
 
 
 def _plain(asked: dict[str, Any]) -> dict[str, Any]:
@@ -94,11 +111,9 @@ def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
             told(before, f"{100 * after / before:.1f} % {piece.units[-1].label}")
 
 
-def _finish(path: Path, models: Mapping[str, Folder], aim: Aim, there: Sequence[tuple[Piece, Made]],
-            used: Mapping[str, dict[str, list[str]]], sources: Mapping[Path, list[Any]], out: Path, jobs: int, check: bool,
-            tell: Telling) -> dict[str, Any]:
+def _finish(work: _Work, there: Sequence[tuple[Piece, Made]], out: Path, jobs: int, check: bool, tell: Telling) -> dict[str, Any]:
     """Files of pieces, and all that lies beside them."""
-    shards = plan.shards(models, aim, there, sources)
+    shards = plan.shards(work.models, work.aim, there, work.sources)
     todo = [shard for shard in shards if not stage.is_whole(shard, out)]
     with tell(sum(shard.nbytes for shard in todo)) as told:
         write(todo, out / stage.STAGE, jobs, told)
@@ -106,9 +121,9 @@ def _finish(path: Path, models: Mapping[str, Folder], aim: Aim, there: Sequence[
         checks = list(_checks(shards, there, out))
         with tell(sum(each.unit.nbytes for each in checks)) as told:
             _check(checks, jobs, told)
-    read = {each for folder in models.values() for each in (*folder.shards, folder.root / folder.index_name)}
-    notes = complete(path, read, shards, plan.said(models, aim, there, used, shards), out)
-    return _report(out, aim, there, shards, notes) | {"checked": check}
+    read = {each for folder in work.models.values() for each in (*folder.shards, folder.root / folder.index_name)}
+    notes = complete(work.path, read, shards, plan.said(work.models, work.aim, there, work.used, shards), out)
+    return _report(out, work.aim, there, shards, notes) | {"checked": check}
 
 
 @dataclass(frozen=True, slots=True)
