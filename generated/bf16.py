@@ -61,7 +61,7 @@ def _dequantize_plain(weight, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     weight += n.to(tl.int64) * K
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
-    v = tl.load(weight + k, live, 0).to(tl.float32)
+    v = tl.load(weight + k, live, 0)
     w = v
     tl.store(out + k, w, live)
 

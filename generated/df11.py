@@ -75,7 +75,7 @@ def _dequantize_df11(exponents, sign_mantissa, out, N, K, BN: tl.constexpr, BK: 
     v_low = (tl.load(sign_mantissa + k, live, 0) & 127).to(tl.int32)
     v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
     v_high1 = (tl.load(sign_mantissa + k, live, 0) >> 7 & 1).to(tl.int32)
-    v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     w = v
     tl.store(out + k, w, live)
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Stream, Variant, cdiv, device, pad
+from qdsl.runtime import Field, Format, Kernels, Pairs, Storage, Stored, Stream, Variant, cdiv, device, pad
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def _dequantize_fix4(exponents, sign_mantissa, out, N, K, BN: tl.constexpr, BK: 
     v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
     v_high1 = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
         >> 7 & 1).to(tl.int32)
-    v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     w = v
     tl.store(out + k, w, live)
 
@@ -111,6 +111,19 @@ def _linear_fix4(exponents, sign_mantissa, x, bias, out, N, K, BN: tl.constexpr,
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
 
+@triton.jit
+def _pairs_fix4(exponents, sign_mantissa0, sign_mantissa1):
+    """v of eight columns: of 2j and 2j + 1 in the halves of word j.
+
+    exponents: four words, with the symbols at bit 7 of each half.  sign_mantissa0, sign_mantissa1: the words of sign_mantissa.
+    """
+    v0 = (sign_mantissa0 & 0x007f007f) | ((sign_mantissa0 << 8) & 0x80008000) | exponents[0]
+    v1 = ((sign_mantissa0 >> 8) & 0x007f007f) | (sign_mantissa0 & 0x80008000) | exponents[1]
+    v2 = (sign_mantissa1 & 0x007f007f) | ((sign_mantissa1 << 8) & 0x80008000) | exponents[2]
+    v3 = ((sign_mantissa1 >> 8) & 0x007f007f) | (sign_mantissa1 & 0x80008000) | exponents[3]
+    return v0, v1, v2, v3
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -131,7 +144,8 @@ VARIANT = Variant(
             unpack=unpack_fix4, pack=pack_fix4, needs_shape=True, streams={"exponents": Stream("window",
                 Stored("u8", "N", "K"), codes="codes", base="base", start="patch_start", index="patch_index",
                 value="patch_exponent")}, shape="weight_shape",
-            kernels=Kernels(_dequantize_fix4, _linear_fix4, rows="N", units="K", last="k"),
+            kernels=Kernels(_dequantize_fix4, _linear_fix4, rows="N", units="K", last="k",
+                    pairs=Pairs(_pairs_fix4, "bf16", "exponents", 7, "sign_mantissa")),
         ),
     },
     decode=decode, encode=encode, copies="v",

@@ -17,7 +17,7 @@ import triton
 
 from qdsl.files import write_text
 from qdsl.runtime import PackedWeight, configure, launch
-from qdsl.runtime.launch import Call
+from qdsl.runtime.call import Call
 
 MOST = 8                                                         # candidates per kernel
 

@@ -240,7 +240,7 @@ def text_of(found: Spec) -> Mapping[str, str]:
 
 
 def names_of_kernels(program: Program) -> list[str]:
-    return [f"_{kind}_{program.storage} = None" for kind in ("dequantize", "linear", "row", "few", "many", "narrow")]
+    return [f"_{kind}_{program.storage} = None" for kind in ("dequantize", "linear", "row", "few", "many", "narrow", "pairs")]
 
 
 def built(files: Mapping[str, str]) -> Format:

@@ -9,7 +9,7 @@ import torch
 
 from qdsl.analyze import launches, report
 from qdsl.runtime import configure, launch
-from qdsl.runtime.launch import Call
+from qdsl.runtime.call import Call
 
 SHAPE = (4096, 4096)
 

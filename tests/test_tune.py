@@ -11,7 +11,7 @@ import torch
 import qdsl.tune
 from qdsl.generated import q4_0
 from qdsl.runtime import PackedWeight, configure, launch
-from qdsl.runtime.launch import Call
+from qdsl.runtime.call import Call
 
 NONSENSE = '{"few q4_0.planar  64x4096 float16": {"R": 7, "WN": 1, "WK": 3, "EVEN": true}}'
 

@@ -18,7 +18,7 @@ from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, Weight, clones, every, large
 from bench.weights import format_of
 from qdsl.runtime import launch
-from qdsl.runtime.launch import Call
+from qdsl.runtime.call import Call
 
 Answer = dict[str, Any]
 SCHEDULERS = 4                                                   # of a multiprocessor

@@ -13,7 +13,7 @@ from bench.gpu.budget import Part
 from bench.gpu.plan import INVARIANT, Case, Check
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, packed
-from qdsl.runtime import PackedWeight, configure, launch
+from qdsl.runtime import PackedWeight, launch
 
 COMPILE = 2.0                                                    # seconds per launch that was not compiled ahead, assumed
 STUCK = 120.0                                                    # seconds for which a process that compiles is waited for
@@ -97,7 +97,7 @@ class Examined:
         bias = (torch.randn(self.weight.shape[0], generator=torch.Generator().manual_seed(1)).to(dtype).to(self.device)
                 if check.bias else None)
         found, again = product(x, self.weight, bias), product(x, self.weight, bias)
-        tiles = self.device.type == "cuda" and rows > configure.most_rows(self.weight, x.dtype, x.device)
+        tiles = self.device.type == "cuda" and not launch.is_fused(x, self.weight)
         kernel = "dequantize and matmul" if tiles else kernel_of(x, self.weight, bias)
         rounded = tiles or self.weight.layout.kernels.rounds(x.dtype)
         wide, added = x.cpu().double(), torch.zeros(1).double() if bias is None else bias.cpu().double()
@@ -124,7 +124,8 @@ class Examined:
 def kernel_of(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> str:
     """What the kernel that serves a product is called: 'row', 'few', 'many' or 'linear'."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device="meta")
-    names = dict.fromkeys(call.kernel.fn.__name__.split("_")[1] for call in launch.linear_calls(x, weight, bias, out))
+    calls = launch.linear_calls(x, weight, bias, out)
+    names = dict.fromkeys(call.kernel.fn.__name__.removeprefix("_").split("_")[0] for call in calls)
     return " and ".join(names)
 
 

@@ -9,8 +9,8 @@ import torch
 
 from bench.gpu.weights import DTYPES, Weight, every, fits
 from bench.weights import format_of
-from qdsl.runtime import Lanes, PackedWeight, configure, launch
-from qdsl.runtime.launch import Call
+from qdsl.runtime import Lanes, PackedWeight, launch
+from qdsl.runtime.call import Call
 from qdsl.runtime.linear import tile_weights
 from qdsl.runtime.tiles import row_tiles
 
@@ -23,6 +23,7 @@ ODD = (33, 40, 24, 32), (320, 288, 352)                          # K no multiple
 OTHERS = (*RAGGED[0], 64), (*RAGGED[1], 4096)                    # a block may be as long, a tile as high
 TALL = (3208, 3232), (2176, 2304)                                # the second K is for records of 256 columns
 WIDE = (12680, 12704), (384, 512)
+CODED = ((72,), (2176,)), ((40,), (8320,))                       # four and eight lanes of a row, and chunks that are not even
 QUICK_ROWS = (1, 5, 12, 100)
 
 
@@ -71,9 +72,12 @@ def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: boo
     """The launches of a linear as the runtime chooses them; beyond the fused kernels' rows those that dequantize tiles."""
     n, k = packed.shape
     x, out = (torch.empty(rows, columns, dtype=dtype, device="meta") for columns in (k, n))
-    if invariant or rows <= configure.most_rows(packed, x.dtype, x.device):
+    if invariant or launch.is_fused(x, packed):
         added = torch.empty(n, dtype=dtype, device="meta") if bias else None
         yield from launch.linear_calls(x, packed, added, out, invariant)
+        return
+    if packed.layout.streams:
+        yield from launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta"))
         return
     for start, stop in row_tiles(packed, weights=tile_weights(x)):
         yield from launch.dequantize_calls(packed.cut("N", start, stop), torch.empty(stop - start, k, dtype=dtype, device="meta"))
@@ -88,6 +92,8 @@ def cases(quick: bool = False) -> list[Case]:
         found += [_case(weight, OTHERS, _others()) for weight in others()]
         lanes = [weight for weight in every() if lanes_of(weight) is not None]
         found += [_case(weight, grid, checks) for grid, checks in ((TALL, _tall()), (WIDE, _wide())) for weight in lanes]
+        coded = [weight for weight in every() if format_of(weight.name).storage(weight.storage, weight.chosen)[1].streams]
+        found += [_case(weight, grid, _coded()) for grid in CODED for weight in coded]
     return [case for case in found if case is not None]
 
 
@@ -112,7 +118,8 @@ def _case(weight: Weight, grid: tuple[tuple[int, ...], tuple[int, ...]], checks:
     shape = shape_of(weight, grid)
     if shape is None:
         return None
-    few = (found := lanes_of(weight)) is not None and found.few is not None
+    kernels = format_of(weight.name).storage(weight.storage, weight.chosen)[1].kernels
+    few = kernels.pairs is not None or (kernels.lanes is not None and kernels.lanes.few is not None)
     kept = tuple(check for check in checks if not check.invariant or (few and shape[1] % 128 == 0))
     return Case(replace(weight, shape=shape), kept)
 
@@ -153,6 +160,11 @@ def _tall() -> tuple[Check, ...]:
 
 def _wide() -> tuple[Check, ...]:
     return Check(1, "f16"), Check(6, "bf16"), Check(16, "bf16"), Check(64, "bf16"), Check(20, "f16")
+
+
+def _coded() -> tuple[Check, ...]:
+    return (Check(1, "bf16"), Check(5, "bf16", bias=True), Check(16, "bf16"), Check(40, "bf16"), Check(0, "bf16"),
+            Check(0, "f32"), Check(8, "bf16", invariant=True))
 
 
 def others() -> Iterator[Weight]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.weights import DIGITS, format_of, storages
 from qdsl.numbers import number
-from qdsl.runtime import PackedWeight
+from qdsl.runtime import PackedWeight, streams
 from qdsl.runtime.match import torch_dtype
 from qdsl.shapes import extents
 
@@ -39,10 +40,10 @@ class Weight:
         return dict(self.params)
 
     def meta(self) -> PackedWeight:
-        """Without data, streams decoded: as kernels take it."""
+        """Without data, streams as they usually are."""
         layout = format_of(self.name).storage(self.storage, self.chosen)[1]
         given = [key for key in layout.coded if layout.tensors[key].optional] if self.optional else []
-        return format_of(self.name).empty(self.shape, self.storage, "meta", given, **self.chosen).open()
+        return streams.usual(format_of(self.name).empty(self.shape, self.storage, "meta", given, **self.chosen))
 
 
 def every(shape: tuple[int, int] = (0, 0)) -> list[Weight]:
@@ -98,14 +99,16 @@ def _values(kind: str, shape: tuple[int, ...], groups: int, generator: torch.Gen
 
 
 def large(weight: Weight, device: torch.device | str) -> PackedWeight:
-    """The weight on a device: ROWS random rows, repeated there in the order of its words, streams decoded.
+    """The weight on a device: ROWS random rows, repeated there in the order of its words; of a stream normal ones, coded whole.
 
     Its rows are a multiple of ROWS, or fewer.
     """
     n, k = weight.shape
     rows = min(n, ROWS)
     assert n % rows == 0
-    made = _rows(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional)).open()
+    if format_of(weight.name).storage(weight.storage, weight.chosen)[1].streams:
+        return _coded(weight, rows).to(device)
+    made = _rows(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional))
     wanted = weight.meta()
     tensors = {}
     for key, tensor in made.tensors.items():
@@ -119,6 +122,13 @@ def large(weight: Weight, device: torch.device | str) -> PackedWeight:
 def _rows(weight: Weight) -> PackedWeight:
     """Shapes of one K share their rows."""
     return packed(weight)
+
+
+def _coded(weight: Weight, rows: int) -> PackedWeight:
+    """A weight whose size depends on its numbers: standard deviation 0.02."""
+    some = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
+    params: dict[str, Any] = weight.chosen
+    return format_of(weight.name).quantize(some.repeat(weight.shape[0] // rows, 1), weight.storage, **params)
 
 
 def clones(packed: PackedWeight, count: int) -> list[PackedWeight]:

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qdsl.analyze.gpus import WARP, AnalyzeError, Arch
-from qdsl.runtime.launch import Call
+from qdsl.runtime.call import Call
 
 POINTERS = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64",

@@ -13,7 +13,7 @@ from qdsl.analyze.sass import Code, Instruction
 
 if TYPE_CHECKING:
     from qdsl.analyze.compile import Compiled
-    from qdsl.runtime.launch import Call
+    from qdsl.runtime.call import Call
 
 MOST_UNROLLED = 64
 

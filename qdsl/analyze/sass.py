@@ -101,11 +101,19 @@ def loops(code: Code) -> list[range]:
 
 
 def hot_loop(code: Code) -> range | None:
-    """The loop that loads the most bytes from global memory, the shortest among equals; None where none loads any."""
+    """The loop that loads the most bytes from global memory, the shortest among equals; None where none loads any.
+
+    Of a loop around another one, that one, where it loads more than half of the bytes.
+    """
     def weight(loop: range) -> tuple[int, int]:
         return sum(code.instructions[place].loaded for place in loop), -len(loop)
 
-    return max((loop for loop in loops(code) if weight(loop)[0]), key=weight, default=None)
+    found = sorted((loop for loop in loops(code) if weight(loop)[0]), key=weight)
+    hot = found[-1] if found else None
+    for loop in reversed(found):
+        if hot is not None and set(loop) < set(hot) and 2 * weight(loop)[0] > weight(hot)[0]:
+            hot = loop
+    return hot
 
 
 # -- the counter of a loop --------------------------------------------------------------------------------------------

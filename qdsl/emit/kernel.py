@@ -122,9 +122,13 @@ def shown(index: Index, tight: int = 0) -> str:
 
 
 class Decoder:
-    """Fills a Body with the loads and cuts that make the fields of one weight."""
+    """Fills a Body with the loads and cuts that make the fields of one weight.
 
-    def __init__(self, program: Program, tile: Tile, body: Body, fixed: Mapping[str, int]) -> None:
+    copies: of a weight that is one field, its bits as they are, where they have a type.
+    """
+
+    def __init__(self, program: Program, tile: Tile, body: Body, fixed: Mapping[str, int], copies: bool = False) -> None:
+        self.copies = copies and len(program.values) == 1
         self.program = program
         self.tile = tile
         self.body = body
@@ -237,7 +241,7 @@ class Decoder:
         if number.name in TRITON_FLOATS:
             if joined or text.startswith("device."):
                 text = f"({text}).to(tl.uint{number.bits}).to(tl.{TRITON_FLOATS[number.name]}, bitcast=True)"
-            return text if number.name == field.kind == "f32" else f"{text}.to(tl.float32)"
+            return text if self.copies or number.name == field.kind == "f32" else f"{text}.to(tl.float32)"
         if number.is_float:
             return f"device.{number.name}({text})"
         call = text if text.endswith(")") and text.startswith(("tl.load(", "device.")) else f"({text})"

@@ -7,6 +7,7 @@ from math import prod
 from qdsl.emit.body import Body, guarded, nest
 from qdsl.emit.kernel import Decoder, Tile, arguments, offset_text, shown, tile, unrolled
 from qdsl.emit.lanes import lanes, narrow
+from qdsl.emit.pairs import paired
 from qdsl.emit.templates import render
 from qdsl.ir.index import Index, name, substitute
 from qdsl.ir.program import Program
@@ -15,7 +16,9 @@ from qdsl.ir.program import Program
 def kernels(program: Program) -> list[str]:
     """The lines of a storage's kernels."""
     coordinates = tile(program)
-    made = [_dequantize(program, coordinates), _linear(program, coordinates), *filter(None, (lanes(program), narrow(program)))]
+    pairs = paired(program)
+    made = [_dequantize(program, coordinates), _linear(program, coordinates), *filter(None, (lanes(program), narrow(program))),
+            *([pairs.lines] if pairs is not None else [])]
     return [line for i, part in enumerate(made) for line in (*(["", ""] if i else []), *part)]
 
 
@@ -56,7 +59,7 @@ def _start(program: Program, at: Tile, loops: int, lanes: list[str]) -> Body:
 
 def _dequantize(program: Program, at: Tile) -> list[str]:
     body = _start(program, at, len(at.lanes), [lane.name for lane in at.lanes])
-    decoder = Decoder(program, at, body, {})
+    decoder = Decoder(program, at, body, {}, copies=True)
     text = decoder.weight()
     place = "k" if at.unit == "k" else shown(at.k)
     if any(lane.axis == "n" for lane in at.lanes):

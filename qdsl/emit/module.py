@@ -30,9 +30,9 @@ from qdsl.spec.model import Spec
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Storage", "Stored", "Stream", "Table", "Variant", "as_float",
-           "as_type", "base3", "cdiv", "codebook", "device", "empty", "integer", "joined", "lanes", "many", "narrow", "pad",
-           "records", "spread", "trit", "workspace")
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Pairs", "Storage", "Stored", "Stream", "Table", "Variant",
+           "as_float", "as_type", "base3", "cdiv", "codebook", "device", "empty", "integer", "joined", "lanes", "many", "narrow",
+           "pad", "records", "spread", "trit", "workspace")
 
 
 @dataclass(frozen=True, slots=True)

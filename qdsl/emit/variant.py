@@ -13,6 +13,7 @@ from qdsl.emit.kernel import tile
 from qdsl.emit.lanes import Plan, plan
 from qdsl.emit.lines import indent, wrapped
 from qdsl.emit.literals import literal, quoted, tupled
+from qdsl.emit.pairs import paired
 from qdsl.emit.reference import needs_shape, pack_extents
 from qdsl.emit.tensors import is_plain
 from qdsl.ir import index as ix
@@ -111,8 +112,11 @@ def _kernels(program: Program) -> list[str]:
     found = [f"_dequantize_{program.storage}", f"_linear_{program.storage}", f'rows="{axis_text(at.row_count)}"',
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
     found += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
-    made = plan(program)
-    return [*found, f"lanes={_lanes(program, made)}"] if made is not None else found
+    if (made := plan(program)) is not None:
+        found.append(f"lanes={_lanes(program, made)}")
+    if (two := paired(program)) is not None:
+        found.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.rest}")')
+    return found
 
 
 def _lanes(program: Program, made: Plan) -> str:

@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from qdsl.runtime.arrays import cdiv
-from qdsl.runtime.packed import PackedWeight
+
+if TYPE_CHECKING:
+    from qdsl.runtime.packed import PackedWeight
 
 MULTIPROCESSORS = 132                                            # of a device that is not there: an H100's
 TRIP = 256                                                       # columns of w that a warp takes in a trip of the loop of `few`

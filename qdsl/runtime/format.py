@@ -157,7 +157,16 @@ class Format:
             raise FormatError(f"{self.name}.{storage}: '{layout.shape}' says {tensors[layout.shape].tolist()}; the weight is "
                               f"{list(shape)}")
         return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
-                            finite=_are_finite(layout.kernels.lanes, tensors))
+                            finite=_are_finite(layout.kernels.lanes, tensors), facts=self._facts(layout, tensors, shape))
+
+    def _facts(self, layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
+        """What kernels may rely on in streams.  Raises FormatError for those that are damaged."""
+        if not layout.streams or any(tensor.is_meta for tensor in tensors.values()):
+            return ""
+        try:
+            return streams.check(layout, tensors, shape)
+        except StreamError as error:
+            raise FormatError(f"{self.name}: {error}") from None
 
     def checked(self, packed: PackedWeight) -> PackedWeight:
         """The same weight with its tensors looked at anew.  Raises FormatError for those that do not fit, for groups that do
@@ -423,6 +432,10 @@ class Format:
     @torch.no_grad()
     def _dequantized(self, packed: PackedWeight, out: Tensor) -> Tensor:
         if not out.numel():
+            return out
+        if packed.layout.streams and packed.device.type == "cuda":
+            with ops.on_device(packed.device):
+                launch.dequantize(packed, out)
             return out
         packed = packed.open()
         copied = packed.variant.copies

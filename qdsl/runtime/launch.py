@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.runtime import configure, eight, narrow
+from qdsl.runtime import configure, eight, narrow, streams
 from qdsl.runtime.arrays import cdiv
+from qdsl.runtime.call import Call
 from qdsl.runtime.packed import PackedWeight
 from qdsl.shapes import axis
 
@@ -23,23 +23,11 @@ SHORT = 1 << 17                                                  # columns up to
 ROWS_OF_X = 65535                                                # the most that a grid's second axis can count
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One launch: a kernel, its arguments in order, the constants it is specialised on, and how it is compiled.
-
-    For `qdsl analyze`: the weights that one program takes, and those of a trip of its loop, 0 without one.
-    """
-
-    kernel: Any
-    arguments: tuple[Tensor | int | None, ...]
-    constants: Mapping[str, Any]
-    grid: tuple[int, ...]
-    options: Mapping[str, Any]
-    weights: int = 0
-    step: int = 0
-
-    def run(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
+def is_fused(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether a product on a GPU is one of kernels that decode as they multiply; else the weight is decoded first."""
+    if packed.layout.streams:
+        return x.shape[0] <= streams.FEW and streams.has_few(x, packed)
+    return x.shape[0] <= configure.most_rows(packed, x.dtype, x.device)
 
 
 def dequantize(packed: PackedWeight, out: Tensor) -> None:
@@ -59,7 +47,11 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, in
 
 def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     """The launches of `dequantize`, for tensors on any device, meta too."""
-    packed = packed.open()
+    if streams.has_dequantize(packed, out):
+        yield from streams.dequantize_calls(packed, out)
+        return
+    packed, calls = streams.opened(packed)
+    yield from calls
     kernels, rows, units = _kernels(packed)
     if not rows or not units:
         return
@@ -73,7 +65,11 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
 def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False,
                  config: Mapping[str, int] | None = None) -> Iterator[Call]:
     """The launches of `linear`, for tensors on any device, meta too; config: of a kernel for matrix units."""
-    packed = packed.open()
+    if streams.has_few(x, packed):
+        yield from streams.few_calls(x, packed, bias, out)
+        return
+    packed, calls = streams.opened(packed)
+    yield from calls
     kernels, rows, units = _kernels(packed)
     if not rows or not x.shape[0]:
         return

@@ -81,11 +81,27 @@ class Lanes:
 
 
 @dataclass(frozen=True, slots=True)
+class Pairs:
+    """What makes weights of 16 bits, two at a time, of the symbols of a stream and the other bits of eight columns.
+
+    made: of four pairs of symbols, which stand at bit `at` of the halves of a word, and of the two words of the other bits, the
+    four pairs of weights.  type: of the weights.  stream, rest: the tensors.
+    """
+
+    made: Any
+    type: str
+    stream: str
+    at: int
+    rest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """The Triton kernels of a storage, and how their grid covers a weight.
 
     rows, units: how many rows of tiles and units along K there are, as axes.  last: 'n' or 'k', the tile's last axis.
     sums: accumulators per unit of rows.  tables: what decode looks up, which the first two kernels take after the tensors.
+    pairs: what kernels of the storage's stream (runtime/codings) make weights with, where it can be done in registers.
     """
 
     dequantize: Any
@@ -96,6 +112,7 @@ class Kernels:
     sums: int = 1
     tables: tuple[Table, ...] = ()
     lanes: Lanes | None = None
+    pairs: Pairs | None = None
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Whether kernels for matrix units round weights: to x's dtype, where that does not hold all numbers of a table."""

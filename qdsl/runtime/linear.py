@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdsl.runtime import configure, cpu, eight, launch
+from qdsl.runtime import cpu, eight, launch
 from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.scratch import scratch
 from qdsl.runtime.tiles import decode_rows, row_tiles
 
 QUANTIZE_X, INVARIANT = "quantize_x", "batch_invariant"          # modes of a product
@@ -44,6 +45,8 @@ def mode_of(quantize_x: bool, batch_invariant: bool) -> str:
 
 
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
+    if packed.layout.streams and x.device.type != "cpu":
+        return _decoded_product(x, packed, bias, mode)
     packed = packed.open()
     if mode == QUANTIZE_X:
         return _narrow_product(x, packed, bias)
@@ -52,13 +55,26 @@ def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "
     if x.device.type == "cpu":
         return cpu.product(x, packed, bias)
     out = x.new_empty(x.shape[0], packed.shape[0])
-    if x.shape[0] <= configure.most_rows(packed, x.dtype, x.device):
+    if launch.is_fused(x, packed):
         launch.linear(x, packed, bias, out)
         return out
     for start, stop in row_tiles(packed, weights=tile_weights(x)):
         weight = _weights(packed, start, stop, x.dtype)
         out[:, start:stop] = torch.nn.functional.linear(x, weight, None if bias is None else bias[start:stop].to(x.dtype))
     return out
+
+
+def _decoded_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str) -> Tensor:
+    """The product with a weight that streams hold: few rows meet it as it is decoded, others when it is, in memory that the next
+    one takes.
+    """
+    if mode == INVARIANT or launch.is_fused(x, packed):
+        out = x.new_empty(x.shape[0], packed.shape[0])
+        launch.linear(x, packed, bias, out, invariant=mode == INVARIANT)
+        return out
+    weight = scratch("weight", packed.shape, x.dtype, x.device)
+    launch.dequantize(packed, weight)
+    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -182,7 +182,7 @@ class QuantizedLinear(nn.Linear):
     def _note(self, held: Mapping[str, Tensor]) -> None:
         """Keep what the tensors say once they are looked at.  Raises FormatError for those that do not fit."""
         found = self.format.checked(self._packed.derive(held))
-        self._packed.finite = found.finite
+        self._packed.finite, self._packed.facts = found.finite, found.facts
         _note(held, found.in_order)
 
 

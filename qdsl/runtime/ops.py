@@ -43,6 +43,7 @@ class Words(NamedTuple):
     params: str
     names: str
     finite: bool
+    facts: str
 
 
 _formats: dict[str, Format] = {}
@@ -63,7 +64,8 @@ def words(packed: PackedWeight) -> tuple[list[Tensor], Words]:
     spare = {*packed.in_order, packed.layout.shape}
     given = {name: tensor for name, tensor in packed.tensors.items() if name not in spare}
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in given.values()]
-    return tensors, Words(packed.format.key, packed.storage, packed.params_text, " ".join(given), packed.finite)
+    return tensors, Words(packed.format.key, packed.storage, packed.params_text, " ".join(given), packed.finite,
+                          packed.facts)
 
 
 @lru_cache(maxsize=1024)
@@ -81,7 +83,7 @@ def _weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWe
     """The packed weight of an operation's arguments."""
     format, params = _read(words.format, words.params)
     return PackedWeight(format, words.storage, dict(zip(words.names.split(), tensors, strict=True)), (n, k), params,
-                        finite=words.finite)
+                        finite=words.finite, facts=words.facts)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -236,37 +238,37 @@ def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("qdsl::linear", mutates_args=())
 def _linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-            finite: bool, n: int, k: int, mode: str = "") -> Tensor:
-    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite), n, k), bias, False, mode)
+            finite: bool, facts: str, n: int, k: int, mode: str = "") -> Tensor:
+    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite, facts), n, k), bias, False, mode)
 
 
 @torch.library.custom_op("qdsl::transposed", mutates_args=())
-def _turned(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, n: int,
-            k: int) -> Tensor:
-    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite), n, k), None, turned=True)
+def _turned(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, facts: str,
+            n: int, k: int) -> Tensor:
+    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite, facts), n, k), None, turned=True)
 
 
 @torch.library.custom_op("qdsl::dequantize", mutates_args=())
-def _dequantize(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, n: int, k: int,
-                dtype: torch.dtype) -> Tensor:
-    packed = _weight(tensors, Words(format, storage, params, names, finite), n, k)
+def _dequantize(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, facts: str, n: int,
+                k: int, dtype: torch.dtype) -> Tensor:
+    packed = _weight(tensors, Words(format, storage, params, names, finite, facts), n, k)
     return packed.format._dequantized(packed, empty(packed.shape, dtype, packed.device))
 
 
 @_linear.register_fake
 def _(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-      finite: bool, n: int, k: int, mode: str = "") -> Tensor:
+      finite: bool, facts: str, n: int, k: int, mode: str = "") -> Tensor:
     return x.new_empty(*x.shape[:-1], n)
 
 
 @_turned.register_fake
-def _(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, n: int,
+def _(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, facts: str, n: int,
             k: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], k)
 
 
 @_dequantize.register_fake
-def _(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, n: int, k: int,
+def _(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, facts: str, n: int, k: int,
       dtype: torch.dtype) -> Tensor:
     return tensors[0].new_empty(n, k, dtype=dtype)
 

@@ -38,13 +38,15 @@ class PackedWeight:
 
     tensors: the storage's tensors by name, in storage order (absent optional ones are missing).  shape: (N, K).
     params: every parameter of the format.  finite: no code is NaN or infinite.
+    facts: what runtime/streams.py found when it looked at streams; '' where it has not.
     names: what the checkpoint calls tensors that it names otherwise.
     Made by the format's own functions, which check shapes, dtypes and indices.
     """
 
     def __init__(self, format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
                  params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(), finite: bool = True,
-                 notes: Sequence[str] = (), names: Mapping[str, str] | None = None, opened: bool = False) -> None:
+                 notes: Sequence[str] = (), names: Mapping[str, str] | None = None, opened: bool = False,
+                 facts: str = "") -> None:
         self.format = format
         self.storage = storage
         self.tensors = dict(tensors)
@@ -57,6 +59,7 @@ class PackedWeight:
         self.names = dict(names or {})
         self.variant: Variant = format.variant(params)
         self.opened = opened
+        self.facts = facts
         self.layout: Storage = self.variant.storages[storage].opened if opened else self.variant.storages[storage]
         self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
         self._steps: dict[str, int] = {}
@@ -64,7 +67,7 @@ class PackedWeight:
     def __reduce__(self) -> tuple[Any, ...]:
         """What it was made of; the rest follows from the format."""
         return _rebuilt, (self.format, self.storage, self.tensors, self.shape, self.params, self.in_order, self.finite,
-                          self.notes, self.names, self.opened)
+                          self.notes, self.names, self.opened, self.facts)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items())
@@ -100,7 +103,7 @@ class PackedWeight:
             tensors = {**tensors, name: said(shape, tensors[name].device)}
         return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
                             in_order=self.in_order if in_order is None else in_order, finite=self.finite, notes=self.notes,
-                            names=self.names, opened=self.opened)
+                            names=self.names, opened=self.opened, facts=self.facts)
 
     def open(self) -> PackedWeight:
         """The weight with what streams hold in plain tensors, which can be cut; itself where there are none.
@@ -110,17 +113,21 @@ class PackedWeight:
         """
         if not self.layout.streams:
             return self
-        opened = PackedWeight(self.format, self.storage, {}, self.shape, self.params, opened=True)
-        if self.device.type == "meta":
-            plain = {name: torch.empty(shape, dtype=dtype, device="meta")
-                     for name, (dtype, shape) in self.format.stored(opened).items() if name in self.layout.streams}
-        else:
-            try:
-                plain = streams.decode(self.layout, self.tensors, self.shape)
-            except StreamError as error:
-                raise FormatError(f"{self.format.name}: {error}") from None
-        opened.tensors = {name: plain[name] if name in plain else self.tensors[name] for name in opened.layout.tensors}
-        return opened
+        try:
+            if self.device.type == "cpu":
+                return self.with_plain(streams.decode(self.layout, self.tensors, self.shape))
+            found, calls = streams.opened(self, kept=True)
+        except StreamError as error:
+            raise FormatError(f"{self.format.name}: {error}") from None
+        for call in calls if self.device.type != "meta" else ():
+            call.run()
+        return found
+
+    def with_plain(self, plain: Mapping[str, Tensor]) -> PackedWeight:
+        """The weight with these tensors in place of the streams that hold them."""
+        found = PackedWeight(self.format, self.storage, {}, self.shape, self.params, opened=True)
+        found.tensors = {name: plain[name] if name in plain else self.tensors[name] for name in found.layout.tensors}
+        return found
 
     def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
         """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""
@@ -179,9 +186,9 @@ def said(shape: tuple[int, int], device: torch.device) -> Tensor:
 
 def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
              params: Mapping[str, int | str], in_order: frozenset[str], finite: bool, notes: Sequence[str],
-             names: Mapping[str, str], opened: bool) -> PackedWeight:
+             names: Mapping[str, str], opened: bool, facts: str) -> PackedWeight:
     return PackedWeight(format, storage, tensors, shape, params, in_order=in_order, finite=finite, notes=notes, names=names,
-                        opened=opened)
+                        opened=opened, facts=facts)
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:

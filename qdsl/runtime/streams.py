@@ -1,36 +1,50 @@
-"""Tensors that a storage holds in entropy codes: between torch and the codes, which are numpy's."""
+"""Tensors that a storage holds in entropy codes: decoded by qdsl/entropy on a CPU, elsewhere by the kernels of codings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.entropy import huffman_lanes, huffman_windows, window
 from qdsl.entropy.lookup import StreamError
+from qdsl.runtime import configure
+from qdsl.runtime.call import Call
+from qdsl.runtime.codings import huffman_lanes as lanes_launches
+from qdsl.runtime.codings import huffman_windows as windows_launches
+from qdsl.runtime.codings import window as window_launches
+from qdsl.runtime.scratch import scratch
+from qdsl.shapes import extents
 
 if TYPE_CHECKING:
-    from qdsl.runtime.layout import Storage, Stream
+    from qdsl.runtime.layout import Pairs, Storage, Stream
+    from qdsl.runtime.packed import PackedWeight
 
 CODINGS = {"window": window, "huffman_lanes": huffman_lanes, "huffman_windows": huffman_windows}
+LAUNCHES: Mapping[str, Any] = {"window": window_launches, "huffman_lanes": lanes_launches, "huffman_windows": windows_launches}
+PAIRED = {"bf16": (torch.bfloat16, tl.bfloat16), "f16": (torch.float16, tl.float16)}
+FEW = 16                                                         # rows of x up to which weights are made in registers (predicted)
+
+
+# -- on a CPU ----------------------------------------------------------------------------------------------------------
 
 
 def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The tensors that a storage's streams hold, on their device.  Raises StreamError for a stream that is damaged."""
-    return {name: _decoded(name, stream, {role: tensors[each] for role, each in stream.names.items()}, shape)
-            for name, stream in layout.streams.items()}
-
-
-def _decoded(name: str, stream: Stream, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
-    arrays = {role: tensor.detach().cpu().contiguous().numpy() for role, tensor in tensors.items()}
-    try:
-        found = torch.from_numpy(CODINGS[stream.coding].decode(arrays, shape))
-    except StreamError as error:
-        raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
-    return found.to(next(iter(tensors.values())).device)
+    """The tensors that a storage's streams hold.  Raises StreamError for a stream that is damaged."""
+    found = {}
+    for name, stream in layout.streams.items():
+        arrays = {role: _array(tensor) for role, tensor in _tensors(stream, tensors).items()}
+        try:
+            found[name] = torch.from_numpy(CODINGS[stream.coding].decode(arrays, shape))
+        except StreamError as error:
+            raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
+    return found
 
 
 def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
@@ -46,10 +60,143 @@ def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
 
 
 def _encoded(name: str, stream: Stream, tensor: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
-    symbols = tensor.detach().cpu().contiguous().numpy()
+    symbols = _array(tensor)
     counts = np.bincount(symbols.reshape(-1), minlength=256)
     try:
         found = CODINGS[stream.coding].encode(symbols, counts)
     except StreamError as error:
         raise StreamError(f"'{name}' cannot be held: {error}") from None
     return {role: torch.from_numpy(array).to(tensor.device) for role, array in found.items()}
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    found: NDArray[Any] = tensor.detach().cpu().contiguous().numpy()
+    return found
+
+
+def _tensors(stream: Stream, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {role: tensors[each] for role, each in stream.names.items()}
+
+
+# -- what kernels rely on ----------------------------------------------------------------------------------------------
+
+
+def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
+    """What is known of a storage's streams once their tables, starts and indices are looked at, for kernels that follow them.
+
+    In words, as operations take it: 'exponents.threads=512 ...'.  Raises StreamError for those that do not fit.
+    """
+    found = []
+    for name, stream in layout.streams.items():
+        launches = LAUNCHES[stream.coding]
+        arrays = {role: _like(tensor) if role in launches.BULK else _array(tensor)
+                  for role, tensor in _tensors(stream, tensors).items()}
+        try:
+            found += [f"{name}.{key}={value}" for key, value in launches.facts(arrays, shape).items()]
+        except StreamError as error:
+            raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
+    return " ".join(found)
+
+
+def _like(tensor: Tensor) -> NDArray[Any]:
+    """Zeros in the shape of a tensor, which take no memory."""
+    return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
+
+
+def _facts(packed: PackedWeight, name: str) -> Mapping[str, int]:
+    """What is known of a stream; on meta, where nothing is, what is usual.  Raises StreamError."""
+    if not packed.facts and packed.device.type == "meta":
+        found: Mapping[str, int] = LAUNCHES[packed.layout.streams[name].coding].ASSUMED
+        return found
+    if not packed.facts:
+        packed.facts = check(packed.layout, packed.tensors, packed.shape)
+    return _read(packed.facts, name)
+
+
+@lru_cache(maxsize=1024)
+def _read(facts: str, name: str) -> Mapping[str, int]:
+    words = (word.partition("=") for word in facts.split())
+    return {key.removeprefix(f"{name}."): int(value) for key, _, value in words if key.startswith(f"{name}.")}
+
+
+# -- by kernels --------------------------------------------------------------------------------------------------------
+
+
+def opened(packed: PackedWeight, kept: bool = False) -> tuple[PackedWeight, list[Call]]:
+    """A weight with what its streams hold in plain tensors, and the launches that write it there; itself where there are none.
+
+    kept: the tensors are the caller's; else they are whole until the next weight is opened.  Raises StreamError.
+    """
+    if not packed.layout.streams:
+        return packed, []
+    plain: dict[str, Tensor] = {}
+    calls: list[Call] = []
+    for name, stream in packed.layout.streams.items():
+        shape = extents(stream.plain.axes, *packed.shape, packed.sizes)
+        assert shape is not None
+        plain[name] = torch.empty(shape, dtype=torch.uint8, device=packed.device) if kept else \
+            scratch(f"symbols of {name}", shape, torch.uint8, packed.device)
+        if plain[name].numel():
+            calls += LAUNCHES[stream.coding].open_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name],
+                                                       packed.shape)
+    return packed.with_plain(plain), calls
+
+
+def usual(packed: PackedWeight) -> PackedWeight:
+    """A weight on meta, with streams as large as those of normal weights are."""
+    tensors = dict(packed.tensors)
+    for stream in packed.layout.streams.values():
+        for role, shape in LAUNCHES[stream.coding].usual(packed.shape).items():
+            name = stream.names[role]
+            tensors[name] = torch.empty(shape, dtype=tensors[name].dtype, device="meta")
+    return packed.derive(tensors)
+
+
+def has_dequantize(packed: PackedWeight, out: Tensor) -> bool:
+    """Whether weights are made of symbols in registers: of out's type, by whole words."""
+    pairs = _pairs(packed)
+    return pairs is not None and out.dtype == PAIRED[pairs.type][0] and out.is_contiguous() and _are_wide(packed, pairs, out)
+
+
+def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
+    """The launches that do; has_dequantize must hold.  Raises StreamError."""
+    pairs = _pairs(packed)
+    assert pairs is not None
+    stream = packed.layout.streams[pairs.stream]
+    if out.numel():
+        yield from LAUNCHES[stream.coding].dequantize_calls(
+            pairs.made, pairs.at, _tensors(stream, packed.tensors), packed.tensors[pairs.rest].contiguous(),
+            _facts(packed, pairs.stream), out)
+
+
+def has_few(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether matrix units multiply x [M, K] with weights that are made in registers."""
+    pairs = _pairs(packed)
+    if pairs is None or x.dtype != PAIRED[pairs.type][0] or not _are_wide(packed, pairs, x):
+        return False
+    if x.device.type == "cuda" and configure.target(x.device).capability < 8:
+        return False
+    stream = packed.layout.streams[pairs.stream]
+    return bool(LAUNCHES[stream.coding].has_few(packed.shape, _facts(packed, pairs.stream)))
+
+
+def few_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+    """The launches that do; has_few must hold.  A row's bits do not depend on those beside it.  Raises StreamError."""
+    pairs = _pairs(packed)
+    assert pairs is not None
+    stream = packed.layout.streams[pairs.stream]
+    if out.numel():
+        yield from LAUNCHES[stream.coding].few_calls(
+            pairs.made, pairs.at, _tensors(stream, packed.tensors), packed.tensors[pairs.rest].contiguous(),
+            _facts(packed, pairs.stream), x, bias, out, PAIRED[pairs.type][1])
+
+
+def _pairs(packed: PackedWeight) -> Pairs | None:
+    return packed.layout.kernels.pairs if packed.layout.streams else None
+
+
+def _are_wide(packed: PackedWeight, pairs: Pairs, other: Tensor) -> bool:
+    """Whether rows are whole lines of 128 columns, and tensors begin where loads of 16 bytes may."""
+    wide = [packed.tensors[name] for name in (*packed.layout.streams[pairs.stream].names.values(), pairs.rest)]
+    return packed.shape[1] % 128 == 0 and all(
+        tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (*wide, other) if tensor.numel())

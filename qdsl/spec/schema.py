@@ -28,7 +28,7 @@ RESERVED = frozenset({
     "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
     "x", "out", "bias", "fields", "tensors", "device", "integer", "joined", "spread", "as_float", "as_type",   # generated code
     "base3", "trit", "cdiv", "empty", "space", "workspace",
-    "lanes", "Lanes", "many", "narrow", "Narrow", "records", "planar", "codebook", "Table",
+    "lanes", "Lanes", "many", "narrow", "Narrow", "Pairs", "records", "planar", "codebook", "Table",
     "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
     "absmax", "absmax_level", "signmax", "minmax", "affine", "meansign", "kquant_minmax", "kquant_signmax", "nearest",

@@ -1,0 +1,86 @@
+"""Launches of `window` (qdsl/entropy/window.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qdsl.entropy import window as entropy
+from qdsl.runtime import configure
+from qdsl.runtime.arrays import cdiv
+from qdsl.runtime.call import Call
+from qdsl.runtime.decoders import window as kernels
+
+STEP, PATCHES = 8, 128                                           # words of a row, one for each thread, and patches at a time
+TAIL = 32                                                        # patches at a time in `few`, of each 16 x 8 sums
+WARPS = 4
+CHUNK = 128                                                      # columns that a warp of `few` takes in a trip
+
+Tensors = Mapping[str, Tensor]
+BULK = ("codes",)                                                # of which a check looks at nothing but the shape
+ASSUMED = {"patches": 0}
+
+
+def facts(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
+    """Of tensors, checked: the most patches that a row has.  Raises StreamError."""
+    entropy.check(tensors, shape)
+    rows = np.repeat(np.arange(len(tensors["start"]) - 1) * entropy.ROWS, np.diff(tensors["start"]))
+    rows += tensors["index"] // max(1, shape[1])
+    return {"patches": int(np.bincount(rows).max(initial=0))}
+
+
+def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what depends on the weights, for exponents of normal ones: 5 patches in 100 000."""
+    n, k = shape
+    patches = cdiv(n * k, 20000)
+    return {"start": (cdiv(n, entropy.ROWS) + 1,), "index": (patches,), "value": (patches,)}
+
+
+def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int]) -> Iterator[Call]:
+    """The launch that makes the symbols u8 [N, K]."""
+    n, k = shape
+    yield Call(kernels.symbols, (*_arguments(tensors), out, n, k), {"ROWS": entropy.ROWS, "STEP": STEP, "PATCHES": PATCHES},
+               (cdiv(n, entropy.ROWS),), {"num_warps": WARPS}, weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP)
+
+
+def dequantize_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], out: Tensor) -> Iterator[Call]:
+    """The launch that makes weights [N, K] of 16 bits; K is a multiple of 128.
+
+    made: the function of pairs of symbols, which are at bit `at`, and of the other bits, that makes pairs of weights.
+    """
+    n, k = out.shape
+    times = 4 if k % (8 * 4 * STEP) == 0 else 2
+    yield Call(kernels.dequantize, (*_arguments(tensors), rest.view(torch.int32), rest.view(torch.int64), out.view(torch.int32),
+                            out.view(torch.int16), n, k, k // 8),
+               {"made": made, "AT": at, "ROWS": entropy.ROWS, "STEP": STEP, "TIMES": times, "PATCHES": PATCHES},
+               (cdiv(n, entropy.ROWS),), {"num_warps": WARPS}, weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP * times)
+
+
+def has_few(shape: tuple[int, int], facts: Mapping[str, int]) -> bool:
+    """Whether most columns of every row are as their codes say: the others add an error of float32 that the code decides."""
+    return 4 * facts["patches"] <= shape[1]
+
+
+def few_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], x: Tensor, bias: Tensor | None,
+              out: Tensor, F: Any) -> Iterator[Call]:
+    """The launch of x [M, K] times the weight's transpose, plus bias [N], into out [M, N]; K is a multiple of 128."""
+    (m, k), n = x.shape, out.shape[1]
+    places = configure.target(x.device).multiprocessors
+    warps = 1
+    while warps < 8 and cdiv(n, entropy.ROWS) * warps < configure.WARPS * places and 2 * CHUNK * warps <= k:
+        warps *= 2
+    blocks = 1 if m <= 8 else 2
+    yield Call(kernels.few, (*_arguments(tensors), rest.view(torch.int32), x.view(torch.int32), x, bias, out, m, n, k, k // 8),
+               {"made": made, "AT": at, "ROWS": entropy.ROWS, "W": warps, "BLOCKS": blocks, "PATCHES": TAIL,
+                "EVEN": k % (CHUNK * warps) == 0, "F": F},
+               (cdiv(n, entropy.ROWS), cdiv(m, 8 * blocks)), {"num_warps": warps, "num_stages": 1},
+               weights=entropy.ROWS * k, step=entropy.ROWS * CHUNK * warps)
+
+
+def _arguments(tensors: Tensors) -> tuple[Tensor, ...]:
+    return tuple(tensors[name].contiguous() for name in entropy.NAMES)
