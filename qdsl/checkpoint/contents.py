@@ -17,7 +17,7 @@ from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.groups import SHARED_MEMORY
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import Entry
-from qdsl.checkpoint.survey import survey, tables
+from qdsl.checkpoint.survey import survey, tables, weights
 
 ARRAY_SHOWN = 8                                                  # elements of a metadata array
 TEXT_SHOWN = 100                                                 # characters of a string, in a line of text
@@ -49,9 +49,11 @@ def _of_safetensors(path: Path, limit: int) -> dict[str, Any]:
     with Folder(path, partial=True) as folder:
         tensors = [_entry(name, folder.entry(name)) for name in folder.names()]
         pairs = {key: text for file in folder.files() for key, text in file.header.metadata.items()}
-        return {"file": str(path), "format": "safetensors", "files": len(folder.shards), **_totals(tensors), "notes": [],
+        found, totals = layers(folder), _totals(tensors)
+        totals["total"] = _total(len(tensors), weights(folder, found), totals["total"]["nbytes"])
+        return {"file": str(path), "format": "safetensors", "files": len(folder.shards), **totals, "notes": [],
                 "metadata": {key: {"type": "string", "value": text} for key, text in pairs.items()},
-                **survey(folder, layers(folder), limit), "tensors": tensors}
+                **survey(folder, found, limit), "tensors": tensors}
 
 
 def _gguf_tensor(tensor: GgufTensor) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             *_block(["metadata", "type", "value"], metadata, ""),
             *_block(["quantization", "", "settings"], settings, ""), *surveyed,
             *_block(["tensor", "type", "shape", "bits", "size", ""], tensors, "   >>"),
-            *_block(["type", "tensors", "weights", "bits", "size"], types, " >>>>")]
+            *_block(["type", "tensors", "numbers" if "layers" in found else "weights", "bits", "size"], types, " >>>>")]
 
 
 def escaped(text: str, limit: int | None = None) -> str:

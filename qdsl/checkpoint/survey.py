@@ -33,6 +33,18 @@ def survey(folder: Folder, found: Layers, limit: int = SHARED_MEMORY) -> dict[st
             "contradictions": contradictions}
 
 
+def weights(folder: Folder, found: Layers) -> int:
+    """Those that layers and groups stand for, and the numbers of all other tensors."""
+    coded = {full for each in found.layers for full in (*each.tensors.values(), *each.settings)}
+    coded |= {full for each in found.groups for full in each.tensors.values()}
+    return sum(map(_numbers, found.layers)) + sum(each.numbers for each in found.groups) + \
+        sum(math.prod(folder.entry(name).shape) for name in folder.names() if name not in coded)
+
+
+def _numbers(layer: Layer) -> int:
+    return math.prod(layer.shape) * (1 if layer.experts is None else layer.experts)
+
+
 def _finite(value: Any) -> Any:
     """A config's value as JSON has it, without the Infinity and NaN that some have."""
     if isinstance(value, Mapping):
@@ -43,10 +55,9 @@ def _finite(value: Any) -> Any:
 
 
 def _layer(folder: Folder, layer: Layer) -> dict[str, Any]:
-    weights = math.prod(layer.shape) * (1 if layer.experts is None else layer.experts)
     return {"name": layer.name, "format": layer.format or None, "storage": layer.storage or None, "params": dict(layer.params),
             "shape": list(layer.shape) if layer.format else None, "experts": layer.experts,
-            "bits_per_weight": _bits(folder, layer.tensors.values(), weights), "tensors": dict(layer.tensors),
+            "bits_per_weight": _bits(folder, layer.tensors.values(), _numbers(layer)), "tensors": dict(layer.tensors),
             "settings": list(layer.settings), "others": dict(layer.others), "by": layer.by,
             **({"why": layer.why} if layer.why else {})}
 
