@@ -213,13 +213,25 @@ def test_a_file_by_itself(toy: Path, tmp_path: Path) -> None:
 
 
 def test_patterns_of_the_names_that_there_are() -> None:
-    names = [f"model.layers.{number}.{each}" for number in range(12) for each in ("mlp.up", "attn.q")]
-    assert patterns.found([*names, "model.embed", "lm_head"]) == {
+    names = {f"model.layers.{number}.{each}": 9 for number in range(12) for each in ("mlp.up", "attn.q")}
+    assert patterns.found({**names, "model.embed": 9, "lm_head": 9}) == {
         r"model\.layers\.\d+": ["attn.q", "mlp.up"], r"model\.embed": [], "lm_head": []}
-    mixed = [name for name in names if name != "model.layers.3.attn.q"]
+    mixed = {name: size for name, size in names.items() if name != "model.layers.3.attn.q"}
     assert patterns.found(mixed) == {r"model\.layers\.(?:0|1|2|4|5|6|7|8|9|10|11)": ["attn.q", "mlp.up"],
                                      r"model\.layers\.(?:3)": ["mlp.up"]}
-    assert patterns.found(["mlp.0", "mlp.2", "0.up"]) == {r"mlp\.0": [], r"mlp\.2": [], r"0\.up": []}
+    assert patterns.found({"mlp.0": 9, "mlp.2": 9, "0.up": 9}) == {r"mlp\.0": [], r"mlp\.2": [], r"0\.up": []}
+
+
+def test_blocks_that_are_too_large_for_a_group() -> None:
+    """Their experts are groups; what is still too large is for itself; and each weight is in one group."""
+    names = {f"layers.{number}.{each}": 1 << 29 for number in range(3)
+             for each in ("q", *(f"experts.{expert}.{way}" for expert in range(4) for way in ("down", "up")))}
+    found = patterns.found(names)
+    assert found == {r"layers\.\d+": ["q"], r"layers\.\d+\.experts\.\d+": ["down", "up"]}
+    wide = patterns.found({f"layers.0.{each}": 1 << 30 for each in "abc"})
+    assert wide == {rf"layers\.0\.{each}": [] for each in "abc"}
+    some = patterns.found({name: size for name, size in names.items() if name != "layers.1.experts.2.up"})
+    assert [name for name in some if "experts" in name][1] == r"layers\.1\.experts\.(?:2)" and len(some) == 3
 
 
 @pytest.mark.parametrize(("said", "message"), [
@@ -373,6 +385,22 @@ def test_processes_have_no_torch(sharded: Path, tmp_path: Path) -> None:
 
 
 # Damage
+
+
+def test_a_config_that_does_not_say_the_weights_of_groups(toy: Path, tmp_path: Path) -> None:
+    """inspect says so; what was kept says it too."""
+    run.compress(toy, Aim("df11"), tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    for said, message in (({r"layers\.\d+": ["q", "ff.0"]}, "dfloat11_config says 2 weights, and there are 3"),
+                          ({"((a*)*)*": ["q"]}, "may take too long"), ({}, "says 0 weights")):
+        config["dfloat11_config"]["pattern_dict"] = said
+        path.write_text(json.dumps(config))
+        assert message in command("inspect", tmp_path / "out").stdout
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    (tmp_path / "out" / ORIGINAL).unlink()
+    with pytest.raises(RewriteError, match=r"group 'layers\.0': dfloat11_config says 0 weights"):
+        restore.decompress(tmp_path / "out", tmp_path / "again", like=toy)
 
 
 def test_damaged_tensors_are_refused_by_their_names(sharded: Path, tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ class Group:
     """Weights that are held together, all in one row.
 
     tensors: by the format's names for them, their names in the checkpoint.  parts: the weights, by their names, and how many
-    numbers each has; where the config does not say their names, they are called as the group and by their number.
-    threads: of the config, None where it does not say.  problems: what is wrong.
+    numbers each has; where the config does not say their names, they are called as the group and by their number, and `unnamed`
+    is the reason.  threads: of the config, None where it does not say.  problems: what is wrong with the tensors.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Group:
     parts: Mapping[str, int]
     threads: int | None
     problems: tuple[str, ...] = ()
+    unnamed: str = ""
 
     @property
     def numbers(self) -> int:
@@ -90,18 +91,19 @@ def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str,
         splits = []
         problems.append(str(error))
     sizes = [stop - start for start, stop in zip([0, *splits], [*splits, count], strict=True)]
+    unnamed = ""
     try:
         names = _names(name, len(sizes), settings)
     except CheckpointError as error:
         names = []
-        problems.append(str(error))
+        unnamed = str(error)
     if len(names) != len(sizes):
-        problems += [f"{CONFIG} says {len(names)} weights, and there are {len(sizes)}"] if names else []
+        unnamed = unnamed or f"{CONFIG} says {len(names)} weights, and there are {len(sizes)}"
         names = [f"{name}[{number}]" for number in range(len(sizes))]
     threads = settings.get("threads_per_block")
     first = threads[0] if isinstance(threads, list) and threads else None
     known = first if type(first) is int and first in [1 << power for power in range(3, 11)] else None
-    return Group(name, format.name, tensors, dict(zip(names, sizes, strict=True)), known, tuple(problems))
+    return Group(name, format.name, tensors, dict(zip(names, sizes, strict=True)), known, tuple(problems), unnamed)
 
 
 def _text(entry: Entry) -> str:

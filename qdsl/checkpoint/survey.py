@@ -66,7 +66,7 @@ def _group(folder: Folder, group: Group, limit: int) -> dict[str, Any]:
     """A group, with what its kernel asks of a GPU; None where its tensors do not say that."""
     from qdsl.entropy.lookup import StreamError
 
-    problems = list(group.problems)
+    problems = [*group.problems, *([group.unnamed] if group.unnamed else [])]
     try:
         needs = memory(folder, group, limit)
     except StreamError as error:

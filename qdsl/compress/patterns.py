@@ -16,12 +16,16 @@ from qdsl.checkpoint.safetensors import CheckpointError, open_regular, shown, st
 from qdsl.rewrite import RewriteError
 
 WEIGHT = ".weight"
+MOST = (1 << 31) - 1                                             # numbers of a group: DF11 counts them in 31 bits
 Patterns = Mapping[str, Sequence[str]]
 
 
-def matrices(folder: Folder) -> list[str]:
-    """The modules whose weights are bfloat16 matrices, as those of Linear and Embedding are, in the order of the files."""
-    return [name.removesuffix(WEIGHT) for name in folder.names() if name.endswith(WEIGHT) and is_matrix(folder, name)]
+def matrices(folder: Folder) -> dict[str, int]:
+    """The modules whose weights are bfloat16 matrices, as those of Linear and Embedding are, in the order of the files; and how
+    many numbers each has.
+    """
+    return {name.removesuffix(WEIGHT): folder.entry(name).nbytes // 2 for name in folder.names()
+            if name.endswith(WEIGHT) and is_matrix(folder, name)}
 
 
 def is_matrix(folder: Folder, name: str) -> bool:
@@ -29,29 +33,50 @@ def is_matrix(folder: Folder, name: str) -> bool:
     return entry.dtype == "BF16" and len(entry.shape) == 2 and entry.nbytes > 0
 
 
-def found(modules: Iterable[str]) -> dict[str, list[str]]:
-    """Patterns for modules: those below a number, such as 'layers.0', together, one pattern for numbers with the same ones below.
+def found(modules: Mapping[str, int]) -> dict[str, list[str]]:
+    """Patterns for modules of so many numbers: those below a number, such as 'layers.0', together, one pattern for all blocks
+    with the same ones below.
 
-    Others are for themselves.
+    Others are for themselves.  Of a block that has more numbers than a group may, those below a second number, such as
+    'layers.0.experts.0', are blocks, and the rest, if that is still too large, is for itself.
     """
-    below: dict[str, list[str]] = {}
-    alone = []
+    blocks: dict[str, list[str]] = {}
+    _gather(modules, blocks, 1)
+    for block, inside in list(blocks.items()):
+        if sum(modules[module] for module in inside) > MOST:
+            del blocks[block]
+            _gather(inside, blocks, 2)
+            if block in blocks and sum(modules[module] for module in blocks[block]) > MOST:
+                del blocks[block]
+    alike: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for block, inside in blocks.items():
+        below = tuple(sorted(module[len(block) + 1:] for module in inside))
+        alike.setdefault(_masked(block), {}).setdefault(below, []).append(block)
+    patterns = {masked if len(kinds) == 1 else _either(some): list(below)
+                for masked, kinds in alike.items() for below, some in kinds.items()}
+    held = {module for inside in blocks.values() for module in inside}
+    return patterns | {re.escape(module): [] for module in modules if module not in held}
+
+
+def _gather(modules: Iterable[str], blocks: dict[str, list[str]], depth: int) -> None:
+    """Modules by the names up to their number at `depth`, or to the last before it."""
     for module in modules:
         parts = module.split(".")
-        place = next((place for place, part in enumerate(parts[:-1]) if part.isdecimal()), None)
-        if place:
-            below.setdefault(".".join(parts[:place + 1]), []).append(".".join(parts[place + 1:]))
-        else:
-            alone.append(module)
-    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for block, attributes in below.items():
-        stem, _, number = block.rpartition(".")
-        alike.setdefault((stem, tuple(sorted(attributes))), []).append(number)
-    patterns: dict[str, list[str]] = {}
-    for (stem, below_it), numbers in alike.items():
-        only = sum(other == stem for other, _ in alike) == 1
-        patterns[re.escape(stem) + r"\." + (r"\d+" if only else f"(?:{'|'.join(numbers)})")] = list(below_it)
-    return patterns | {re.escape(module): [] for module in alone}
+        places = [place for place, part in enumerate(parts[:-1]) if place and part.isdecimal()][:depth]
+        if places:
+            blocks.setdefault(".".join(parts[:places[-1] + 1]), []).append(module)
+
+
+def _masked(block: str) -> str:
+    return r"\.".join(r"\d+" if part.isdecimal() and place else re.escape(part) for place, part in enumerate(block.split(".")))
+
+
+def _either(blocks: Sequence[str]) -> str:
+    """A pattern for some blocks whose names differ in numbers, of which others have other modules."""
+    stems = {block.rpartition(".")[0] for block in blocks}
+    if len(stems) > 1:
+        return f"(?:{'|'.join(map(re.escape, blocks))})"
+    return rf"{re.escape(stems.pop())}\.(?:{'|'.join(block.rpartition('.')[2] for block in blocks)})"
 
 
 def read(text: str) -> dict[str, list[str]]:

@@ -166,9 +166,10 @@ def _held(folder: Folder, kept: Original | None) -> tuple[dict[str, Held], dict[
         else:
             why[name] = layer.why
     for group in known.groups:
-        if group.problems:
-            raise RewriteError(f"{folder.path}: group {shown(group.name)}: {group.problems[0]}")
         parts = tuple(kept.groups.get(group.name, ())) if kept else ()
+        wrong = [*group.problems, *([group.unnamed] if group.unnamed and not parts else [])]
+        if wrong:
+            raise RewriteError(f"{folder.path}: group {shown(group.name)}: {wrong[0]}")
         parts = parts or tuple(group.parts)
         held = Held(group.format, group.name, {leaf: bytes_of(folder, name) for leaf, name in group.tensors.items()}, parts,
                     group.threads)
