@@ -235,7 +235,9 @@ def test_all_open_questions_are_asked() -> None:
 
 def test_times_are_taken_in_order_of_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {shape for shape, _ in times.groups()} == {(4096, 4096), (4096, 14336), (8192, 8192), (28672, 8192)}
-    assert {rows for _, rows in times.groups()} == {1, 2, 4, 8, 16, 64, 256, 4096} and len(times.groups()) == 32
+    assert {rows for _, rows in times.groups()} == {times.DECODED, 1, 2, 4, 8, 16, 64, 256, 4096} and len(times.groups()) == 36
+    decoded = {side.name for side in times.sides(times.SHAPES[0]) if times.is_timed(side, times.DECODED)}
+    assert decoded == {"fix4.fix4", "hlane.hlane", "df11.df11"}
     time, loaded, kept = Clock(), [], []
 
     class Loaded:
@@ -258,7 +260,7 @@ def test_times_are_taken_in_order_of_value(monkeypatch: pytest.MonkeyPatch) -> N
     assert [each["rows"] for each in found[::2]] == [1, 16, 8, 64, 1, 16]
     assert found[1] == {"n": 8192, "k": 8192, "rows": 1, "what": "q4_0.planar", "x": "bf16", "us": 10.0, "min": 10.0, "max": 30.0,
                         "times_dense": 2.0, "gbps": 1000.0, "of_copy": 0.25}
-    assert len(left_out) == 2 + 32 - 6 and left_out[-1] == "N x K = 4096 x 14336, M = 4096: no time"
+    assert len(left_out) == 2 + 36 - 6 and left_out[-1] == "N x K = 4096 x 14336, M = 0: no time"
 
 
 @pytest.mark.parametrize(("nbytes", "count"), [(1, 2 * (50 << 20) + 1), (9 << 20, 12), (50 << 20, 3), (1 << 30, 2)])

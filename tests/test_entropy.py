@@ -161,7 +161,7 @@ def test_any_weight_round_trips(form: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shape", [(16, 4096), (3, 8200), (64, 2048), (65536, 1)])
+@pytest.mark.parametrize("shape", [(16, 4096), (3, 8200), (64, 2048), (65536, 1), (1, 270400)])
 def test_every_pattern_in_long_rows(form: str, shape: tuple[int, int]) -> None:
     patterns = (np.arange(shape[0] * shape[1]) * 40503 % 65536).astype(np.uint16).reshape(shape)
     assert np.array_equal(FORMS[form].decode(FORMS[form].encode(patterns), shape), patterns)

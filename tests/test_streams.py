@@ -112,6 +112,14 @@ def test_every_pattern(form: str, shape: tuple[int, int]) -> None:
     assert torch.equal(dequantized(packed(form, finite.view(torch.int16).numpy().view(np.uint16)), torch.float32), finite.float())
 
 
+@pytest.mark.skipif(not ALL, reason="takes half a minute")
+def test_chunks_without_a_run() -> None:
+    """Of a row so long that the last of its chunks have nothing to hold."""
+    patterns = np.resize(PATTERNS, (1, 270464))
+    weight = packed("hlane", patterns)
+    assert torch.equal(opened(weight), weight.to("cpu").open().tensors["exponents"]) and same_bits(dequantized(weight), patterns)
+
+
 @pytest.mark.parametrize("form", ["hlane", "fix4"])
 def test_ragged_weights_and_uneven_chunks(form: str) -> None:
     for shape in ((21, 384), (3, 8320), (19, 2176)):

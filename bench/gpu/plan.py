@@ -58,19 +58,21 @@ class Case:
 
 def check_calls(packed: PackedWeight, check: Check) -> Iterator[Call]:
     """The launches of one check, for tensors on meta."""
-    n, k = packed.shape
     dtype = DTYPES[check.x]
-    if not check.rows:
-        yield from launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta"))
-        return
     for rows in INVARIANT if check.invariant else (check.rows,):
         yield from product_calls(packed, rows, dtype, check.bias, check.invariant)
 
 
 def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: bool = False, invariant: bool = False,
                   ) -> Iterator[Call]:
-    """The launches of a linear as the runtime chooses them; beyond the fused kernels' rows those that dequantize tiles."""
+    """The launches of a linear as the runtime chooses them; beyond the fused kernels' rows those that dequantize tiles.
+
+    rows = 0: those that dequantize.
+    """
     n, k = packed.shape
+    if not rows:
+        yield from launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta"))
+        return
     x, out = (torch.empty(rows, columns, dtype=dtype, device="meta") for columns in (k, n))
     if invariant or launch.is_fused(x, packed):
         added = torch.empty(n, dtype=dtype, device="meta") if bias else None

@@ -22,11 +22,13 @@ from bench.gpu.probes import Launched
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, Weight, clones, fits, large
 from bench.weights import format_of
+from qdsl.runtime import launch
 
 SHAPES = ((8192, 8192), (4096, 4096), (28672, 8192), (4096, 14336))             # N out features x K in features, by value
 ROWS = (1, 16, 8, 64, 4, 2, 256, 4096)                                          # M, by value
+DECODED = 0                                                      # in place of M: the weight is decoded, and nothing multiplied
 QUICK_SHAPES, QUICK_ROWS = ((8192, 8192),), (1, 16)
-DENSE = "torch F.linear"
+DENSE, COPY = "torch F.linear", "torch copy"
 # What is timed: format and storage, parameters that are not the default, and the type of x.
 SIDES: tuple[tuple[str, dict[str, int | str], str], ...] = (
     ("q4_0.planar", {}, "bf16"), ("int_group.planar", {"bits": 4}, "bf16"), ("fp8_block.planar", {}, "bf16"),
@@ -92,10 +94,13 @@ def sides(shape: tuple[int, int], quick: bool = False) -> list[Side]:
 def groups(quick: bool = False) -> list[tuple[tuple[int, int], int]]:
     """Shapes and rows in order of value: all shapes with few rows before any with many."""
     shapes, rows = (QUICK_SHAPES, QUICK_ROWS) if quick else (SHAPES, ROWS)
-    return [(shape, m) for some in (rows[:4], rows[4:]) for shape in shapes for m in some]
+    return [(shape, m) for some in (rows[:4], (*rows[4:], DECODED)) for shape in shapes for m in some]
 
 
 def is_timed(side: Side, rows: int) -> bool:
+    """Weights in streams are decoded too, beside a copy of the dense one."""
+    if rows == DECODED:
+        return bool(format_of(side.weight.name).storage(side.weight.storage, side.weight.chosen)[1].streams)
     return rows <= FEW or side.weight.storage not in PLAIN
 
 
@@ -139,7 +144,7 @@ def run(facts: Facts, bandwidth: float, ahead: Ahead, part: Part, rounds: int, q
         for side in loaded.sides:
             ahead.wait(Launched(side.weight, rows, side.x), min(part.left, STUCK))
         timed, missed = _group(loaded, rows, rounds, part, found)
-        dense = {each.x: median(each.seconds) for each in timed if each.what == DENSE}
+        dense = {each.x: median(each.seconds) for each in timed if each.what in (DENSE, COPY)}
         made = [each.data(dense, bandwidth) for each in timed if each.x in dense]
         rows_of += made
         left_out += missed
@@ -172,7 +177,7 @@ def _group(loaded: Loaded, rows: int, rounds: int, part: Part, found: peers.Foun
             missed.append(f"{what} ({x}), N x K = {n} x {k}, M = {rows}: {type(error).__name__}: {str(error)[:200]}")
             torch.cuda.synchronize()
             continue
-        io = rows * (n + k) * xs[x].element_size()
+        io = (rows * (n + k) if rows else n * k) * xs[x].element_size()
         made.append((Timed((n, k), rows, what, x, [], nbytes + io), graph))
     for (each, _), samples in zip(made, clock.sides([graph for _, graph in made], rounds), strict=True):
         each.seconds = samples
@@ -182,6 +187,15 @@ def _group(loaded: Loaded, rows: int, rounds: int, part: Part, found: peers.Foun
 def _calls(loaded: Loaded, rows: int, xs: dict[str, torch.Tensor],
            ) -> Iterator[tuple[str, str, int, list[Callable[[], Any]]]]:
     """Name, type of x, bytes of the weight, and a call for each copy."""
+    if rows == DECODED:
+        out = torch.empty(loaded.shape, device="cuda", dtype=torch.bfloat16)
+        dense = loaded.dense["bf16"]
+        yield COPY, "bf16", dense[0].numel() * 2, [_bound(out.copy_, each) for each in dense]
+        for side in loaded.sides:
+            if is_timed(side, rows):
+                weights = loaded.weights[side.weight]
+                yield side.name, "bf16", weights[0].nbytes, [_bound(launch.dequantize, each, out) for each in weights]
+        return
     for x, dense in loaded.dense.items():
         yield DENSE, x, dense[0].numel() * 2, [_bound(torch.nn.functional.linear, xs[x], each) for each in dense]
     for side in loaded.sides:

@@ -69,9 +69,9 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, N
 
 
 def _bounds(runs: int, chunks: int) -> list[tuple[int, int]]:
-    """The runs of each chunk, all of one size but the last."""
+    """The runs of each chunk, all of one size but the last ones, which may have fewer or none."""
     size = -(-runs // chunks)
-    return [(start, min(runs, start + size)) for start in range(0, max(1, runs), max(1, size))]
+    return [(min(runs, chunk * size), min(runs, chunk * size + size)) for chunk in range(chunks)]
 
 
 def _runs(symbols: NDArray[np.uint8], pairs: bits.Pairs) -> tuple[NDArray[np.uint8], Words]:
@@ -156,7 +156,7 @@ def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
     lookup = lanes.Lookup(code)
     step = lanes.LANES // GROUP
     for chunk, (start, stop) in enumerate(_bounds(runs, chunks)):
-        for first in range(0, groups, step):
+        for first in range(0, groups if start < stop else 0, step):
             last = min(groups, first + step)
             symbols = _ungrouped(words, bounds[chunk * groups + first:chunk * groups + last + 1], RUN * (stop - start), lookup)
             part = found[first * rows:last * rows, start:stop]

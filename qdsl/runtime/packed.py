@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,8 +120,9 @@ class PackedWeight:
             found, calls = streams.opened(self, kept=True)
         except StreamError as error:
             raise FormatError(f"{self.format.name}: {error}") from None
-        for call in calls if self.device.type != "meta" else ():
-            call.run()
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            for call in calls if self.device.type != "meta" else ():
+                call.run()
         return found
 
     def with_plain(self, plain: Mapping[str, Tensor]) -> PackedWeight:

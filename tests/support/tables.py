@@ -20,6 +20,7 @@ from qdsl.spec.schema import load
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "results"
 RESULTS = FOLDER / "cpu-amd-epyc.json"
 PREDICTED = FOLDER / "predicted-h200.json"
+SHOWN = (".planar", "fix4.fix4", "hlane.hlane")                 # storages whose kernels work with matrix units
 
 
 def rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
@@ -121,14 +122,14 @@ def speeds() -> list[str]:
 
 
 def speed_lines(predicted: dict[str, Any], measured: dict[str, Any] | None) -> list[str]:
-    """A line for each format in the storage for matrix units, bfloat16 x, the shape and the rows that are predicted."""
+    """A line for each format in a storage for matrix units, bfloat16 x, the shape and the rows that are predicted."""
     shape = {(each["n"], each["k"]) for each in predicted["times"]}
     [(n, k)] = shape
     counts = sorted({each["rows"] for each in predicted["times"]})
     expected = {(each["what"], each["rows"]): each for each in predicted["times"] if each["x"] == "bf16"}
     times = {(each["what"], each["rows"]): each for each in (measured or {}).get("times", [])
              if each["x"] == "bf16" and (each["n"], each["k"]) == (n, k)}
-    names = [name for name in dict.fromkeys(name for name, _ in expected) if ".planar" in name]
+    names = [name for name in dict.fromkeys(name for name, _ in expected) if any(part in name for part in SHOWN)]
     heads = ["linear, bfloat16 x", *(f"M = {count}" for count in counts)]
     lines = [[name, *(_speed(expected.get((name, count)), times.get((name, count))) for count in counts)] for name in names]
     gpu, triton = predicted["device"]["gpu"], predicted["versions"]["triton"]
