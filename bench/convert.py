@@ -30,8 +30,10 @@ def figures(rounds: int) -> Iterator[Figure]:
         [seconds] = calls([Side(adopt, {"source": source})], rounds)
         yield Figure(f"convert int4 {source} to int4pack for CPUs", "MB/s", rates(BF16_BYTES / 1e6, seconds),
                      note="of bf16 weight")
-    [seconds] = calls([Side(convert, {"source": "gptq_v2", "result": "planar", "act_order": True})], rounds)
-    yield Figure("convert int4 gptq_v2 with act-order to planar", "MB/s", rates(BF16_BYTES / 1e6, seconds), note="of bf16 weight")
+    for result in ("planar", "xpu_int4pack"):
+        [seconds] = calls([Side(convert, {"source": "gptq_v2", "result": result, "act_order": True})], rounds)
+        yield Figure(f"convert int4 gptq_v2 with act-order to {result}", "MB/s", rates(BF16_BYTES / 1e6, seconds),
+                     note="of bf16 weight")
 
 
 def convert(source: str, result: str, act_order: bool = False, threads: int = 1) -> Callable[[], dict[str, Tensor]]:

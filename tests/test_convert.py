@@ -264,3 +264,21 @@ def test_requantizing_says_how_far_a_weight_is_off(monkeypatch: pytest.MonkeyPat
     same, report = q4_0.requantize(made)
     assert report.exact and report.decibels == math.inf and str(report) == "the same weight"
     assert all(same_bits(same.tensors[key], tensor) for key, tensor in made.tensors.items())
+
+
+def test_act_order_to_xpu_is_what_gptqmodel_does() -> None:
+    """Its words hold codes of columns that are taken by their groups, and x is taken by the same index, ret_idx."""
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
+    fields = int_group.unpack(int_group.quantize(weight, "gptq_v2", bits=4, group=64))
+    fields["g"] = torch.randperm(256, generator=torch.Generator().manual_seed(1)).int() // 64
+    packed = int_group.pack(fields, "gptq_v2", bits=4, group=64)
+    made = int_group.convert(packed, "xpu_int4pack")
+    by_groups = [k for group in range(4) for k in range(256) if int(fields["g"][k]) == group]
+    assert made.tensors["ret_idx"].tolist() == by_groups
+    codes = fields["q"][:, by_groups].int()
+    assert torch.equal(made.tensors["qweight"], sum(codes[:, i::8] << 4 * i for i in range(8)))
+    assert torch.equal(int_group.dequantize(made, torch.float32), int_group.dequantize(packed, torch.float32))
+    back = int_group.convert(made, "gptq_v2")
+    assert all(same_bits(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
+    assert torch.allclose(int_group.linear(x, made), int_group.linear(x, packed), rtol=0, atol=1e-5)

@@ -44,7 +44,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 aa984e455a8b87b4) by qdsl 0.1.0.
+Built from the spec int_group (sha256 d508740699366742) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -97,7 +97,7 @@ FORMAT = Format(
         {"bits": 2, "qzeros": "0x55555555", "storage": "gptq_v1"},
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}]},
-    digest="aa984e455a8b87b4",
+    digest="d508740699366742",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -17,7 +17,7 @@
     xpu_int4pack: 4.1875 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 aa984e455a8b87b4) by qdsl 0.1.0.
+Built from the spec int_group (sha256 d508740699366742) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -1034,8 +1034,9 @@ VARIANT = Variant(
                 "qweight": Stored("i32", "N", "K/8", aliases=("qdata",), bits=("q[1@0, 8:4 1@1]",)),
                 "scales": Stored("scale_type", "K/group", "N", aliases=("scale",), bits=("s[1@1, 1@0]",)),
                 "qzeros": Stored("i8", "K/group", "N", aliases=("zero_point",), bits=("z[1@1, 1@0]",)),
+                "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
-            unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",),
+            unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",), order="ret_idx",
             kernels=Kernels(_dequantize_xpu_int4pack, _linear_xpu_int4pack, rows="N", units="K/8", last="k"),
         ),
         "planar": Storage(

@@ -59,6 +59,8 @@ def _tensors(program: Program) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for tensor in program.tensors:
         found |= _coded(tensor.stream) if tensor.stream else {tensor.name: _tensor(program, tensor)}
+    if order := _authored(program).order:
+        found[order.value] = {"dtype": "i32", "axes": ["K"], "optional": order.value}
     shape = _authored(program).shape
     return found if shape is None else {**found, shape.value: {"dtype": "shape", "axes": ["2*1"]}}
 

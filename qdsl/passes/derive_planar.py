@@ -74,10 +74,13 @@ def _text(value: str, span: Span) -> Text:
 
 
 def order_name(program: Program) -> str:
-    """What the tensor of a planar program is called that may hold an order of the columns; '' where there is none.
+    """What the tensor is called that may hold an order of the columns; '' where there is none.
 
-    Columns can be moved to their groups where an index field alone says which values they share.
+    Of a planar program there is one where an index field alone says which values columns share; else its spec names it.
     """
+    authored = next((each.order for each in program.spec.storages if each.name.value == program.storage), None)
+    if authored is not None:
+        return authored.value
     if program.storage != PLANAR or program.affine is None or sum(field.groups is not None for field in program.fields) != 1:
         return ""
     if any("k" in at.names() for name in program.affine.fields for at in program.field(name).index):

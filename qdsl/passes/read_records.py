@@ -97,6 +97,12 @@ def _where(program: Program, storage: model.Storage, problems: Problems) -> dict
     for key, _ in storage.least:
         if key.value not in program.dims or program.dims[key.value].is_const:
             problems.add(key.span, f"'{key}' is no extent of dims{did_you_mean(key.value, program.dims)}")
+    if storage.order is not None:
+        moved = [field for field in program.fields if field.groups is not None and field.name in found]
+        blocks = [field for field in program.fields if any("k" in at.names() and at != name("k") for at in field.index)]
+        if len(moved) != 1 or blocks:
+            problems.add(storage.order.span, "an order of columns is for a storage that gives an index field its value, which "
+                                             "alone says which columns share one")
     return found
 
 

@@ -85,6 +85,7 @@ class Storage:
 
     shape: the tensor that says N and K.  options: those of the encode scheme that its producers choose.  least: of dims.
     transient: it is made for a machine when a weight is loaded, and no file has it.
+    order: the tensor that may say in which order columns are stored.
     """
 
     name: Text
@@ -95,6 +96,7 @@ class Storage:
     options: tuple[tuple[Text, Text], ...] = ()
     least: tuple[tuple[Text, int], ...] = ()
     transient: bool = False
+    order: Text | None = None
 
 
 @dataclass(frozen=True, slots=True)

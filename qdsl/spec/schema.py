@@ -321,6 +321,7 @@ class _Reader:
         options: list[tuple[Text, Text]] = []
         least: list[tuple[Text, int]] = []
         transient: Text | None = None
+        order: Text | None = None
         for key, value in self.mapping(node, f"storage '{name}'"):
             if key.value == "where":
                 for field, expr in self.mapping(value, "where"):
@@ -338,6 +339,9 @@ class _Reader:
                 transient = self.text(value, "transient")
                 if transient is not None and transient.value != "true":
                     self.problems.add(transient.span, "transient is true, for a storage that no file has")
+            elif key.value == "order":
+                order = self.text(value, "order")
+                order = order if order is not None and self.name(order, "tensor", _ANY_CASE) else None
             elif self.name(key, "tensor", _ANY_CASE):
                 tensor = self.tensor(key, value)
                 if self.says_shape(tensor):
@@ -348,9 +352,10 @@ class _Reader:
             self.problems.add(name.span, f"storage '{name}' has no tensors")
         for other in shapes[1:]:
             self.problems.add(other.span, f"'{other}' says N and K, as '{shapes[0]}' does")
+        self.unique([*(tensor.name for tensor in tensors), *shapes, *([order] if order else [])])
         shape = shapes[0] if shapes else None
         return Storage(name, tuple(where), tuple(tensors), tuple(only), shape, tuple(options), tuple(least),
-                       transient is not None)
+                       transient is not None, order)
 
     def tensor(self, name: Text, node: Node) -> Tensor:
         what = f"tensor '{name}'"

@@ -68,6 +68,7 @@ def listing(spec: Spec) -> list[str]:
         rows += [f"{storage.name}.encode.{key}: {word}" for key, word in storage.options]
         rows += [f"{storage.name}.least.{key}: {extent}" for key, extent in storage.least]
         rows += [f"{storage.name}.transient"] if storage.transient else []
+        rows += [f"{storage.name}.order: {storage.order}"] if storage.order else []
         rows += [f"{storage.name}.{storage.shape}: N, K"] if storage.shape else []
         for tensor in storage.tensors:
             place = f"{storage.name}.{tensor.name}"
