@@ -122,8 +122,8 @@ def test_every_bit_that_moves_goes_where_its_field_says(case: Case, storage: str
             marked = (bits << torch.arange(8)).sum(1).to(torch.uint8).view(tensor.dtype).view(tensor.shape)
             one = packed.derive({**packed.tensors, name: marked})
             moved, wanted = convert.convert(packed.format, one, storage), convert.by_fields(packed.format, one, into)
-            assert moved.keys() == wanted.keys()
-            assert all(same_bits(moved[key], wanted[key]) for key in wanted), (name, digit)
+            assert moved.keys() == wanted.keys() - convert.omitted(one, into.layout)
+            assert all(same_bits(moved[key], wanted[key]) for key in moved), (name, digit)
 
 
 def gptq(n: int, k: int, bits: int = 4, group: int = 128, seed: int = 0, act_order: bool = False) -> PackedWeight:

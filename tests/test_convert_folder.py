@@ -149,6 +149,24 @@ def test_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "awq" / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
 
 
+@pytest.mark.parametrize(("options", "says"), [
+    ({"symmetric": True}, {"strategy": "group", "num_bits": 4, "group_size": 32, "symmetric": True}),
+    ({}, {"strategy": "group", "num_bits": 4, "group_size": 32, "symmetric": False}),
+    ({"group": -1, "symmetric": True}, {"strategy": "channel", "num_bits": 4, "symmetric": True})])
+def test_compressed_tensors_says_what_follows_from_tensors(tmp_path: Path, options: dict[str, Any], says: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    packed = int_group.quantize(torch.randn(16, 256), "gptq_v2", **{"group": 32, **options})
+    said = {**folders.GPTQ, "group_size": packed.params["group"]}
+    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": said})
+    convert(path, tmp_path / "out", "pack_quantized")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (found["quant_method"], found["format"], found["ignore"]) == ("compressed-tensors", "pack-quantized", [])
+    assert found["config_groups"]["group_0"]["weights"] == says
+    with Folder(tmp_path / "out") as folder:
+        [layer] = layers(folder).layers
+        assert (layer.storage, layer.params["group"], layer.problems) == ("pack_quantized", packed.params["group"], ())
+
+
 def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
     """Two storages of one format are in no producer's words."""
     weights = {"up": weight(), "other": int8_channel.quantize(torch.randn(8, 64))}

@@ -80,6 +80,18 @@ def test_logits_are_those_of_the_decoded_weights(tmp_path: Path, module: Any, op
     assert logits(loaded(tmp_path)).equal(logits(model))
 
 
+@pytest.mark.parametrize("group", [32, -1])
+def test_gptq_in_the_storage_of_compressed_tensors(tmp_path: Path, group: int) -> None:
+    """The same numbers, read by another package; of codes with zero points, 0.20 expects tensors that it does not write."""
+    pytest.importorskip("compressed_tensors")
+    (tmp_path / "gptq").mkdir()
+    options = {"storage": "gptq_v2", "bits": 4, "group": group, "scale_type": "f32", "symmetric": True}
+    model = quantized(tmp_path / "gptq", int_group, options, {**folders.GPTQ, "group_size": group})
+    with Folder(tmp_path / "gptq") as folder:
+        run.convert(folder, layers(folder), aimed("pack_quantized"), tmp_path / "out")
+    assert logits(loaded(tmp_path / "out")).equal(logits(model))
+
+
 @pytest.mark.parametrize(("to", "params"), [("fp8_block", {"bn": 32, "bk": 32}), ("fp8_channel", {"scale_type": "f32"})])
 def test_a_converted_folder_loads(tmp_path: Path, to: str, params: dict[str, Any]) -> None:
     """With the config that `convert` writes."""

@@ -29,7 +29,7 @@ def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any]) -
 
     rules: one mapping or a list of them.  names: what settings may give values, parameters and N and K.  In a rule a setting
     is a word that it must be, a list of words of which it must be one, 'null' if it must be absent, or names, which take its
-    values; 'storage' says what the rule speaks of.
+    values; 'storage' says what the rule speaks of.  What follows from a tensor, a mapping, says nothing here.
     """
     for rule in rules if isinstance(rules, list) else [rules] if isinstance(rules, dict) else []:
         reading = _reading(rule, names, settings)
@@ -42,7 +42,7 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
     keys: dict[str, str] = {}
     weak = False
     for key, wanted in rule.items():
-        if key == "storage":
+        if key == "storage" or isinstance(wanted, Mapping):
             continue
         value = settings.get(key)
         words = wanted if isinstance(wanted, list) else [wanted]

@@ -16,6 +16,7 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, quantization
 from qdsl.convert.plan import Plan
+from qdsl.stored import Description
 
 CONFIG = "config.json"
 NESTED = "compressed-tensors"                                    # whose settings of weights lie in groups
@@ -88,8 +89,29 @@ def _rule(plan: Plan, method: str) -> dict[str, Any] | None:
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
            if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule]
+    fit = [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format, plan.params[0]))
+           if (found := _followed(rule, plan)) is not None]
     own = [rule for rule in fit if same(method, rule["quant_method"]) and not plan.aim.requantize]
     return next(iter(own or [rule for rule in fit if all(params == plan.params[0] for params in plan.params)]), None)
+
+
+def _says_blocks(rule: Mapping[str, Any], format: Description, params: Mapping[str, int | str]) -> bool:
+    """Whether it gives the extents of blocks, and none of those that are whole axes."""
+    named = [word for wanted in rule.values() for word in (wanted if isinstance(wanted, list) else [wanted])]
+    return all((params[size] == -1) != (size in named) for size in format.sizes)
+
+
+def _followed(rule: Mapping[str, Any], plan: Plan) -> dict[str, Any] | None:
+    """A rule with the words that follow from tensors; None where layers differ in one."""
+    found = dict(rule)
+    for key, wanted in rule.items():
+        if isinstance(wanted, dict):
+            [(tensor, words)] = wanted.items()
+            there = {tensor in names for names in plan.tensors}
+            if len(there) > 1:
+                return None
+            found[key] = words[0] if True in there else words[1]
+    return found
 
 
 def _given(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator[tuple[str, Any]]:

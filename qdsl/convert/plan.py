@@ -6,7 +6,7 @@ Files are those of the input.  A layer's tensors go into the file that holds the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -95,6 +95,12 @@ class Plan:
     def params(self) -> list[Mapping[str, int | str]]:
         """Of all layers, when they have changed."""
         return [layer.params if self.aim.exact(layer) else dict(self.aim.params) for layer in (*self.changed, *self.kept)]
+
+    @property
+    def tensors(self) -> list[Collection[str]]:
+        """Their names in the storage, of all layers, when they have changed."""
+        made = [step.to for shard in self.shards for step in shard.steps if isinstance(step, Change)]
+        return [*made, *(layer.tensors for layer in self.kept)]
 
 
 @dataclass(slots=True)
@@ -202,10 +208,9 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
         raise RewriteError(f"{where}, which is made when a checkpoint is loaded")
     try:
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
-        found = [_sample(weight, other, layer, aim) for weight in unread(folder, layer)]
+        stored = [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
     except FormatError as error:
         raise RewriteError(f"{where}: {error}") from None
-    stored = [{name: format.stored(each.derive({}, layer.shape))[name] for name in each.tensors} for each in found]
     if any(each != stored[0] for each in stored):
         raise RewriteError(f"{where}: some of its experts need other tensors there")
     experts = () if layer.experts is None else (layer.experts,)
@@ -228,6 +233,18 @@ def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -
         part = weight.format.checked(weight.cut("N", start, min(start + least, weight.shape[0])))
         found.append(become(part, layer, aim))
     return found[0]
+
+
+def _stored(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors of a whole weight, by those of some rows; what is left out because of its numbers, all rows decide."""
+    from qdsl.runtime.convert import omitted
+
+    names, layout = set(sample.tensors), sample.layout
+    if exact and layout.omits:
+        names |= {name for name, stored in layout.tensors.items() if stored.optional in layout.omits} - omitted(weight, layout)
+        names -= omitted(weight, layout)
+    every = sample.format.stored(sample.derive({}, weight.shape))
+    return {name: every[name] for name in every if name in names}
 
 
 def become(weight: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:

@@ -19,6 +19,7 @@ from qdsl.numbers import number
 from qdsl.runtime import order, tiles, transpose
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.bits import Piece, Placed, pieces, place
+from qdsl.runtime.layout import Storage
 from qdsl.runtime.packed import PackedWeight, said
 from qdsl.shapes import granule
 
@@ -32,7 +33,25 @@ def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Ten
     streams = packed.layout.streams or other.layout.streams
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
     fixed = {*other.layout.where} - {*packed.layout.where} - index             # what the other storage holds one value of
-    return ({} if streams or fixed else by_words(format, packed, other)) or by_fields(format, packed, other)
+    found = ({} if streams or fixed else by_words(format, packed, other)) or by_fields(format, packed, other)
+    left = omitted(packed, other.layout)
+    return {name: tensor for name, tensor in found.items() if name not in left}
+
+
+def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
+    """The tensors that another storage leaves out, because their fields have their defaults in all of a weight."""
+    if not layout.omits or packed.order is not None:
+        return set()
+    given = []
+    for name in packed.layout.coded:
+        tensor, held = packed.tensors.get(name), pieces(packed.layout.tensors[name].bits)
+        apart = tensor is not None and held and not {piece.field for piece in held} & set(layout.omits)
+        given.append(tensor.to("meta") if tensor is not None and apart else tensor)
+    n, k = packed.shape
+    fields = packed.layout.unpack(*given, **({"N": n, "K": k} if packed.layout.needs_shape else {}))
+    usual = {name for name in layout.omits
+             if name not in fields or packed.format.is_default(packed.variant, name, fields[name], packed.sizes)}
+    return {name for name, stored in layout.tensors.items() if stored.optional in usual}
 
 
 # -- by words ---------------------------------------------------------------------------------------------------------

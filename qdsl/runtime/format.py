@@ -256,7 +256,7 @@ class Format:
         others = {key: held.pop(key) for key in layout.where if key in held}
         extra: dict[str, Tensor] = {}
         for key, field in others.items():
-            if not self._is_default(variant, key, field, sizes):
+            if not self.is_default(variant, key, field, sizes):
                 extra = self._order_of(layout, name, key, field, shape, chosen)
                 held = _moved(variant, held, extra[layout.order])
         held |= {key: self.default(variant, key, shape, sizes, next(iter(held.values())).device)
@@ -347,7 +347,8 @@ class Format:
         assert whole is not None and value is not None
         return torch.full(whole, value, dtype=torch_dtype(field.type), device=device)
 
-    def _is_default(self, variant: Variant, name: str, value: Tensor, sizes: Mapping[str, int]) -> bool:
+    def is_default(self, variant: Variant, name: str, value: Tensor, sizes: Mapping[str, int]) -> bool:
+        """Whether a field that may be missing is as if it were."""
         default = variant.defaults[name]
         if default is not None:
             return bool((value == default).all())
@@ -384,7 +385,7 @@ class Format:
                 fields[key] = self.default(variant, key, shape, sizes, weight.device)
         free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have what any may need
         for key in layout.omits:
-            if not free and key in fields and self._is_default(variant, key, fields[key], sizes):
+            if not free and key in fields and self.is_default(variant, key, fields[key], sizes):
                 del fields[key]
         return self.pack(fields, storage=name, **params)
 

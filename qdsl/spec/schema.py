@@ -424,11 +424,21 @@ class _Reader:
                 word = value.value if isinstance(value, Text) else ""
                 if name.value == "storage" and word not in known:
                     self.problems.add(value.span, f"there is no storage '{word}'{did_you_mean(word, known)}")
+                elif key == "config" and isinstance(value, Mapping):
+                    self.following(value, tensors)
                 elif key == "words" and name.value in tensors and not _HEX.match(word):
                     self.problems.add(value.span, "a word has 32 bits, as 0x88888888")
                 elif key == "words" and name.value not in ("storage", *(p.name.value for p in params), *tensors):
                     near = did_you_mean(name.value, tensors)
                     self.problems.add(name.span, f"'{name}' is neither a parameter nor a tensor{near}")
+
+    def following(self, rule: Mapping, tensors: set[str]) -> None:
+        """A setting that follows from a tensor: its word where that is there, and where it is not."""
+        for name, words in rule.items:
+            if name.value not in tensors:
+                self.problems.add(name.span, f"there is no tensor '{name}'{did_you_mean(name.value, tensors)}")
+            if len(rule.items) != 1 or not isinstance(words, Sequence) or len(words.items) != 2:
+                self.problems.add(name.span, "expected {TENSOR: [word where it is there, word where it is not]}")
 
     def rules(self, items: dict[str, Node]) -> dict[str, Data]:
         return {key: self.plain(value) for key, value in items.items()}
