@@ -267,6 +267,16 @@ def test_what_kernels_rely_on_is_looked_at_once() -> None:
         module.wrap(broken, shape=(8, 512))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_operations_open_streams(form: str) -> None:
+    """They are told what a program is made of: not the shape, which is among their arguments."""
+    weight = packed(form, normal(24, 256))
+    x = tokens(3, 256)
+    tensors, described = words(weight)
+    assert torch.equal(torch.ops.qdsl.linear(x, tensors, None, *described, 24, 256), weight.format.linear(x, weight))
+    assert torch.equal(torch.ops.qdsl.dequantize(tensors, *described, 24, 256, torch.bfloat16), weight.format.dequantize(weight))
+
+
 def test_an_exponent_that_is_a_row_too_is_refused() -> None:
     weight = packed("df11", np.array([[120 << 7] * 8 + [119 << 7] * 8], np.uint16)).to("cpu")
     luts = weight.tensors["luts"]

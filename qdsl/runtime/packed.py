@@ -128,7 +128,8 @@ class PackedWeight:
     def with_plain(self, plain: Mapping[str, Tensor]) -> PackedWeight:
         """The weight with these tensors in place of the streams that hold them."""
         found = PackedWeight(self.format, self.storage, {}, self.shape, self.params, opened=True)
-        found.tensors = {name: plain[name] if name in plain else self.tensors[name] for name in found.layout.tensors}
+        held = {**self.tensors, **plain}                         # without what operations leave out, such as the shape
+        found.tensors = {name: held[name] for name in found.layout.tensors if name in held}
         return found
 
     def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
