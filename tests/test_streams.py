@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import qdsl
 from qdsl.entropy import df11
 from qdsl.runtime import FormatError, PackedWeight, launch, linear, scratch, streams
 from qdsl.runtime.codings import huffman_lanes
@@ -137,11 +139,12 @@ def product(weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None = N
     return out
 
 
-def wrong_by(found: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> float:
+def wrong_by(found: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None,
+             eps: float = 2.0**-8) -> float:
     """The error over what one rounding of the result and sums of float32 allow."""
     wide = x.cpu().double(), w.double()
     wanted = wide[0] @ wide[1].T + (0 if bias is None else bias.cpu().double())
-    allowed = wanted.abs() * 2.0**-8 + wide[0].abs() @ wide[1].abs().T * w.shape[1] * 2.0**-24 + 1e-30
+    allowed = wanted.abs() * eps + wide[0].abs() @ wide[1].abs().T * w.shape[1] * 2.0**-24 + 1e-30
     return float(((found.cpu().double() - wanted).abs() / allowed).max())
 
 
@@ -198,6 +201,42 @@ def test_other_rows_meet_the_decoded_weight(form: str) -> None:
     odd = normal(5, 100)
     x = tokens(3, 100)
     assert wrong_by(linear._decoded_product(x, packed(form, odd), None, ""), x, numbers(odd)) <= 1
+
+
+SPEC = """
+format: upper_{code}
+title: float16 with its upper byte in a stream
+source: tests/test_streams.py
+weight: [N, K]
+fields:
+  v: f16[n, k]
+decode: v
+encode: nearest(code=v)
+storage:
+  plain:
+    upper:
+      tensor: u8[n<N, k<K]
+      record: v[n, k].hi:8
+      stream: {code}
+    lower:
+      tensor: u8[n<N, t<ceil(K/8) word]
+      record: "h<2 j<2 i<2: v[n, 8*t + 4*h + 2*i + j].lo:8"
+"""
+
+
+@pytest.mark.parametrize("code", ["window", "huffman_lanes"])
+def test_another_spec_with_the_code(code: str, tmp_path: Path) -> None:
+    """Symbols may stand elsewhere, and be other bits of another type."""
+    (tmp_path / f"upper_{code}.yaml").write_text(SPEC.format(code=code))
+    w = (torch.randn(16, 2048, generator=torch.Generator().manual_seed(0)).abs() * 0.02).half()
+    w[3, 5], w[9, 2047] = 6e-8, torch.inf
+    weight = ready(qdsl.load(tmp_path / f"upper_{code}.yaml").pack({"v": w}).to(DEVICE))
+    assert streams.has_dequantize(weight, w) and torch.equal(dequantized(weight, torch.float16), w)
+    assert torch.equal(dequantized(weight, torch.float32), w.float())
+    w[9, 2047] = 0
+    weight = ready(weight.format.pack({"v": w}).to(DEVICE))
+    x = tokens(3, 2048).half()
+    assert wrong_by(product(weight, x), x, w, eps=2.0**-11) <= 1
 
 
 # Damage

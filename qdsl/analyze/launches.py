@@ -36,12 +36,10 @@ def weight(module: ModuleType, shape: tuple[int, int], storage: str | None, para
 def calls(packed: PackedWeight, kind: str, rows: int, dtype: torch.dtype) -> list[Call]:
     """The launches of `linear` with so many rows of x, or of `dequantize`; x and what comes out in a dtype.
 
-    Without those whose programs take as many weights as they happen to find.
+    A kernel whose loops go round as often as the weights have it, DF11's, does not say how many weights a program takes.
     """
     n, k = packed.shape
     if kind == "dequantize":
-        found = launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta"))
-    else:
-        x, out = (torch.empty(rows, columns, dtype=dtype, device="meta") for columns in (k, n))
-        found = launch.linear_calls(x, packed, None, out)
-    return [call for call in found if call.weights]
+        return list(launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta")))
+    x, out = (torch.empty(rows, columns, dtype=dtype, device="meta") for columns in (k, n))
+    return list(launch.linear_calls(x, packed, None, out))
