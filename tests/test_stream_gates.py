@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.support.covering import ALL
 from tests.support.formats import ROOT
 
 # At most so many instructions of a thread per weight in the loop; df11's decode is two launches, exponents and then weights.
@@ -19,7 +20,7 @@ LIMITS = {("df11", "decode"): 110, ("df11", "decode, three levels"): 140, ("hlan
 SLOW = ("SHFL", "STS", "LDS", "LDSM", "I2F", "BAR")              # moves between lanes, and conversions of integers
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942", *(["sm_80", "sm_100"] if ALL else [])])
 def test_kernels_of_streams(arch: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     made = subprocess.run([sys.executable, "-m", "tests.stream_kernels", arch], cwd=ROOT, capture_output=True, text=True,
