@@ -83,6 +83,7 @@ EQUAL: dict[str, dict[str, str]] = {
         "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=inverse)": BY_POWER,
     },
     "int4pack": {
+        "dims.G: ceil(K / group) -> K / group": "its storages have whole groups alone",
         "tinygemm.scale_and_zero: scale_type[g<K / group, n<N, word] -> bf16[g<K / group, n<N, word]": "it has no other scales",
         "tinygemm.scale_and_zero: scale_type[g<K / group, n<N, word] -> scale_type[g<ceil(K / group), n<N, word]": ALSO_ELSEWHERE,
     },

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.generated import int4pack, int_group
-from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime import FormatError, PackedWeight, convert, tiles
 from tests.support.formats import ROOT, same_bits
 
 DATA = ROOT / "tests" / "data" / "int4pack"
@@ -103,11 +103,23 @@ def test_what_floats_do_not_hold_is_refused() -> None:
         int4pack.convert(int_group.quantize(torch.randn(96, 128), "gptq_v2", bits=4, group=64), "cpu_avx512")
 
 
-def test_columns_out_of_order_are_refused() -> None:
-    packed = gptq()
+@pytest.mark.parametrize("storage", ["gptq_v2", "xpu_int4pack"])
+def test_columns_lie_by_groups(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gptqmodel moves them before torch packs them; the same where a weight goes by its fields, tile by tile."""
+    packed = gptq(scale_type="bf16")
     fields = int_group.unpack(packed) | {"g": torch.randperm(256, generator=torch.Generator().manual_seed(1)).int() // 64}
-    with pytest.raises(FormatError, match=r"columns in order; those of this weight belong to groups all over K \(act-order\)"):
-        int4pack.convert(int_group.pack(fields, storage="gptq_v2", **packed.params), "cpu_avx2")
+    packed = int_group.pack(fields, storage=storage, **packed.params)
+    made = int4pack.convert(packed, "cpu_avx2")
+    assert torch.equal(made.tensors["ret_idx"], fields["g"].argsort(stable=True).int())
+    assert torch.equal(int4pack.dequantize(made, torch.float32), int_group.dequantize(packed, torch.float32))
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
+    assert torch.allclose(int4pack.linear(x, made), int_group.linear(x, packed), rtol=0, atol=1e-3)
+    with pytest.raises(FormatError, match=r"tinygemm has columns in order; those of this weight belong to groups all over K"):
+        int4pack.convert(packed, "tinygemm")
+    monkeypatch.setattr(tiles, "TILE", 1 << 13)
+    monkeypatch.setattr(convert, "by_words", lambda *given: {})
+    again = int4pack.convert(packed, "cpu_avx2")
+    assert all(same_bits(again.tensors[name], tensor) for name, tensor in made.tensors.items())
 
 
 def test_only_codes_that_are_there_count() -> None:

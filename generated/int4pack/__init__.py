@@ -3,6 +3,7 @@
     w = (q - 8) * s + z
     float32, rounded after each operation
 
+    g      index into ceil(K/group) groups [K]
     z      scale_type [N, ceil(K/group)]
     s      scale_type [N, ceil(K/group)]
     q      u4         [N, K]
@@ -17,7 +18,7 @@
     planar at scale_type = bf16: 4.25 bits per weight with group = 128
     planar at scale_type = f32: 4.5 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 398f72bc395c5469) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 ab44cf64064b36e6) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -36,7 +37,7 @@ FORMAT = Format(
     },
     params={"group": (128, 32, 64), "scale_type": ("bf16", "f32")},
     sizes={"group": "K"},
-    digest="398f72bc395c5469",
+    digest="ab44cf64064b36e6",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

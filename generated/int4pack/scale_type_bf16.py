@@ -3,6 +3,7 @@
     w = (q - 8) * s + z
     float32, rounded after each operation
 
+    g      index into ceil(K/group) groups [K]
     z      scale_type [N, ceil(K/group)]
     s      scale_type [N, ceil(K/group)]
     q      u4         [N, K]
@@ -13,7 +14,7 @@
     cpu_scalar: 4.25 bits per weight with group = 128
     planar: 4.25 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 398f72bc395c5469) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 ab44cf64064b36e6) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -146,10 +147,12 @@ def pack_planar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+def decode(z: Tensor, s: Tensor, q: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Weights [N, K], float32 rounded after each operation: w = (q - 8) * s + z.  z [N, ceil(K/group)], s [N,
-    ceil(K/group)], q [N, K].
+    ceil(K/group)], q [N, K], g [K].
     """
+    if g is not None:
+        z, s = z[:, g], s[:, g]
     out = out if out is None else out.unflatten(1, (z.shape[1], -1))
     q = q.view(torch.int8).unflatten(1, (z.shape[1], -1))
     z = z.float().unsqueeze(-1)
@@ -183,8 +186,9 @@ def _dequantize_tinygemm(qdata, scale_and_zero, out, N, K, group, BN: tl.constex
     qdata += 128 * (n // 8).to(tl.int64) * (K // 128)
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
-    z = tl.load(scale_and_zero + 2 * (k // group).to(tl.int64) * N + 1, live, 0).to(tl.float32)
-    s = tl.load(scale_and_zero + 2 * (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+    g = k // group
+    z = tl.load(scale_and_zero + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+    s = tl.load(scale_and_zero + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
     q = (tl.load(qdata + 128 * (k // 128) + 16 * (n % 8) + 4 * (k % 128 // 2 % 4) + k % 128 // 32, live, 0) >> 16
         * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15).to(tl.int32)
     w = (q - 8) * s + z
@@ -206,8 +210,9 @@ def _linear_tinygemm(qdata, scale_and_zero, x, bias, out, N, K, group, BN: tl.co
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
-        z = tl.load(scale_and_zero + 2 * (k // group).to(tl.int64) * N + 1, live, 0).to(tl.float32)
-        s = tl.load(scale_and_zero + 2 * (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+        g = k // group
+        z = tl.load(scale_and_zero + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+        s = tl.load(scale_and_zero + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
         q = (tl.load(qdata + 128 * (k // 128) + 16 * (n % 8) + 4 * (k % 128 // 2 % 4) + k % 128 // 32, live, 0) >> 16
             * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15).to(tl.int32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
@@ -228,8 +233,9 @@ def _dequantize_cpu_avx512(weight, scales_and_zeros, out, N, K, group, BN: tl.co
     weight += 32 * (n // 64).to(tl.int64) * K
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
-    z = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+    g = k // group
+    z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+    s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
     q = (tl.load(weight + 32 * k + n % 64 % 32, live, 0) >> 4 * (n % 64 // 32) & 15).to(tl.int32)
     w = (q - 8) * s + z
     tl.store(out + k, w, live)
@@ -250,8 +256,9 @@ def _linear_cpu_avx512(weight, scales_and_zeros, x, bias, out, N, K, group, BN: 
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
-        z = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+        g = k // group
+        z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+        s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
         q = (tl.load(weight + 32 * k + n % 64 % 32, live, 0) >> 4 * (n % 64 // 32) & 15).to(tl.int32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += ((q - 8) * s + z) * x_k
@@ -271,8 +278,9 @@ def _dequantize_cpu_avx2(weight, scales_and_zeros, out, N, K, group, BN: tl.cons
     weight += 16 * (n // 32).to(tl.int64) * K
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
-    z = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+    g = k // group
+    z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+    s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
     q = (tl.load(weight + 16 * k + n % 32 % 16, live, 0) >> 4 * (n % 32 // 16) & 15).to(tl.int32)
     w = (q - 8) * s + z
     tl.store(out + k, w, live)
@@ -293,8 +301,9 @@ def _linear_cpu_avx2(weight, scales_and_zeros, x, bias, out, N, K, group, BN: tl
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
-        z = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+        g = k // group
+        z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+        s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
         q = (tl.load(weight + 16 * k + n % 32 % 16, live, 0) >> 4 * (n % 32 // 16) & 15).to(tl.int32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += ((q - 8) * s + z) * x_k
@@ -314,8 +323,9 @@ def _dequantize_cpu_scalar(weight, scales_and_zeros, out, N, K, group, BN: tl.co
     weight += 16 * (n // 32).to(tl.int64) * K
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
-    z = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+    g = k // group
+    z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+    s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
     q = (tl.load(weight + 16 * k + n % 32 // 2, live, 0) >> 4 * (n % 32 % 2) & 15).to(tl.int32)
     w = (q - 8) * s + z
     tl.store(out + k, w, live)
@@ -336,8 +346,9 @@ def _linear_cpu_scalar(weight, scales_and_zeros, x, bias, out, N, K, group, BN: 
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
-        z = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 2 * (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+        g = k // group
+        z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+        s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
         q = (tl.load(weight + 16 * k + n % 32 // 2, live, 0) >> 4 * (n % 32 % 2) & 15).to(tl.int32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += ((q - 8) * s + z) * x_k
@@ -361,8 +372,9 @@ def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.const
     j = u // 4 % 4
     c = u % 4
     live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-    z1 = tl.load(z + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
-    s1 = tl.load(s + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
+    g = (4 * t + j) // (group // 32)
+    z1 = tl.load(z + g, live, 0).to(tl.float32)
+    s1 = tl.load(s + g, live, 0).to(tl.float32)
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
@@ -391,8 +403,9 @@ def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.
         j = u // 4 % 4
         c = u % 4
         live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        z1 = tl.load(z + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
-        s1 = tl.load(s + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
+        g = (4 * t + j) // (group // 32)
+        z1 = tl.load(z + g, live, 0).to(tl.float32)
+        s1 = tl.load(s + g, live, 0).to(tl.float32)
         q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
         for h in tl.static_range(4):
             for i in tl.static_range(2):
@@ -560,6 +573,7 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
+        "g": Field("index", "K", groups="ceil(K/group)"),
         "z": Field("scale_type", "N", "ceil(K/group)"),
         "s": Field("scale_type", "N", "ceil(K/group)"),
         "q": Field("u4", "N", "K"),
@@ -571,31 +585,34 @@ VARIANT = Variant(
                 "scale_and_zero": Stored("scale_type", "K/group", "N", "2*1", aliases=("scales_and_zeros",),
                     bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
             },
-            unpack=unpack_tinygemm, pack=pack_tinygemm,
+            unpack=unpack_tinygemm, pack=pack_tinygemm, where=("g",),
             kernels=Kernels(_dequantize_tinygemm, _linear_tinygemm, rows="N", units="K", last="k"),
         ),
         "cpu_avx512": Storage(
             tensors={
                 "weight": Stored("u8", "N/64", "K", "32*1", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
                 "scales_and_zeros": Stored("scale_type", "K/group", "N", "2*1", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
-            unpack=unpack_cpu_avx512, pack=pack_cpu_avx512,
+            unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), order="ret_idx",
             kernels=Kernels(_dequantize_cpu_avx512, _linear_cpu_avx512, rows="N", units="K", last="k"),
         ),
         "cpu_avx2": Storage(
             tensors={
                 "weight": Stored("u8", "N/32", "K", "16*1", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
                 "scales_and_zeros": Stored("scale_type", "K/group", "N", "2*1", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
-            unpack=unpack_cpu_avx2, pack=pack_cpu_avx2,
+            unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), order="ret_idx",
             kernels=Kernels(_dequantize_cpu_avx2, _linear_cpu_avx2, rows="N", units="K", last="k"),
         ),
         "cpu_scalar": Storage(
             tensors={
                 "weight": Stored("u8", "N/32", "K", "16*1", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
                 "scales_and_zeros": Stored("scale_type", "K/group", "N", "2*1", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
-            unpack=unpack_cpu_scalar, pack=pack_cpu_scalar,
+            unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), order="ret_idx",
             kernels=Kernels(_dequantize_cpu_scalar, _linear_cpu_scalar, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
@@ -603,11 +620,12 @@ VARIANT = Variant(
                 "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
                 "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
                 "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
+                "order": Stored("i32", "K", optional="order"),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

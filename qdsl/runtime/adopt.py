@@ -77,8 +77,9 @@ class _Adoption:
         self.packed = packed
         self.other = PackedWeight(format, storage, {}, packed.shape, params)
         moved = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
-        if moved or packed.order is not None:
-            raise FormatError(f"{format.name} has columns in order; those of this weight belong to groups all over K (act-order)")
+        if (moved or packed.order is not None) and not self.other.layout.order:
+            raise FormatError(f"{format.name}.{storage} has columns in order; those of this weight belong to groups all over K "
+                              "(act-order)")
         self.ways = self._ways()
         format.empty(packed.shape, storage, "meta", (), **params)  # refuses a shape that the storage cannot hold
 
@@ -132,7 +133,8 @@ class _Adoption:
             value = fields[name] if name in fields or default is None else \
                 part.format.default(part.variant, name, part.shape, part.sizes, part.device)
             found[name] = value.view(way.dtype) if way.bits else value.to(way.dtype)
-        return found
+        index = {name: fields[name] for name, field in self.other.variant.fields.items() if field.groups and name in fields}
+        return {**found, **index}
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def by_words(format: Format, packed: PackedWeight, other: PackedWeight, turned: 
         if name not in found and (tensor := change.tensor(name)) is not None:
             found[name] = tensor
     left = change.left(found)
-    if left and (columns is not None or change.size(left) > sum(tensor.nbytes for tensor in found.values())):
+    if left and (change.moves(left) or change.size(left) > sum(tensor.nbytes for tensor in found.values())):
         return {}
     found.update(change.rest(found) if left else {})
     return _saying({name: found[name] for name in other.layout.tensors if name in found}, other)
@@ -200,6 +200,13 @@ class _Change:
                     for held in self.held.values())
         known = {*moved, self.other.layout.order, self.other.layout.shape}
         return [name for name in self.wanted if name not in known and (open_ or not self.other.layout.tensors[name].optional)]
+
+    def moves(self, names: Sequence[str]) -> bool:
+        """Whether columns move in these tensors of the result."""
+        fields = {piece.field for name in names for piece in pieces(self.other.layout.tensors[name].bits)}
+        known = all(self.other.layout.tensors[name].bits for name in names)
+        return self.columns is not None and not (known and not any(
+            axis.text == "K" for field in fields for axis in self.other.variant.fields[field].axes))
 
     def size(self, names: Sequence[str]) -> int:
         """Bytes of tensors of the result."""
