@@ -106,9 +106,12 @@ def large(weight: Weight, device: torch.device | str) -> PackedWeight:
     n, k = weight.shape
     rows = min(n, ROWS)
     assert n % rows == 0
-    if format_of(weight.name).storage(weight.storage, weight.chosen)[1].streams:
+    layout = format_of(weight.name).storage(weight.storage, weight.chosen)[1]
+    if layout.streams:
         return _coded(weight, rows).to(device)
     made = _rows(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional))
+    if layout.whole:                                             # its words hold rows of all of it
+        return _repeated(made, n // rows).to(device)
     wanted = weight.meta()
     tensors = {}
     for key, tensor in made.tensors.items():
@@ -122,6 +125,14 @@ def large(weight: Weight, device: torch.device | str) -> PackedWeight:
 def _rows(weight: Weight) -> PackedWeight:
     """Shapes of one K share their rows."""
     return packed(weight)
+
+
+def _repeated(made: PackedWeight, count: int) -> PackedWeight:
+    """A weight of the same rows several times."""
+    axes = {name: field.axes for name, field in made.variant.fields.items()}
+    fields = {name: values.repeat([count if axis.dim != "K" else 1 for axis in axes[name]]) if axes[name] else values
+              for name, values in made.format.unpack(made).items()}
+    return made.format.pack(fields, storage=made.storage, **made.params)
 
 
 def _coded(weight: Weight, rows: int) -> PackedWeight:
