@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from qdsl.checkpoint.descriptions import descriptions
@@ -16,7 +16,6 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, quantization
 from qdsl.convert.plan import Plan
-from qdsl.stored import Description
 
 CONFIG = "config.json"
 NESTED = "compressed-tensors"                                    # whose settings of weights lie in groups
@@ -89,16 +88,16 @@ def _rule(plan: Plan, method: str) -> dict[str, Any] | None:
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
            if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule]
-    fit = [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format, plan.params[0]))
+    fit = [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, plan.params[0]))
            if (found := _followed(rule, plan)) is not None]
     own = [rule for rule in fit if same(method, rule["quant_method"]) and not plan.aim.requantize]
     return next(iter(own or [rule for rule in fit if all(params == plan.params[0] for params in plan.params)]), None)
 
 
-def _says_blocks(rule: Mapping[str, Any], format: Description, params: Mapping[str, int | str]) -> bool:
+def _says_blocks(rule: Mapping[str, Any], sizes: Iterable[str], params: Mapping[str, int | str]) -> bool:
     """Whether it gives the extents of blocks, and none of those that are whole axes."""
     named = [word for wanted in rule.values() for word in (wanted if isinstance(wanted, list) else [wanted])]
-    return all((params[size] == -1) != (size in named) for size in format.sizes)
+    return all((params[size] == -1) != (size in named) for size in sizes)
 
 
 def _followed(rule: Mapping[str, Any], plan: Plan) -> dict[str, Any] | None:
