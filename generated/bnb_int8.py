@@ -8,7 +8,7 @@
 
     bitsandbytes: 8.00195 bits per weight
 
-Built from the spec bnb_int8 (sha256 1e7784386d6ddd4d) by qdsl 0.1.0.
+Built from the spec bnb_int8 (sha256 71502af88bf7f5fd) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import unit_absmax
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, device, workspace
 
 
@@ -45,6 +46,12 @@ def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     space = workspace(out)
     w = torch.mul(as_float(q, out), s, out=space)
     return torch.div(w, 127.0, out=out)
+
+
+def encode(weight: Tensor) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block; codes are w * (divisor / scale)."""
+    q, s = unit_absmax(weight, code="i8", scale="f32", rows=1, columns=weight.shape[1], axes=1, divisor=127)
+    return {"q": q, "s": s}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -108,14 +115,14 @@ VARIANT = Variant(
             kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k"),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode,
 )
 
 FORMAT = Format(
     name="bnb_int8", title="LLM.int8 of bitsandbytes, codes of 8 bits in 127ths of the largest weight of a row",
     source="bitsandbytes functional.py int8_vectorwise_quant, nn Linear8bitLt", formula="q * s / 127",
     variants={(): VARIANT},
-    digest="1e7784386d6ddd4d",
+    digest="71502af88bf7f5fd",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

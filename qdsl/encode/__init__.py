@@ -8,8 +8,8 @@ from qdsl.encode.levels import absmax_level
 from qdsl.encode.minmax import affine, float_middle, float_zero, minmax
 from qdsl.encode.nearest import meansign, nearest
 from qdsl.encode.nested import nested_absmax
-from qdsl.encode.units import unit_level, unit_level_nested
+from qdsl.encode.units import unit_absmax, unit_level, unit_level_nested
 
 __all__ = ["absmax", "absmax_level", "affine", "block_levels", "float_middle", "float_zero", "grid_shifts", "grid_signs",
            "kquant_levels", "kquant_minmax", "kquant_signmax", "meansign", "minmax", "nearest", "nested_absmax", "signmax",
-           "unit_level", "unit_level_nested"]
+           "unit_absmax", "unit_level", "unit_level_nested"]

@@ -1,10 +1,11 @@
-"""Codes into a table of levels up to 1, with the largest magnitude of a block as its scale, as bitsandbytes chooses them."""
+"""Codes in units of the largest magnitude of a block, or into levels up to it, as bitsandbytes chooses them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from qdsl.encode.blocks import codes as to_codes
 from qdsl.encode.blocks import cut_blocks, join_blocks, shaped, stored_scale
 from qdsl.runtime.tables import Table
 
@@ -47,3 +48,16 @@ def _codes(values: Tensor, level: Table) -> Tensor:
     middles = ((rising[1:] + rising[:-1]) / 2).float().to(values.device)
     place = torch.bucketize(values, middles, out_int32=True)
     return torch.tensor(order, dtype=torch.uint8, device=values.device).index_select(0, place.flatten()).view(values.shape)
+
+
+def unit_absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: int,
+                ) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of w = code * scale / divisor: scale = the largest magnitude of a block (bitsandbytes' LLM.int8).
+
+    Codes are w * (divisor / largest) in float32, and no larger than divisor; those of a block of zeros are 0.
+    """
+    blocks = cut_blocks(weight.float(), rows, columns)
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    scaled = torch.where(blocks == 0, 0, blocks * (divisor / largest)).clamp_(-divisor, divisor)
+    chosen = join_blocks(to_codes(scaled, code, "even"), *weight.shape)
+    return chosen, shaped(stored_scale(largest, scale), axes).contiguous()

@@ -219,7 +219,7 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
         case g.Name(word):
             default = program.defaults.get(value.name) if value.op == "field" else None
             number = value.const if value.op == "const" else None if default is None else default.const
-            return {word: number} if isinstance(number, int) else None
+            return {word: int(number)} if number is not None and number == int(number) else None
         case g.Number(number):
             return {} if value.op == "const" and value.const == number else None
         case g.Subscript(word, (row, *columns)):

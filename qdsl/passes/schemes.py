@@ -141,6 +141,8 @@ SCHEMES = {
                           ("code", "shift", "scale", "super_scale"), {},
                           "rows, shifts and scales by search for the least error; super-scale by a fit to them",
                           "super_scale * steps(scale) * (grid[code, k] + shifts(shift))", importance=True, across=False),
+    "unit_absmax": Scheme({"code": "integer", "scale": "scale"}, ("code", "scale"), {},
+                          "scale = largest magnitude of the block; codes are w * (divisor / scale)", "scale * code / divisor"),
     "unit_level": Scheme({"code": "count", "scale": "scale"}, ("code", "scale"), {},
                          "scale = largest magnitude of the block; codes of the levels nearest to w * (1 / scale)",
                          "scale * level[code]"),

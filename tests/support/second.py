@@ -380,6 +380,8 @@ class Reading:
         if scheme == "unit_level":
             codes, scale_code = _unit(x[0], self._levels())
             return [codes], {"scale": [scale_code]}
+        if scheme == "unit_absmax":
+            return [_unit_codes(x[0], self._divisor())], {"scale": [_stored(max(map(abs, x[0])), kinds["scale"])[0]]}
         if scheme == "float_zero":
             codes, zero, scale_code = _float_zero(x[0], kinds)
             return [codes], {"zero": [zero], "scale": [scale_code]}
@@ -454,6 +456,11 @@ class Reading:
     def _factor(self) -> float:
         """The product of the numbers of decode."""
         return prod(float(part.value) for part in _walk(self.spec.decode) if isinstance(part, g.Number))
+
+    def _divisor(self) -> int:
+        """What decode divides by at last."""
+        assert isinstance(self.spec.decode, g.Binary) and self.spec.decode.op == "/"
+        return oracle.evaluate(self.spec.decode.right, self.env)
 
     def _offset(self, code: str) -> int:
         """What decode takes off a code before it is scaled."""
@@ -711,6 +718,13 @@ def _unit(x: list[np.float32], levels: list[Scalar]) -> tuple[list[int], int]:
     order = sorted(range(len(levels)), key=lambda i: float(levels[i]))
     middles = [np.float32((float(levels[a]) + float(levels[b])) / 2) for a, b in pairwise(order)]
     return [order[sum(v * inverse > middle for middle in middles)] for v in x], int(np.float32(largest).view(np.uint32))
+
+
+def _unit_codes(x: list[np.float32], divisor: int) -> list[int]:
+    """Codes of weights in units of the largest magnitude / divisor, as two's complement of 8 bits."""
+    largest = max(map(abs, x))
+    factor = np.float32(1) / largest * np.float32(divisor) if largest else np.float32(0)
+    return [min(max(round(float(v * factor)), -divisor), divisor) & 255 for v in x]
 
 
 def _float_zero(x: list[np.float32], kinds: Mapping[str, str]) -> tuple[list[int], int, int]:
