@@ -124,3 +124,4 @@ planar = FORMAT.planar
 linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear
 Linear = FORMAT.Linear
+Embedding = FORMAT.Embedding

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import io
 import shutil
 import subprocess
@@ -28,8 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qdsl
 from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int_group, q4_0, q8_0
 from qdsl.runtime import FormatError, PackedWeight, ops
+from qdsl.runtime.layers import QuantizedLinear
 from qdsl.runtime.linear import _transposed
-from qdsl.runtime.module import NoWeight, QuantizedLinear
+from qdsl.runtime.module import NoWeight
 from tests.support import formats
 from tests.support.formats import ROOT, same_bits
 
@@ -714,3 +716,42 @@ def test_peft_trains_an_adapter(name: str) -> None:
     if name == "q4_0":
         with pytest.raises(AttributeError, match=r"dense\(\) an nn.Linear that a LoRA can be merged into"):
             adapted[0].merge_and_unload()
+
+
+# -- embeddings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["q6_k", "int8_channel", "fp8_block", "hlane", "df11", "nf4"])
+def test_embeddings_are_rows_of_the_weight(name: str) -> None:
+    form = importlib.import_module(f"qdsl.generated.{name}").FORMAT
+    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed = form.quantize(weight)
+    layer, ids = form.Embedding(packed, padding_idx=3), torch.tensor([[5, 0, 95], [7, 7, 64]])
+    for dtype in (torch.float32, torch.bfloat16):
+        layer.to(dtype)
+        wanted = torch.nn.functional.embedding(ids, form.dequantize(packed, dtype))
+        assert same_bits(layer(ids), wanted) and same_bits(layer.dense()(ids), wanted)
+    assert layer(torch.zeros(0, 2, dtype=torch.int64)).shape == (0, 2, 256)
+    again = form.Embedding.empty((96, 256), packed.storage, **packed.params)
+    again.load_state_dict(layer.state_dict(), assign=True)
+    assert same_bits(again.dequantize(), layer.dequantize())
+    with pytest.raises(IndexError):
+        layer(torch.tensor([96]))
+
+
+def test_rows_alone_are_decoded_where_each_is_stored_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = q4_0.Embedding(q4_0.quantize(torch.randn(1000, 64)))
+    shapes: list[tuple[int, int]] = []
+    decode = q4_0.FORMAT.dequantize
+    monkeypatch.setattr(q4_0.FORMAT, "dequantize", lambda packed, dtype: shapes.append(packed.shape) or decode(packed, dtype))
+    layer(torch.tensor([1, 999, 1]))
+    assert shapes == [(3, 64)]
+
+
+def test_one_packed_weight_for_words_and_for_their_logits() -> None:
+    """Tied weights: both layers hold the same memory, and it is saved once under each name."""
+    packed = q4_0.quantize(torch.randn(96, 64))
+    words, head = q4_0.Embedding(packed), q4_0.Linear(packed)
+    ids = torch.arange(96)
+    assert same_bits(words(ids), head.dequantize(torch.float32))
+    assert words.blocks.data_ptr() == head.blocks.data_ptr()

@@ -3,8 +3,8 @@
 from qdsl.runtime.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, spread, workspace
 from qdsl.runtime.base3 import base3, trit
 from qdsl.runtime.format import Format, Spec
+from qdsl.runtime.layers import QuantizedLinear
 from qdsl.runtime.layout import Field, Kernels, Lanes, Narrow, Pairs, Storage, Stream, Variant
-from qdsl.runtime.module import QuantizedLinear
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.requantize import Report
 from qdsl.runtime.tables import Table

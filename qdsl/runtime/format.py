@@ -16,10 +16,10 @@ from qdsl.numbers import number
 from qdsl.runtime import convert, experts, launch, ops, order, streams, tiles
 from qdsl.runtime.adopt import adopt
 from qdsl.runtime.arrays import empty
+from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
 from qdsl.runtime.layout import Lanes, Storage, Variant
 from qdsl.runtime.linear import mode_of, tile_weights
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
-from qdsl.runtime.module import QuantizedLinear, linear_class
 from qdsl.runtime.packed import FormatError, PackedWeight, said
 from qdsl.runtime.requantize import Report, compare
 from qdsl.shapes import Axis, axis, extents
@@ -556,6 +556,11 @@ class Format:
     def Linear(self) -> type[QuantizedLinear]:
         """The module class: nn.Linear over a packed weight."""
         return linear_class(self)
+
+    @cached_property
+    def Embedding(self) -> type[QuantizedEmbedding]:
+        """The module class: nn.Embedding over a packed weight."""
+        return embedding_class(self)
 
     def _own(self, packed: PackedWeight) -> None:
         if packed.format is not self:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from qdsl.runtime.module import QuantizedLinear
+from qdsl.runtime.layers import QuantizedLinear
 from qdsl.runtime.packed import FormatError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A linear layer that holds a packed weight."""
+"""A module that holds a packed weight."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from qdsl.runtime import eight
-from qdsl.runtime.linear import check_bias
 from qdsl.runtime.ops import is_plain
 from qdsl.runtime.packed import FormatError, PackedWeight
 
@@ -20,12 +18,12 @@ if TYPE_CHECKING:
 WIDENED = {torch.float32: (torch.float16, torch.bfloat16)}
 
 
-class QuantizedLinear(nn.Linear):
-    """nn.Linear over a packed weight: the checkpoint's own tensors, under their own names, are its parameters.
+class PackedModule(nn.Module):
+    """A module over a packed weight: the checkpoint's own tensors, under their own names, are its parameters.
 
     They keep their dtypes through `.to`, `.half()` and friends, and appear in `state_dict` as the checkpoint has them.
     `weight` is the checkpoint's tensor of that name where it has one, else a NoWeight.  compute_dtype is what the weight of
-    a dense layer would have for its dtype: the one that the layer was last cast to.  What is computed, x decides.
+    a dense layer would have for its dtype: the one that the layer was last cast to.
 
     A tensor is looked at once, when it comes into the layer: its dtype, its shape, and of an index whether the groups exist
     and whether the columns lie in order, which is noted on the tensor itself.  One that was put in place of it by other means
@@ -33,37 +31,18 @@ class QuantizedLinear(nn.Linear):
     """
 
     format: Format
-    quantize_x: bool = False                                     # these two as in `linear`; may be set at any time
-    batch_invariant: bool = False
+    compute_dtype: torch.dtype
 
-    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
-                 quantize_x: bool = False) -> None:
-        nn.Module.__init__(self)                                 # not nn.Linear's, which would allocate a dense weight
+    def _hold(self, packed: PackedWeight) -> None:
+        """Make the weight's tensors parameters.  Raises FormatError for one of another format."""
         if packed.format is not self.format:
             raise FormatError(f"a {type(self).__name__} of {self.format.name} cannot hold a weight of {packed.format.name}")
-        self.out_features, self.in_features = packed.shape
-        check_bias(bias, packed.shape)
-        if quantize_x:
-            eight.check(packed)
-            self.quantize_x = True
-        self.compute_dtype = dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
         self._packed = packed.derive({})
         self._names = {name: self._attribute(packed.names.get(name, name)) for name in packed.tensors}
         for name, tensor in packed.tensors.items():
             self.register_parameter(self._names[name], nn.Parameter(tensor, requires_grad=False))
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         if is_plain(*self._held().values()):
             _note(self._held(), packed.in_order)
-
-    @classmethod
-    def empty(cls, shape: tuple[int, int], storage: str | None = None, bias: bool = False, device: torch.device | str = "meta",
-              dtype: torch.dtype | None = None, optional: Sequence[str] = (), **params: int | str) -> QuantizedLinear:
-        """A layer for a weight [N, K] that is yet to be loaded: on meta, by load_state_dict with assign=True.
-
-        dtype: compute_dtype, and the bias's.  optional: which of the tensors that may be missing there are.  Raises FormatError.
-        """
-        packed = cls.format.empty(shape, storage, device, optional, **params)
-        return cls(packed, torch.empty(shape[0], dtype=dtype, device=device) if bias else None, dtype)
 
     def _attribute(self, name: str) -> str:
         """What a tensor is called in the module: as in the checkpoint, unless the module has something else of that name."""
@@ -95,22 +74,8 @@ class QuantizedLinear(nn.Linear):
         """The weight [N, K]."""
         return self.format.dequantize(self.packed, dtype)
 
-    def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """An nn.Linear with the decoded weight and the same bias, into which a LoRA can be merged; compute_dtype by default."""
-        dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        dense.weight = nn.Parameter(self.dequantize(dtype or self.compute_dtype), requires_grad=False)
-        dense.bias = self.bias
-        return dense
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.format.linear(input, self.packed, self.bias, self.quantize_x, self.batch_invariant)
-
     def reset_parameters(self) -> None:
         raise FormatError(f"a {self.format.name} weight is loaded or quantized, not initialised")
-
-    def extra_repr(self) -> str:
-        return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-                f"format={self.format.name}.{self._packed.storage}{', quantize_x=True' if self.quantize_x else ''}")
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 
@@ -219,12 +184,12 @@ class NoWeight:
 
     requires_grad = False
 
-    def __init__(self, layer: QuantizedLinear) -> None:
-        self.shape = torch.Size((layer.out_features, layer.in_features))
+    def __init__(self, layer: PackedModule) -> None:
+        self.shape = torch.Size(layer._packed.shape)
         self.dtype, self.ndim = layer.compute_dtype, 2
         self.device = next(iter(layer._held().values())).device
         self._missing = (f"a {layer.format.name} layer holds no dense weight: dequantize() gives it, "
-                         "dense() an nn.Linear that a LoRA can be merged into")
+                         "dense() a layer that does, into which a LoRA can be merged")
 
     def __repr__(self) -> str:
         return f"NoWeight({list(self.shape)}, {self.dtype}, {self.device})"
@@ -245,9 +210,3 @@ class NoWeight:
     def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         held = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, NoWeight)]
         raise TypeError(f"{function.__name__}: {held[0]._missing if held else 'no dense weight'}")
-
-
-def linear_class(format: Format) -> type[QuantizedLinear]:
-    """The Linear of a format."""
-    return type("Linear", (QuantizedLinear,), {"format": format, "__module__": format.__module__,
-                                               "__doc__": f"A linear layer with a {format.name} weight."})

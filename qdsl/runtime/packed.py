@@ -163,6 +163,17 @@ class PackedWeight:
             tensors[name] = tensor
         return self.derive(tensors, shape)
 
+    def rows(self, index: Tensor) -> PackedWeight | None:
+        """Rows of these numbers as a weight of their own; None where rows are not stored each by itself."""
+        axes = [each for name in self.tensors for each in self.layout.tensors[name].axes]
+        if self.layout.whole or self.layout.streams or self.step("N") > 1 or any(each.dim == "N*K" for each in axes):
+            return None
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            places = [place for place, each in enumerate(self.layout.tensors[name].axes) if each.dim == "N"]
+            tensors[name] = tensor.index_select(places[0], index) if places else tensor
+        return self.derive(tensors, (index.shape[0], self.shape[1]))
+
     def step(self, dim: str) -> int:
         """Rows or columns between two places where the weight can be cut; all of them, where streams hold it."""
         if self.layout.whole or self.layout.streams:
