@@ -18,6 +18,7 @@ from unittest.mock import patch
 from qdsl.emit.module import module as module_text
 from qdsl.ir.program import Program
 from qdsl.passes import compile_spec
+from qdsl.runtime import ops
 from qdsl.runtime.format import Format
 from qdsl.spec.model import Spec
 from qdsl.spec.source import SpecError
@@ -224,13 +225,15 @@ def caught_whole(found: Spec, answers: Answers) -> str:
         return f"refused: {error.problems[0].message}"
     except Exception as error:                                   # no catch: a wrong spec is refused, with its place
         return f"crash: {type(error).__name__}: {error}"
-    format = built(files)
-    if answers["params"] is None:
-        answers = {**answers, "params": told_params(format), "storages": list(format.storages), "lacking": told_lacking(format)}
-    try:
-        return next((f"answers: {difference}" for difference in differences(answers, format)), "")
-    except Exception as error:                                   # from the mutant's own text, at work on the answers
-        return f"answers: {type(error).__name__}: {error}".split("\n")[0]
+    with patch.dict(ops._formats):                                # a mutant has the name and the text of what others use
+        format = built(files)
+        if answers["params"] is None:
+            told = {"params": told_params(format), "storages": list(format.storages), "lacking": told_lacking(format)}
+            answers = {**answers, **told}
+        try:
+            return next((f"answers: {difference}" for difference in differences(answers, format)), "")
+        except Exception as error:                                   # from the mutant's own text, at work on the answers
+            return f"answers: {type(error).__name__}: {error}".split("\n")[0]
 
 
 def text_of(found: Spec) -> Mapping[str, str]:

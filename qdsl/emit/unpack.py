@@ -190,7 +190,7 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     """Containers shifted and masked once per lane, stacked along a new axis where there are several lanes."""
     sources = {skip: _container(tensor, cuts, records, skip) for skip in cuts.skips}
     one = sources[cuts.skips[0]]
-    turned = records.labels[-1] != BYTES and BYTES in records.labels
+    turned = BYTES in records.labels[:-1]
     if cuts.neighbours and not turned and _place(one.labels, cuts.bits[0]) == len(one.labels):
         found = Chain(f"spread({one.text}, {cuts.neighbours})", (*one.labels, cuts.bits[0]))
         return found if field.bits <= 8 else found.call("to(torch.int32)")

@@ -188,8 +188,9 @@ class NoWeight:
         self.shape = torch.Size(layer._packed.shape)
         self.dtype, self.ndim = layer.compute_dtype, 2
         self.device = next(iter(layer._held().values())).device
+        kind = "an nn.Linear that a LoRA can be merged into" if isinstance(layer, nn.Linear) else "a layer that does"
         self._missing = (f"a {layer.format.name} layer holds no dense weight: dequantize() gives it, "
-                         "dense() a layer that does, into which a LoRA can be merged")
+                         f"dense() {kind}")
 
     def __repr__(self) -> str:
         return f"NoWeight({list(self.shape)}, {self.dtype}, {self.device})"

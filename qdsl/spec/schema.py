@@ -335,11 +335,11 @@ class _Reader:
             elif key.value == "encode":
                 given = [(option, self.text(word, "an option's value")) for option, word in self.mapping(value, "encode")]
                 options = [(option, word) for option, word in given if word is not None]
-            elif key.value == "transient":
+            elif key.value == "transient" and isinstance(value, Text):
                 transient = self.text(value, "transient")
                 if transient is not None and transient.value != "true":
                     self.problems.add(transient.span, "transient is true, for a storage that no file has")
-            elif key.value == "order":
+            elif key.value == "order" and isinstance(value, Text):
                 order = self.text(value, "order")
                 order = order if order is not None and self.name(order, "tensor", _ANY_CASE) else None
             elif self.name(key, "tensor", _ANY_CASE):

@@ -134,7 +134,8 @@ def make(path: Path) -> Answers:
         chosen = params, case.storage if format.variant(params).storages[case.storage].options else ""
         if format.variant(params).encode is not None and not all(each in seen for each in chosen):
             seen += chosen
-            whole = {name: -1 for name in format.size_axes if -1 in format.params[name]}
+            least = format.variant(params).storages[case.storage].least
+            whole = {} if least else {name: -1 for name in format.size_axes if -1 in format.params[name]}
             quantized += [_quantized(case, params, STEPS[0], next(seeds)),
                           _quantized(case, {**params, **whole}, STEPS[1], next(seeds))]
     made += [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted if case not in own]
@@ -196,7 +197,8 @@ def _quantized(case: Case, params: dict[str, int | str], step: float, seed: int)
     low, high = read.span()
     weight = weights(shape, seed, low, high, step)
     results: dict[str, dict[str, str]] = {}
-    keys = ["", *(f"{name}={word}" for name, words in format.variant(params).options.items() for word in words)]
+    held = format.variant(params).storages[case.storage].options                 # no others may fit the storage
+    keys = ["", *(f"{name}={word}" for name, words in format.variant(params).options.items() if name not in held for word in words)]
     keys += [IMPORTANCE] if format.variant(params).importance else []
     keys += [ROWS, EDGES] if "power" in read.arguments or "empty" in read.arguments else []
     keys += [TINY] if read.arguments.get("by") == "exact" else []
