@@ -197,8 +197,9 @@ def _quantized(case: Case, params: dict[str, int | str], step: float, seed: int)
     low, high = read.span()
     weight = weights(shape, seed, low, high, step)
     results: dict[str, dict[str, str]] = {}
-    held = format.variant(params).storages[case.storage].options                 # no others may fit the storage
-    keys = ["", *(f"{name}={word}" for name, words in format.variant(params).options.items() if name not in held for word in words)]
+    variant = format.variant(params)
+    held = variant.storages[case.storage].options                # others than these may not fit the storage
+    keys = ["", *(f"{name}={word}" for name, words in variant.options.items() if name not in held for word in words)]
     keys += [IMPORTANCE] if format.variant(params).importance else []
     keys += [ROWS, EDGES] if "power" in read.arguments or "empty" in read.arguments else []
     keys += [TINY] if read.arguments.get("by") == "exact" else []
