@@ -749,7 +749,7 @@ def test_rows_alone_are_decoded_where_each_is_stored_by_itself(monkeypatch: pyte
 
 
 def test_one_packed_weight_for_words_and_for_their_logits() -> None:
-    """Tied weights: both layers hold the same memory, and it is saved once under each name."""
+    """Tied weights: both layers hold the same memory."""
     packed = q4_0.quantize(torch.randn(96, 64))
     words, head = q4_0.Embedding(packed), q4_0.Linear(packed)
     ids = torch.arange(96)

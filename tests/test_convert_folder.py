@@ -167,6 +167,17 @@ def test_compressed_tensors_says_what_follows_from_tensors(tmp_path: Path, optio
         assert (layer.storage, layer.params["group"], layer.problems) == ("pack_quantized", packed.params["group"], ())
 
 
+def test_columns_that_are_stored_in_order_leave_no_index(tmp_path: Path) -> None:
+    """Though a tensor says the order: what is planned is what is written."""
+    packed = int_group.quantize(torch.randn(64, 256), "xpu_int4pack", group=32, symmetric=True)
+    tensors = folders.named({"w": packed}) | {"w.ret_idx": torch.arange(256, dtype=torch.int32)}
+    said = {"quant_method": "qdsl", "format": "int_group", "storage": "xpu_int4pack", **packed.params}
+    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": said})
+    convert(path, tmp_path / "out", "pack_quantized")
+    with Folder(tmp_path / "out") as folder:
+        assert set(folder.names()) == {"w.weight_packed", "w.weight_scale", "w.weight_shape"}
+
+
 def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
     """Two storages of one format are in no producer's words."""
     weights = {"up": weight(), "other": int8_channel.quantize(torch.randn(8, 64))}

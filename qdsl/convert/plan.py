@@ -241,8 +241,8 @@ def _stored(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str
 
     names, layout = set(sample.tensors), sample.layout
     if exact and layout.omits:
-        names |= {name for name, stored in layout.tensors.items() if stored.optional in layout.omits} - omitted(weight, layout)
-        names -= omitted(weight, layout)
+        open_ = {name for name, stored in layout.tensors.items() if stored.optional in layout.omits}
+        names = names - open_ | open_ - omitted(weight.format.checked(weight), layout)
     every = sample.format.stored(sample.derive({}, weight.shape))
     return {name: every[name] for name in every if name in names}
 

@@ -42,16 +42,20 @@ def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
     """The tensors that another storage leaves out, because their fields have their defaults in all of a weight."""
     if not layout.omits or packed.order is not None:
         return set()
-    given = []
-    for name in packed.layout.coded:
-        tensor, held = packed.tensors.get(name), pieces(packed.layout.tensors[name].bits)
-        apart = tensor is not None and held and not {piece.field for piece in held} & set(layout.omits)
-        given.append(tensor.to("meta") if tensor is not None and apart else tensor)
-    n, k = packed.shape
-    fields = packed.layout.unpack(*given, **({"N": n, "K": k} if packed.layout.needs_shape else {}))
+    fields = _unpacked(packed, lambda held: held.isdisjoint(layout.omits))
     usual = {name for name in layout.omits
              if name not in fields or packed.format.is_default(packed.variant, name, fields[name], packed.sizes)}
     return {name for name, stored in layout.tensors.items() if stored.optional in usual}
+
+
+def _unpacked(packed: PackedWeight, spared: Callable[[set[str]], bool]) -> dict[str, Tensor]:
+    """The fields of a weight; those of tensors that hold none but such as may be spared are without numbers, on meta."""
+    given: list[Tensor | None] = []
+    for name in packed.layout.coded:
+        tensor, held = packed.tensors.get(name), {piece.field for piece in pieces(packed.layout.tensors[name].bits)}
+        given.append(tensor.to("meta") if tensor is not None and held and spared(held) else tensor)
+    n, k = packed.shape
+    return packed.layout.unpack(*given, **({"N": n, "K": k} if packed.layout.needs_shape else {}))
 
 
 # -- by words ---------------------------------------------------------------------------------------------------------
@@ -215,10 +219,8 @@ class _Change:
     def rest(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors that are left, by way of their fields; what is moved is without numbers there."""
         done = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
-        given = [tensor.to("meta") if tensor is not None and (held := self.held[name]) and {p.field for p in held} <= done
-                 else tensor for name in self.packed.layout.coded for tensor in [self.packed.tensors.get(name)]]
         n, k = self.packed.shape
-        fields = self.packed.layout.unpack(*given, **({"N": n, "K": k} if self.packed.layout.needs_shape else {}))
+        fields = _unpacked(self.packed, lambda held: held <= done)
         extents = {key: value for key, value in {**self.packed.sizes, "N": n, "K": k}.items() if key in self.other.layout.extents}
         fields |= {name: self.packed.format.default(self.packed.variant, name, (n, k), self.packed.sizes, self.packed.device)
                    for name in self.other.layout.always if name not in fields and self.turned is None}
