@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,15 @@ class Side:
 
 
 class _Worker:
-    """A process that has prepared a side, made its result once to warm up, and waits."""
+    """A process that prepares a side, makes its result once to warm up, and waits."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
-        self.digest = self._answer()
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the first result, once there is one."""
+        return self._answer()
 
     def seconds(self) -> float:
         """One more call, timed inside the process, once the threads of the side before have stopped waiting for work."""
@@ -89,7 +94,8 @@ def calls(sides: Sequence[Side], rounds: int, *, same: bool = True) -> list[list
     """Seconds per call of every side, in turn.  Raises WrongResult where results that have to be the same are not."""
     with ExitStack() as stack:
         workers = [stack.enter_context(_worker(side)) for side in sides]
-        if same and len({worker.digest for worker in workers}) > 1:
+        digests = {worker.digest for worker in workers}          # they prepare side by side, and are all waited for
+        if same and len(digests) > 1:
             raise WrongResult(f"different bytes from {', '.join(str(side.arguments) for side in sides)}")
         return interleave([worker.seconds for worker in workers], rounds)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,26 +29,29 @@ def format_of(name: str) -> Format:
     return found
 
 
-def storages(derived: bool = False) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Every format, storage and choice of the parameters that shape the bits; other parameters at their defaults.
+def storages() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Every storage of checkpoints, at the first choice of parameters that it has."""
+    seen = set()
+    for name, storage, params in choices():
+        if storage != PLANAR and (name, storage) not in seen:
+            seen.add((name, storage))
+            yield name, storage, params
 
-    derived: the planar storages too.
-    """
+
+def choices() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Every storage, planar too, and choice of the parameters that shape the bits; other parameters at their defaults."""
     for path in places.shipped():
         form = format_of(path.stem)
         for key, variant in form.variants.items():
-            for storage in variant.storages if derived else _of_checkpoints(variant.storages):
+            for storage in variant.storages:
                 yield path.stem, storage, dict(zip(form.by, key, strict=True))
 
 
 def title(name: str, storage: str, params: dict[str, Any]) -> str:
     """A storage in a row of the table: parameters, and the storage's name where the format has several."""
     chosen = [f"{key}={value}" for key, value in params.items()]
-    return " ".join([name, *chosen, *([storage] if len(_of_checkpoints(format_of(name).storages)) > 1 else [])])
-
-
-def _of_checkpoints(storages: Iterable[str]) -> list[str]:
-    return [storage for storage in storages if storage != PLANAR]
+    several = len(set(format_of(name).storages) - {PLANAR}) > 1
+    return " ".join([name, *chosen, *([storage] if several else [])])
 
 
 def floats(dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.weights import DIGITS, format_of, storages
+from bench.weights import DIGITS, choices, format_of
 from qdsl.numbers import number
 from qdsl.runtime import PackedWeight, streams
 from qdsl.runtime.match import torch_dtype
@@ -49,7 +49,7 @@ class Weight:
 def every(shape: tuple[int, int] = (0, 0)) -> list[Weight]:
     """Every storage of every format, other parameters at their defaults."""
     return [Weight(name, storage, tuple(format_of(name).complete(params).items()), shape)
-            for name, storage, params in storages(derived=True)]
+            for name, storage, params in choices()]
 
 
 def fits(weight: Weight) -> bool:
