@@ -179,6 +179,22 @@ def test_columns_of_the_weight_come_out_as_they_are(form: str) -> None:
     assert same_bits(found.t().contiguous(), np.ascontiguousarray(patterns[:, columns]))
 
 
+def test_infinite_x_at_patches() -> None:
+    """It meets the weight itself there: infinite of its sign, and NaN where that is 0 or no number."""
+    patterns = normal(16, 256)
+    patterns[:6, 100] = 0x4180, 0xC180, 0x0001, 0x0000, 0x7F80, 0x7FC0
+    x = torch.zeros(5, 256, dtype=torch.bfloat16, device=DEVICE)
+    x[range(4), [100, 100, 7, 100]] = torch.tensor([1, -1, 1, torch.nan], dtype=x.dtype, device=DEVICE) * torch.inf
+    x[4, 6:8] = torch.tensor([1, -1], dtype=x.dtype, device=DEVICE) * torch.inf
+    found = product(packed("fix4", patterns), x).cpu()
+    wanted = x.cpu().float() @ numbers(patterns).float().T
+    assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.isinf(), wanted.isinf())
+    assert torch.equal(found[found.isinf()].sign(), wanted[wanted.isinf()].sign()) and found.isinf().sum() > 40
+    low = np.full((16, 256), 0x0010, np.uint16)
+    low[3, 5] = 0x3F80
+    assert not streams.has_few(x, packed("fix4", low))           # what its code says could be 0
+
+
 def test_rows_of_patches_are_decoded_first() -> None:
     """Where most columns of a row are patches their codes decide no product."""
     patterns = normal(32, 256)

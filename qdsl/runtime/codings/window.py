@@ -27,8 +27,13 @@ ASSUMED = {"patches": 0}
 
 
 def facts(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
-    """Of tensors, checked: the most patches that a row has.  Raises StreamError."""
+    """Of tensors, checked: the most patches that a row has.  Raises StreamError.
+
+    All of them may be, where a patch's code could mean the number 0: what an infinite x makes of that is lost.
+    """
     entropy.check(tensors, shape)
+    if len(tensors["index"]) and not tensors["base"][0]:
+        return {"patches": shape[1]}
     rows = np.repeat(np.arange(len(tensors["start"]) - 1) * entropy.ROWS, np.diff(tensors["start"]))
     rows += tensors["index"] // max(1, shape[1])
     return {"patches": int(np.bincount(rows).max(initial=0))}
