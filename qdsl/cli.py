@@ -395,7 +395,6 @@ def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all pa
     """Complete a folder whose parts were written with --shard: the index, the config, and all files beside them."""
     from functools import partial
 
-    from qdsl.processes import processors
     from qdsl.progress import progress
     from qdsl.rewrite import stage
 
@@ -404,7 +403,7 @@ def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all pa
         if command == "compress":
             from qdsl.compress import run as compressing
 
-            _compressed(compressing.merge(out, jobs=processors(), tell=partial(progress, unit="B")), as_json)
+            _compressed(compressing.merge(out, jobs=None, tell=partial(progress, unit="B")), as_json)
         elif command == "decompress":
             from qdsl.compress import restore
 
@@ -442,8 +441,8 @@ def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensor
              format: Annotated[str, typer.Option("--format", "-f", help="hlane, the smallest; fix4, the fastest to decode; df11, "
                                                                         "the dfloat11 package's.", show_default=False)],
              out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
-             jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
-                                                                                  "processor.")] = None,
+             jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default as many as there "
+                                                                                  "are processors and memory for.")] = None,
              shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Encode the I-th of N parts alone, from 1; "
                                                        "`merge-index` completes the folder when all are there.")] = None,
              check: Annotated[bool, typer.Option("--check", help="Decode what was written, and compare it, before it takes its "
@@ -466,7 +465,6 @@ def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensor
     from qdsl.compress import run
     from qdsl.compress.units import FORMATS, Aim
     from qdsl.entropy.huffman_windows import THREADS
-    from qdsl.processes import processors
     from qdsl.progress import progress
 
     part = None if shard is None else _part(shard)
@@ -481,8 +479,7 @@ def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensor
     with _reported(), _ended_by_exit():
         aim = Aim(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
                   tuple(component or ()))
-        found = run.compress(folder, aim, out, jobs=jobs or processors(), part=part, check=check,
-                             tell=partial(progress, unit="B"))
+        found = run.compress(folder, aim, out, jobs=jobs, part=part, check=check, tell=partial(progress, unit="B"))
     _compressed(found, as_json, "" if part is None else f"part {shard} of ")
 
 
@@ -510,8 +507,8 @@ def decompress(folder: Annotated[Path, typer.Argument(help="What `compress`, or 
                out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
                like: Annotated[Path | None, typer.Option("--like", help="A checkpoint with the same tensors, where nothing "
                                                                         "else says their shapes.")] = None,
-               jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
-                                                                                    "processor.")] = None,
+               jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default as many as there "
+                                                                                    "are processors and memory for.")] = None,
                shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Write the I-th of N parts alone, from "
                                                          "1; `merge-index` completes the folder when all are there.")] = None,
                as_json: Json = False) -> None:
@@ -522,13 +519,11 @@ def decompress(folder: Annotated[Path, typer.Argument(help="What `compress`, or 
     from functools import partial
 
     from qdsl.compress import restore
-    from qdsl.processes import processors
     from qdsl.progress import progress
 
     part = None if shard is None else _part(shard)
     with _reported(), _ended_by_exit():
-        found = restore.decompress(folder, out, like=like, jobs=jobs or processors(), part=part,
-                                   tell=partial(progress, unit="B"))
+        found = restore.decompress(folder, out, like=like, jobs=jobs, part=part, tell=partial(progress, unit="B"))
     _restored(found, as_json, "" if part is None else f"part {shard} of ")
 
 

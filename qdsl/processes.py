@@ -10,7 +10,9 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -63,3 +65,19 @@ def _end_with_parent() -> None:
 def processors() -> int:
     """How many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def affordable(nbytes: int) -> int:
+    """As many processes as there are processors, and memory where each holds so many bytes; one at least."""
+    return max(1, min(processors(), _memory() // max(1, nbytes)))
+
+
+def _memory() -> int:
+    """Bytes that are free, or that this container may have if those are fewer; without end where nothing says it."""
+    found = [1 << 62]
+    with suppress(OSError, ValueError, StopIteration):
+        text = Path("/proc/meminfo").read_text()
+        found.append(1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:"))))
+    with suppress(OSError, ValueError):                          # 'max' where there is no limit
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(found)

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from bench.gpu.ahead import Ahead
 from bench.gpu.budget import SHARES, Budget
 from bench.gpu.device import H200, launches_for, product
 from bench.gpu.plan import Case, Check
-from bench.gpu.weights import Weight, every, fits, large, packed
+from bench.gpu.weights import Weight, every, fits, large, normal, packed
 from qdsl.runtime import configure
 from qdsl.runtime.call import Call
 from tests.support.formats import ROOT
@@ -423,6 +425,33 @@ def test_absent_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.keys() == {"gemlite", "torchao", "bitsandbytes", "dfloat11"}
     assert said["gemlite"] == {"version": None, "note": "not installed"}
     assert said["torchao"]["note"].startswith("cannot be imported: ModuleNotFoundError")
+
+
+def test_what_dfloat11_decodes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is launched as its hook does, and timed where it decodes the numbers that were coded."""
+    weight = large(Weight("df11", "df11", (), (512, 256)), "cpu")
+    numbers = normal(256, 256).repeat(2, 1)
+    out = torch.zeros(512, 256, dtype=torch.bfloat16)
+    launched: list[Any] = []
+
+    def kernel(grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
+        launched.append((grid, block, arguments[-3:], shared_mem))
+        out.copy_(numbers)
+
+    module = SimpleNamespace(get_function=lambda name: kernel)
+    cupy = SimpleNamespace(RawModule=lambda path: module, cuda=SimpleNamespace(ExternalStream=lambda stream: nullcontext()))
+    there = {"cupy": cupy, "dfloat11": SimpleNamespace(__file__="/x/__init__.py")}
+    monkeypatch.setattr(peers.importlib, "import_module", lambda name: there[name])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = peers.Found({"dfloat11": "0.5.0"})
+    assert len(found.decoded([weight, weight], out)) == 2 and found.data()["dfloat11"]["note"] == ""
+    size, rows = weight.tensors["encoded_exponent"].numel(), len(weight.tensors["luts"])
+    assert launched == [((-(-size // 4096),), (512,), [rows, size, 512 * 256], launched[0][3])]
+    assert 25_000 < launched[0][3] < 30_000
+    numbers[300, 7] += 1
+    assert found.decoded([weight], out) == []
+    assert found.data()["dfloat11"]["note"] == "not timed: ValueError: it decodes other numbers"
 
 
 def test_predictions_are_of_what_is_timed() -> None:

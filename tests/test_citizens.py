@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qdsl
-from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int_group, q4_0, q8_0
+from qdsl.generated import fp8_block, fp8_tensor, hlane, int8_channel, int_group, q4_0, q8_0
 from qdsl.runtime import FormatError, PackedWeight, ops
 from qdsl.runtime.layers import QuantizedLinear
 from qdsl.runtime.linear import _transposed
@@ -67,7 +67,7 @@ def act_order(packed: PackedWeight, seed: int = 3) -> PackedWeight:
 @cache
 def weights(n: int = 64, k: int = 64) -> dict[str, tuple[Any, PackedWeight]]:
     """Formats of different traits: blocks in bytes, an index in order and out of order, columns in another order, 8-bit floats,
-    what is optional or not.
+    what is optional or not, streams.
     """
     w = sample(n, k)
     gptq = int_group.quantize(w, "gptq_v2", group=32)
@@ -82,10 +82,11 @@ def weights(n: int = 64, k: int = 64) -> dict[str, tuple[Any, PackedWeight]]:
         "without zeros": (int8_channel, eight),
         "with zeros": (int8_channel, int8_channel.wrap({**eight.tensors, **zeros})),
         "scalar scale": (fp8_tensor, fp8_tensor.quantize(w)),
+        "stream": (hlane, hlane.quantize(w)),
     }
 
 
-TRAITS = list(weights())
+TRAITS = [trait for trait in weights() if trait != "stream"]     # which takes longest, and has the others' operations
 
 
 def stack(n: int = 64) -> nn.Sequential:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from qdsl import processes
+from qdsl.checkpoint import layer_weights
 from qdsl.checkpoint.folder import INDEX, Folder
+from qdsl.checkpoint.groups import groups
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import write
 from qdsl.checkpoint.verify import differences
+from qdsl.checkpoint.verify_decoded import decoded_differences
 from qdsl.cli import app
 from qdsl.compress import patterns, restore, run
 from qdsl.compress.original import ORIGINAL
@@ -116,6 +121,17 @@ def test_a_folder_of_the_package_with_another_that_says_the_shapes(toy: Path, tm
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {} and not report["exact"]
 
 
+def test_groups_become_weights_that_run(toy: Path) -> None:
+    """When they are loaded: each a weight of its own, by the shapes that a model knows."""
+    with Folder(DF11) as folder, Folder(toy) as old:
+        shapes = {name: old.entry(name).shape for name in old.names()}
+        for group in groups(folder):
+            for name, packed in layer_weights.of_group(folder, group, shapes, "fix4").items():
+                assert fix4.dequantize(packed).equal(old.tensor(name))
+        with pytest.raises(ValueError, match=r"'layers\.0\.q\.weight' has \d+ numbers, and not the shape \(2, 2\)"):
+            layer_weights.of_group(folder, groups(folder)[2], {**shapes, "layers.0.q.weight": (2, 2)})
+
+
 def test_a_file_for_each_group(toy: Path, tmp_path: Path) -> None:
     """With all that lies in its module, as with save_single_file=False."""
     said = json.dumps({r"layers\.\d+": ["q", "ff.0", "ff.2"]})
@@ -143,7 +159,7 @@ def test_there_and_back_again(format: str, sharded: Path, tmp_path: Path) -> Non
     assert report["matrices"] == 7 and report["bits_per_weight"] < 15 and report["checked"]
     restore.decompress(tmp_path / "out", tmp_path / "back")
     assert folders.files(tmp_path / "back") == without(folders.files(sharded), "pytorch_model.bin")
-    assert not differences(sharded, tmp_path / "back")
+    assert not differences(sharded, tmp_path / "back") and not decoded_differences(sharded, tmp_path / "out")
     found = folders.files(tmp_path / "out")
     assert (INDEX in found) == (format != "df11") and ("model.safetensors" in found) == (format == "df11")
     assert found["tokenizer/vocab.txt"] == b"a\nb\n"
@@ -202,6 +218,58 @@ def test_models_of_a_pipeline(format: str, pipeline: Path, tmp_path: Path) -> No
         run.compress(pipeline, Aim(format, only=("unet",)), tmp_path / "none")
 
 
+def test_what_lies_beside_a_pipeline_is_none_of_its_models(pipeline: Path, tmp_path: Path) -> None:
+    """As FLUX.1-dev has its transformer a second time, for others."""
+    write(pipeline / "flux1-dev.safetensors", model(1))
+    report = run.compress(pipeline, Aim("fix4", only=("transformer",)), tmp_path / "out")
+    assert "flux1-dev.safetensors holds other weights, and was not copied" in report["notes"]
+    assert (tmp_path / "out" / "transformer" / ORIGINAL).exists() and not (tmp_path / "out" / "flux1-dev.safetensors").exists()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_and_convolutions(format: str, tmp_path: Path) -> None:
+    """Experts in one tensor are a matrix of all their rows in hlane and fix4; what stays as it is is said."""
+    every = {"mlp.experts.gate_up_proj": normal(3, 40, 64), "moe.input_linear.weight": normal(2, 32, 96),
+             "q.weight": normal(64, 64), "mlp.experts.gate_up_proj_bias": normal(3, 40), "conv.weight": normal(8, 8, 3, 3),
+             "half.weight": torch.ones(8, 8).half(), "conv1d.weight": normal(64, 64, 4), "pos_embed": normal(1, 64, 64)}
+    path = folders.folder(tmp_path / "in", every, config=CONFIG, index=False)
+    found = command("compress", path, "-f", format, "-o", tmp_path / "out", "-j", 1, "--check")
+    stacks = {"mlp.experts.gate_up_proj": (120, 64), "moe.input_linear.weight": (64, 96)} if format != "df11" else {}
+    whole = {name: tensor for name, tensor in every.items() if name not in (*stacks, "q.weight")}
+    for (dtype, axes), count in Counter((str(each.dtype), each.dim()) for each in whole.values()).items():
+        kind = {"torch.bfloat16": "BF16", "torch.float16": "F16"}[dtype]
+        assert f"note: {count} tensors of {kind} with {axes} axes, " in found.stdout
+    assert f"{1 + len(stacks)} matrices as" in found.stdout and "F16 with 2 axes, 128 bytes, stay as they are: not bfloat16" in \
+        found.stdout
+    with Folder(tmp_path / "out") as folder:
+        assert all(folder.tensor(name).equal(tensor) for name, tensor in whole.items())
+        assert {f"{layer.name}.weight": layer.shape for layer in layers(folder).layers} == (
+            {} if format == "df11" else {"q.weight": (64, 64)} | {f"{name.removesuffix('.weight')}.weight": shape
+                                                                  for name, shape in stacks.items()})
+    if stacks:
+        assert command("verify", "--decoded", path, tmp_path / "out", "-j", 1).stdout == "equal\n"
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert folders.files(tmp_path / "back") == without(folders.files(path), "pytorch_model.bin")
+    if stacks:
+        (tmp_path / "out" / ORIGINAL).unlink()
+        restore.decompress(tmp_path / "out", tmp_path / "like", like=path)
+        assert not differences(path, tmp_path / "like")
+
+
+def test_layers_that_are_quantized_keep_their_settings(tmp_path: Path) -> None:
+    """What is compressed beside them says by itself what it is."""
+    settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64], "modules_to_not_convert": ["head"]}}
+    every = {"head.weight": normal(128, 64), "up.weight": normal(64, 64).to(torch.float8_e4m3fn),
+             "up.weight_scale_inv": torch.ones(1, 1)}
+    path = folders.folder(tmp_path / "in", every, config=settings, index=False)
+    run.compress(path, Aim("hlane"), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == settings
+    with Folder(tmp_path / "out") as folder:
+        assert {layer.name: layer.format for layer in layers(folder).layers} == {"head": "hlane", "up": "fp8_block"}
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert not differences(path, tmp_path / "back")
+
+
 def test_a_file_by_itself(toy: Path, tmp_path: Path) -> None:
     run.compress(toy / "model.safetensors", Aim("fix4"), tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", ORIGINAL]
@@ -219,6 +287,10 @@ def test_patterns_of_the_names_that_there_are() -> None:
     mixed = {name: size for name, size in names.items() if name != "model.layers.3.attn.q"}
     assert patterns.found(mixed) == {r"model\.layers\.(?:0|1|2|4|5|6|7|8|9|10|11)": ["attn.q", "mlp.up"],
                                      r"model\.layers\.(?:3)": ["mlp.up"]}
+    t5 = {f"block.{number}.layer.0.{each}": 9 for number in range(3) for each in "qv"} | {"block.0.layer.0.relative_bias": 9}
+    assert patterns.found(t5) == {r"block\.\d+": ["layer.0.q", "layer.0.v"], r"block\.0\.layer\.0\.relative_bias": []}
+    assert patterns.found(names, [*names, "model.layers.12", "model.layers.0"]) == {
+        rf"model\.layers\.(?:{'|'.join(map(str, range(12)))})": ["attn.q", "mlp.up"]}
     assert patterns.found({"mlp.0": 9, "mlp.2": 9, "0.up": 9}) == {r"mlp\.0": [], r"mlp\.2": [], r"0\.up": []}
 
 
@@ -291,6 +363,17 @@ def test_bytes_do_not_depend_on_processes_or_parts(format: str, sharded: Path, t
         restore.decompress(tmp_path / "one", tmp_path / "halves", part=part)
     assert command("merge-index", tmp_path / "halves").exit_code == 0
     assert folders.files(tmp_path / "back") == folders.files(tmp_path / "halves")
+
+
+def test_as_many_processes_as_memory_holds(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.5 times a matrix and 100 MB for each, if nobody says how many."""
+    asked: list[int] = []
+    monkeypatch.setattr(processes, "_memory", lambda: 1 << 30)
+    monkeypatch.setattr(processes, "processors", lambda: 64)
+    assert [processes.affordable(size) for size in (0, 1 << 20, 100_000_000, 2 << 30)] == [64, 64, 10, 1]
+    monkeypatch.setattr(run, "affordable", lambda nbytes: asked.append(nbytes) or 1)
+    run.compress(sharded, Aim("hlane"), tmp_path / "out", jobs=None)
+    assert asked == [100_000_000 + 5 * 2 * 128 * 64 // 2]
 
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
@@ -485,6 +568,7 @@ def test_shared_memory_of_groups(tmp_path: Path) -> None:
     assert "more than 49152: 256 threads fit" in text
     assert "more than" not in command("inspect", tmp_path / "out", "--shared-memory", 101376).stdout
     run.compress(path, Aim("df11", threads=256), tmp_path / "less")
+    assert not decoded_differences(tmp_path / "out", tmp_path / "less")
     [flat, _] = json.loads(command("inspect", "--json", tmp_path / "less").stdout)["groups"]
     assert (flat["shared_memory"], flat["threads_per_block"]) == (33796, 256)
     restore.decompress(tmp_path / "less", tmp_path / "back")

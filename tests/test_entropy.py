@@ -126,7 +126,7 @@ def test_a_folder_of_the_package() -> None:
 
 
 @settings(max_examples=150)
-@given(st.integers(1, 3000), st.sampled_from([8, 64, 512]), st.integers(1, 60), st.integers(0, 2**32 - 1))
+@given(st.integers(1, 3000), st.sampled_from([8, 16, 32, 64, 128, 256, 512]), st.integers(1, 60), st.integers(0, 2**32 - 1))
 def test_any_group_round_trips(count: int, threads: int, kinds: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     of = random.choice(240, kinds, replace=False)
@@ -222,6 +222,14 @@ def test_damaged_tensors_are_refused_or_decoded_within_bounds(form: str) -> None
             except StreamError:
                 refused += 1
     assert refused > 100
+
+
+def test_starts_that_would_take_all_memory() -> None:
+    """Groups are decoded side by side, each in as much room as the longest: one has all the words of the others."""
+    tensors = HLANE.encode(normal(4096, 64))
+    tensors["starts"][0, 1:] = tensors["starts"][0, -1]
+    with pytest.raises(StreamError, match="more words than codes of its lanes can have"):
+        HLANE.decode(tensors, (4096, 64))
 
 
 def test_tables_that_would_never_end() -> None:

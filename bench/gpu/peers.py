@@ -1,7 +1,7 @@
-"""Other packages' 4-bit and 8-bit linears, each where it can be imported; where not, that is said.
+"""Other packages' 4-bit and 8-bit linears, and dfloat11's decoder, each where it can be imported; where not, that is said.
 
-Each gets a weight of its own kind.  Before it is timed its result is held against a product with its own dense weight: a side
-that computes something else is not a side.
+Each linear gets a weight of its own kind.  Before it is timed its result is held against a product with its own dense weight: a
+side that computes something else is not a side.  So is what dfloat11 decodes with the numbers that it decodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from typing import Any
 import torch
 
 from bench.gpu import clock
+from bench.gpu.weights import ROWS, normal
+from qdsl.entropy.huffman_windows import THREADS, shared_memory
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.arrays import cdiv
 
+DFLOAT11 = "dfloat11"
 TOLERANCE = 0.03                                                 # of the result's norm
 GROUP = 128
 
@@ -39,6 +44,25 @@ class Found:
     versions: dict[str, str | None] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
+    def decoded(self, weights: list[PackedWeight], out: torch.Tensor) -> list[Callable[[], None]]:
+        """dfloat11's launches that decode df11's weights of normal rows (weights.large) into out [N, K]; none where it cannot."""
+        if self.versions.get(DFLOAT11) is None or DFLOAT11 in self.notes:
+            return []
+        try:
+            calls = [_decoder(weight, out) for weight in weights]
+            calls[0]()
+            rows = normal(min(len(out), ROWS), out.shape[1]).to(out.device).view(torch.int16)
+            if not bool((out.view(torch.int16).view(-1, *rows.shape) == rows).all()):
+                raise ValueError("it decodes other numbers")
+            return calls
+        except Exception as error:                               # no cupy, no PTX file, or none for this device
+            self._note(DFLOAT11, error)
+            return []
+
+    def _note(self, name: str, error: Exception) -> None:
+        self.notes[name] = f"not timed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+        torch.cuda.synchronize()
+
     def made(self, shape: tuple[int, int], l2: int) -> list[Peer]:
         """Those that can be made for a shape."""
         peers = []
@@ -48,8 +72,7 @@ class Found:
             try:
                 peers += make(shape, l2)
             except Exception as error:                           # whatever another package needs and does not find
-                self.notes[name] = f"not timed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
-                torch.cuda.synchronize()
+                self._note(name, error)
         return peers
 
     def data(self) -> dict[str, Any]:
@@ -60,7 +83,7 @@ class Found:
 def find() -> Found:
     """Look for the packages; nothing is timed yet."""
     found = Found()
-    for name in (*MAKERS, "dfloat11"):
+    for name in (*MAKERS, DFLOAT11):
         try:
             importlib.import_module(name)
             found.versions[name] = version(name)
@@ -70,9 +93,25 @@ def find() -> Found:
             found.versions[name] = None
             if not isinstance(error, ModuleNotFoundError) or error.name != name:
                 found.notes[name] = f"cannot be imported: {type(error).__name__}: {str(error)[:200]}"
-    if found.versions["dfloat11"]:
-        found.notes["dfloat11"] = "not timed: it has no linear of its own, it decompresses a model's blocks"
     return found
+
+
+def _decoder(weight: PackedWeight, out: torch.Tensor) -> Callable[[], None]:
+    """A launch of dfloat11's kernel on torch's current stream, with the arguments of its own hook."""
+    cupy = importlib.import_module("cupy")
+    path = Path(str(importlib.import_module(DFLOAT11).__file__)).parent / "decode.ptx"
+    kernel = cupy.RawModule(path=str(path)).get_function("decode")
+    luts, data, rest, positions, gaps = (weight.tensors[name] for name in (
+        "luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps"))
+    memory = shared_memory(THREADS, int(positions.cpu().view(torch.int32).diff().max()))
+    arguments = [*(tensor.data_ptr() for tensor in (luts, data, rest, positions, gaps, out)), len(luts), len(data), len(rest)]
+    grid = (cdiv(len(data), 8 * THREADS),)
+
+    def launched() -> None:
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            kernel(grid, (THREADS,), arguments, shared_mem=memory)
+
+    return launched
 
 
 def _layers(first: Any, count: int) -> list[Any]:

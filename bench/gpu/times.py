@@ -125,6 +125,7 @@ class Loaded:
         count = clock.copies(2 * n * k, facts.l2)
         self.dense = {x: [torch.randn(n, k, device="cuda", dtype=DTYPES[x]) for _ in range(count)] for x in ("bf16", "f16")}
         self.peers = found.made(shape, facts.l2)
+        self.found = found
 
 
 def run(facts: Facts, bandwidth: float, ahead: Ahead, part: Part, rounds: int, quick: bool, rows_of: list[dict[str, Any]],
@@ -195,6 +196,8 @@ def _calls(loaded: Loaded, rows: int, xs: dict[str, torch.Tensor],
             if is_timed(side, rows):
                 weights = loaded.weights[side.weight]
                 yield side.name, "bf16", weights[0].nbytes, [_bound(launch.dequantize, each, out) for each in weights]
+                if side.weight.name == "df11" and (theirs := loaded.found.decoded(weights, out)):
+                    yield f"{peers.DFLOAT11}, decoded", "bf16", weights[0].nbytes, theirs
         return
     for x, dense in loaded.dense.items():
         yield DENSE, x, dense[0].numel() * 2, [_bound(torch.nn.functional.linear, xs[x], each) for each in dense]

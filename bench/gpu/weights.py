@@ -137,9 +137,14 @@ def _repeated(made: PackedWeight, count: int) -> PackedWeight:
 
 def _coded(weight: Weight, rows: int) -> PackedWeight:
     """A weight whose size depends on its numbers: standard deviation 0.02."""
-    some = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
     params: dict[str, Any] = weight.chosen
+    some = normal(rows, weight.shape[1])
     return format_of(weight.name).quantize(some.repeat(weight.shape[0] // rows, 1), weight.storage, **params)
+
+
+def normal(rows: int, columns: int) -> Tensor:
+    """The rows of which a large weight in a stream consists."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
 
 
 def clones(packed: PackedWeight, count: int) -> list[PackedWeight]:

@@ -53,6 +53,9 @@ def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs:
                 launches = calls(packed, kind, rows, TYPES[x])
             if not launches:
                 raise AnalyzeError(f"{kind} of {what} launches no kernel")
+            if not all(call.weights for call in launches):       # DF11's
+                raise AnalyzeError(f"{kind} of {what}: how often loops go round depends on the weights, so that nothing can be "
+                                   "counted for each")
             for call in launches:
                 reports = {arch: report(call, arch) for arch in group}
                 yield Examined(f"{kind} of {what}", reports, [predict(reports[g.arch], g) for g in gpus if g.arch in group])

@@ -8,10 +8,15 @@ from pathlib import Path
 
 from qdsl.checkpoint.folder import Folder
 
+PIPELINE = "model_index.json"
+
 
 def names(path: Path) -> list[str]:
-    """The folders of the models, '' for the folder itself: that is one where weights lie in it, or nowhere else either."""
-    if not path.is_dir() or _has_weights(path):
+    """The folders of the models, '' for the folder itself: that is one where weights lie in it, or nowhere else either.
+
+    What lies beside a pipeline's own index is none of its models: published ones have theirs there a second time, for others.
+    """
+    if not path.is_dir() or (_has_weights(path) and not (path / PIPELINE).is_file()):
         return [""]
     return sorted(each.name for each in path.iterdir()
                   if each.is_dir() and not each.name.startswith(".") and _has_weights(each)) or [""]

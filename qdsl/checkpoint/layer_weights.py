@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 
@@ -48,6 +51,35 @@ def tensors(folder: Folder, layer: Layer) -> list[dict[str, Tensor]]:
     if layer.experts is None:
         return [whole]
     return [{name: tensor[expert] for name, tensor in whole.items()} for expert in range(layer.experts)]
+
+
+def decoded(folder: Folder, group: Group) -> dict[str, Tensor]:
+    """The numbers of a group's weights, each in one row, by their names.  Raises CheckpointError where the group does not fit."""
+    from qdsl.runtime.packed import FormatError
+
+    if wrong := [*group.problems, *([group.unnamed] if group.unnamed else [])]:
+        raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {wrong[0]}")
+    module = import_module(f"qdsl.generated.{group.format}")
+    try:
+        packed = module.wrap({leaf: folder.tensor(full) for leaf, full in group.tensors.items()}, (1, group.numbers))
+        parts = module.dequantize(packed)[0].split(list(group.parts.values()))
+    except FormatError as error:
+        raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {error}") from None
+    return dict(zip(group.parts, parts, strict=True))
+
+
+def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]], format: str = "hlane",
+             ) -> dict[str, PackedWeight]:
+    """The weights that are held together, by their names, each as one of a format of its own.
+
+    shapes: their (N, K), of which the files say the products alone; a model on meta has them.  Needs memory for all of them.
+    Raises CheckpointError where the group, or a shape, does not fit.
+    """
+    for name, count in group.parts.items():
+        if name not in shapes or math.prod(shapes[name]) != count:
+            raise CheckpointError(f"{folder.path}: {shown(name)} has {count} numbers, and not the shape {shapes.get(name)}")
+    quantize = import_module(f"qdsl.generated.{format}").quantize
+    return {name: quantize(part.view(shapes[name])) for name, part in decoded(folder, group).items()}
 
 
 def _wrapped(folder: Folder, layer: Layer, given: dict[str, Tensor]) -> PackedWeight:

@@ -1,5 +1,5 @@
-"""Two checkpoints side by side by what their weights are: layers in any format and storage, decoded, beside each other or beside
-plain floats of the same module.
+"""Two checkpoints side by side by what their weights are: layers in any format and storage, and weights that groups hold,
+decoded, beside each other or beside plain floats of the same module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from qdsl.checkpoint import worker
 from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import weights
+from qdsl.checkpoint.groups import Group
+from qdsl.checkpoint.layer_weights import decoded, weights
 from qdsl.checkpoint.layers import Layer, layers
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 from qdsl.checkpoint.verify import Apart, Difference, Tell, bitwise, index_of
@@ -26,7 +27,17 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 TILE = 1 << 19                                                   # weights of both that are decoded at a time
 
 
-Unit = Layer | str                                               # a layer, or the name of a plain tensor
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A weight that a group holds; its shape is what the other side says, for the group says its size alone."""
+
+    group: Group
+    name: str
+    shape: tuple[int, ...]
+
+
+Unit = Layer | Held | str                                        # a layer, a weight of a group, or the name of a plain tensor
+_groups: dict[Folder, tuple[str, dict[str, Tensor]]] = {}        # of each checkpoint the last one that was decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +58,16 @@ def decoded_differences(a: Path, b: Path, tolerance: float = 0.0, *, jobs: int =
     Raises CheckpointError for layers that are not recognised, and with OSError for files that cannot be read.
     """
     with Folder(a) as left, Folder(b) as right:
-        mine, other = _units(left), _units(right)
+        mine, other = _named_alike(_units(left), _units(right))
         found: dict[str, Difference] = {}
         pairs = []
         for name, unit in mine.items():
             there = other.get(name)
             if there is None:
                 found[name] = Difference(name, "missing", _text(left, unit), None)
-            elif _shape(left, unit) != _shape(right, there):
+                continue
+            unit, there = _shaped(unit, _shape(right, there)), _shaped(there, _shape(left, unit))
+            if not _are_alike(_shape(left, unit), _shape(right, there), isinstance(unit, str) is isinstance(there, str)):
                 found[name] = Difference(name, "shape", str(list(_shape(left, unit))), str(list(_shape(right, there))))
             else:
                 pairs.append(Pair(name, unit, there))
@@ -64,9 +77,10 @@ def decoded_differences(a: Path, b: Path, tolerance: float = 0.0, *, jobs: int =
         found |= {each.tensor: each for each in bitwise(left, right, [pair.name for pair in plain], jobs, tell)}
         with ExitStack() as done:
             done.callback(worker.finish)
+            done.callback(_groups.clear)
             answers = done.enter_context(closing(results(compare, work, min(jobs, len(work)), worker.start, (a, b))))
             for pair, answer in zip(work, answers, strict=True):
-                size += sum(left.entry(full).nbytes for full in _tensors(pair.a))
+                size += _nbytes(left, pair.a)
                 tell(size, pair.name)
                 if not answer.distance <= tolerance * answer.largest:
                     found[pair.name] = Difference(pair.name, "decoded", answer.a, answer.b, answer)
@@ -77,7 +91,9 @@ def decoded_differences(a: Path, b: Path, tolerance: float = 0.0, *, jobs: int =
 def _units(folder: Folder) -> dict[str, Unit]:
     """What is compared, by the name that a plain weight has or would have."""
     known = layers(folder)
-    found: dict[str, Unit] = {name: name for name in known.plain}
+    inside = {full for group in known.groups for full in group.tensors.values()}
+    found: dict[str, Unit] = {name: name for name in known.plain if name not in inside}
+    found |= {name: Held(group, name, (count,)) for group in known.groups for name, count in group.parts.items()}
     for layer in known.layers:
         if not layer.format:
             raise CheckpointError(f"{folder.path}: layer {shown(layer.name)}: {layer.why}")
@@ -86,18 +102,44 @@ def _units(folder: Folder) -> dict[str, Unit]:
     return found
 
 
-def _tensors(unit: Unit) -> list[str]:
-    return [unit] if isinstance(unit, str) else list(unit.tensors.values())
+def _named_alike(a: dict[str, Unit], b: dict[str, Unit]) -> tuple[dict[str, Unit], dict[str, Unit]]:
+    """Layers called as plain weights of the other side, which are parameters of experts and no '.weight'."""
+    def renamed(units: dict[str, Unit], others: dict[str, Unit]) -> dict[str, Unit]:
+        short = {name: name.removesuffix(".weight") for name, unit in units.items() if isinstance(unit, Layer)}
+        return {short[name] if name not in others and short.get(name) in others else name: unit for name, unit in units.items()}
+
+    return renamed(a, b), renamed(b, a)
+
+
+def _are_alike(a: tuple[int, ...], b: tuple[int, ...], exactly: bool) -> bool:
+    """Whether shapes are the same; those of experts, where one side need not say how many, as of one matrix."""
+    return a == b or (not exactly and a[-1:] == b[-1:] and len(a) + len(b) == 5 and math.prod(a) == math.prod(b))
+
+
+def _shaped(unit: Unit, shape: tuple[int, ...]) -> Unit:
+    """A weight of a group in the shape of the other side; where that does not say it either, in rows of any size."""
+    if not isinstance(unit, Held) or not shape or math.prod(unit.shape) != math.prod(shape):
+        return unit
+    columns = math.gcd(*shape, 1 << 12)
+    return replace(unit, shape=shape if len(shape) > 1 else (shape[0] // columns, columns))
+
+
+def _nbytes(folder: Folder, unit: Unit) -> int:
+    if isinstance(unit, Held):
+        whole = sum(folder.entry(full).nbytes for full in unit.group.tensors.values())
+        return whole * math.prod(unit.shape) // max(1, unit.group.numbers)
+    return sum(folder.entry(full).nbytes for full in ([unit] if isinstance(unit, str) else unit.tensors.values()))
 
 
 def _shape(folder: Folder, unit: Unit) -> tuple[int, ...]:
     if isinstance(unit, str):
         return folder.entry(unit).shape
-    return unit.shape if unit.experts is None else (unit.experts, *unit.shape)
+    return unit.shape if isinstance(unit, Held) or unit.experts is None else (unit.experts, *unit.shape)
 
 
 def _text(folder: Folder, unit: Unit) -> str:
-    what = folder.entry(unit).dtype if isinstance(unit, str) else f"{unit.format}.{unit.storage}"
+    what = folder.entry(unit).dtype if isinstance(unit, str) else \
+        unit.group.format if isinstance(unit, Held) else f"{unit.format}.{unit.storage}"
     return f"{what} {list(_shape(folder, unit))}"
 
 
@@ -145,6 +187,11 @@ def _numbers(folder: Folder, unit: Unit) -> _Numbers:
         tensor = folder.tensor(unit)
         flat = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
         return _Numbers(len(flat), 1, lambda start, stop: flat[start:stop])
+    if isinstance(unit, Held):
+        if folder not in _groups or _groups[folder][0] != unit.group.name:
+            _groups[folder] = unit.group.name, decoded(folder, unit.group)
+        matrix = _groups[folder][1][unit.name].view(-1, unit.shape[-1])
+        return _Numbers(len(matrix), 1, lambda start, stop: matrix[start:stop])
     import torch
 
     matrices, rows = weights(folder, unit), unit.shape[0]

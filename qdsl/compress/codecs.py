@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,11 +23,11 @@ Shape = tuple[int, ...]
 
 
 def encode(format: str, matrices: Sequence[NDArray[np.uint16]], threads: int) -> dict[str, NDArray[Any]]:
-    """The tensors of bit patterns [N, K], of several of them in DF11 alone.  Raises StreamError for what it cannot hold."""
+    """The tensors of bit patterns [..., N, K], of several such in DF11 alone.  Raises StreamError for what it cannot hold."""
     if format == "df11":
         return df11.encode([each.reshape(-1) for each in matrices], threads)
     [matrix] = matrices
-    return FORMS[format].encode(matrix)
+    return FORMS[format].encode(matrix.reshape(as_rows(matrix.shape)))
 
 
 def decode(format: str, tensors: Tensors, shapes: Sequence[Shape], threads: int | None, *, every: bool = False,
@@ -35,11 +36,16 @@ def decode(format: str, tensors: Tensors, shapes: Sequence[Shape], threads: int 
 
     Raises StreamError for tensors that are damaged, or of matrices of other shapes.
     """
-    sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
     if format == "df11":
         splits = np.cumsum(sizes)[:-1]
         if not np.array_equal(tensors["split_positions"], splits) or tensors["sign_mantissa"].size != sum(sizes):
             raise StreamError(f"split_positions are not those of matrices {', '.join(str(list(shape)) for shape in shapes)}")
         return np.split(df11.decode(tensors, threads, every=every), splits)
     [shape] = shapes
-    return [FORMS[format].decode(tensors, (shape[0], shape[1])).reshape(-1)]
+    return [FORMS[format].decode(tensors, as_rows(shape)).reshape(-1)]
+
+
+def as_rows(shape: Shape) -> tuple[int, int]:
+    """Experts' matrices [E, N, K] are held as one of E * N rows."""
+    return math.prod(shape[:-1]), shape[-1]

@@ -17,6 +17,8 @@ from qdsl.rewrite import RewriteError
 
 WEIGHT = ".weight"
 MOST = (1 << 31) - 1                                             # numbers of a group: DF11 counts them in 31 bits
+COLUMNS = 64                                                     # of a stack's matrices, at least
+_EMBEDDING = re.compile("embed|bias")                            # T5's blocks have one called relative_attention_bias
 Patterns = Mapping[str, Sequence[str]]
 
 
@@ -24,38 +26,55 @@ def matrices(folder: Folder) -> dict[str, int]:
     """The modules whose weights are bfloat16 matrices, as those of Linear and Embedding are, in the order of the files; and how
     many numbers each has.
     """
-    return {name.removesuffix(WEIGHT): folder.entry(name).nbytes // 2 for name in folder.names()
-            if name.endswith(WEIGHT) and is_matrix(folder, name)}
+    return {name.removesuffix(WEIGHT): folder.entry(name).nbytes // 2 for name in folder.names() if is_matrix(folder, name)}
 
 
 def is_matrix(folder: Folder, name: str) -> bool:
     entry = folder.entry(name)
-    return entry.dtype == "BF16" and len(entry.shape) == 2 and entry.nbytes > 0
+    return name.endswith(WEIGHT) and entry.dtype == "BF16" and len(entry.shape) == 2 and entry.nbytes > 0
 
 
-def found(modules: Mapping[str, int]) -> dict[str, list[str]]:
+def is_stack(folder: Folder, name: str) -> bool:
+    """Whether a tensor is matrices of experts, one after the other: a weight, or a parameter of its experts.
+
+    Of fewer columns it would be a convolution's kernels, and grow.
+    """
+    entry = folder.entry(name)
+    return entry.dtype == "BF16" and len(entry.shape) == 3 and entry.nbytes > 0 and entry.shape[2] >= COLUMNS and (
+        name.endswith(WEIGHT) or name.split(".")[-2:-1] == ["experts"])
+
+
+def modules(folder: Folder) -> list[str]:
+    """All modules, by the names of their tensors."""
+    return list(dict.fromkeys(name[:place] for name in folder.names() for place in range(1, len(name)) if name[place] == "."))
+
+
+def found(sizes: Mapping[str, int], every: Iterable[str] = ()) -> dict[str, list[str]]:
     """Patterns for modules of so many numbers: those below a number, such as 'layers.0', together, one pattern for all blocks
     with the same ones below.
 
-    Others are for themselves.  Of a block that has more numbers than a group may, those below a second number, such as
-    'layers.0.experts.0', are blocks, and the rest, if that is still too large, is for itself.
+    Others are for themselves, and so is what is called as an Embedding: dfloat11 gives the weights of a block to Linear alone.
+    Of a block that has more numbers than a group may, those below a second number, such as 'layers.0.experts.0', are blocks,
+    and the rest, if that is still too large, is for itself.  every: all modules, so that no pattern names another one.
     """
+    linear = [module for module in sizes if not _EMBEDDING.search(module.rpartition(".")[2])]
     blocks: dict[str, list[str]] = {}
-    _gather(modules, blocks, 1)
+    _gather(linear, blocks, 1)
     for block, inside in list(blocks.items()):
-        if sum(modules[module] for module in inside) > MOST:
+        if sum(sizes[module] for module in inside) > MOST:
             del blocks[block]
             _gather(inside, blocks, 2)
-            if block in blocks and sum(modules[module] for module in blocks[block]) > MOST:
+            if block in blocks and sum(sizes[module] for module in blocks[block]) > MOST:
                 del blocks[block]
     alike: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for block, inside in blocks.items():
         below = tuple(sorted(module[len(block) + 1:] for module in inside))
         alike.setdefault(_masked(block), {}).setdefault(below, []).append(block)
-    patterns = {masked if len(kinds) == 1 else _either(some): list(below)
+    others = [module for module in every if module not in blocks]
+    patterns = {masked if len(kinds) == 1 and not any(map(re.compile(masked).fullmatch, others)) else _either(some): list(below)
                 for masked, kinds in alike.items() for below, some in kinds.items()}
     held = {module for inside in blocks.values() for module in inside}
-    return patterns | {re.escape(module): [] for module in modules if module not in held}
+    return patterns | {re.escape(module): [] for module in sizes if module not in held}
 
 
 def _gather(modules: Iterable[str], blocks: dict[str, list[str]], depth: int) -> None:
@@ -108,7 +127,7 @@ def matched(folder: Folder, patterns: Patterns) -> dict[str, list[str]]:
 
     Raises RewriteError for a weight that is not there, that is no bfloat16 matrix, or that is held twice.
     """
-    names = {name[:place]: None for name in folder.names() for place in range(1, len(name)) if name[place] == "."}
+    names = modules(folder)
     groups: dict[str, list[str]] = {}
     held: dict[str, str] = {}
     for pattern, attributes in patterns.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,11 @@ def made(piece: Piece) -> Made | None:
     if header.metadata.get("key") != piece.key:
         return None
     return Made(header, json.loads(header.metadata["raw"]), json.loads(header.metadata["crc"]))
+
+
+def held(there: Iterable[tuple[Piece, Made]]) -> Iterator[tuple[Unit, Piece, Made]]:
+    """The units of pieces that do not stay as they are."""
+    return ((unit, piece, each) for piece, each in there for unit in piece.units if unit.name not in each.raw)
 
 
 def encode(piece: Piece) -> int:

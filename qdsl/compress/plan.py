@@ -15,6 +15,7 @@ from qdsl.checkpoint.components import within
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import CONFIG
 from qdsl.checkpoint.safetensors import TensorFile, laid_out, shown
+from qdsl.compress import pieces
 from qdsl.compress.codecs import LEAVES
 from qdsl.compress.original import ORIGINAL, original
 from qdsl.compress.pieces import Made, Piece
@@ -47,8 +48,7 @@ def shards(models: Mapping[str, Folder], aim: Aim, made: Sequence[tuple[Piece, M
 
 def _of_model(model: str, folder: Folder, aim: Aim, made: Sequence[tuple[Piece, Made]], sources: Mapping[Any, list[Any]],
               ) -> list[Shard]:
-    held = {unit.name: (unit, piece, each) for piece, each in made for unit in piece.units
-            if unit.model == model and unit.name not in each.raw}
+    held = {unit.name: (unit, piece, each) for unit, piece, each in pieces.held(made) if unit.model == model}
     gone = {name for unit, _, _ in held.values() for name in unit.parts}
     files: dict[str, _File] = {}
     keep = aim.format != "df11" or not held
@@ -99,7 +99,7 @@ def said(models: Mapping[str, Folder], aim: Aim, made: Sequence[tuple[Piece, Mad
     """The files that say something else now: configs, indices, and what is needed to make the old files again."""
     found: dict[str, str | None] = {}
     for model, folder in models.items():
-        held = [(unit, each) for piece, each in made for unit in piece.units if unit.model == model and unit.name not in each.raw]
+        held = [(unit, each) for unit, _, each in pieces.held(made) if unit.model == model]
         index_text = _text(folder, folder.index_name)
         if not held:
             found |= {within(model, folder.index_name): index_text} if index_text is not None else {}
@@ -120,7 +120,7 @@ def _config(folder: Folder, aim: Aim, patterns: Mapping[str, list[str]]) -> str 
     if aim.format == "df11":
         settings = {"version": DF11_VERSION, "threads_per_block": [aim.threads], "bytes_per_thread": 8, "pattern_dict": patterns}
         return json.dumps({**old, CONFIG: settings}, indent=2)
-    if not folder.path.is_dir():
+    if not folder.path.is_dir() or "quantization_config" in old:    # other layers need what it says, and these say it themselves
         return None
     settings = {"quant_method": "qdsl", "format": aim.format, "storage": aim.format, "version": VERSION}
     return json.dumps({**old, "quantization_config": settings}, indent=2, ensure_ascii=False) + "\n"

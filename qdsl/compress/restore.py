@@ -7,7 +7,8 @@ checkpoint with the same tensors can.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,8 +23,9 @@ from qdsl.compress import codecs, original
 from qdsl.compress.original import ORIGINAL, Original
 from qdsl.compress.patterns import WEIGHT
 from qdsl.compress.pieces import checksum, octets
-from qdsl.compress.units import Bytes, bytes_of
+from qdsl.compress.units import Bytes, bytes_of, needed
 from qdsl.entropy.lookup import StreamError
+from qdsl.processes import affordable
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
 from qdsl.rewrite.shards import Shard, Step, copy, identity, in_order, index, key, share
@@ -61,7 +63,12 @@ class Decode:
 
     @property
     def nbytes(self) -> int:
-        return sum(2 * part.shape[0] * part.shape[1] for part in self.parts if part.to is not None)
+        return sum(2 * math.prod(part.shape) for part in self.parts if part.to is not None)
+
+    @property
+    def whole(self) -> int:
+        """Bytes of all matrices that are held together."""
+        return sum(2 * math.prod(part.shape) for part in self.parts)
 
     @property
     def begin(self) -> int:
@@ -83,12 +90,12 @@ class Decode:
             out.write(octets(matrix))
 
 
-def decompress(path: Path, out: Path, *, like: Path | None = None, jobs: int = 1, part: tuple[int, int] | None = None,
+def decompress(path: Path, out: Path, *, like: Path | None = None, jobs: int | None = 1, part: tuple[int, int] | None = None,
                tell: Telling = quiet) -> dict[str, Any]:
     """Write the checkpoint that a compressed one was made of.
 
     like: a checkpoint with the same tensors, whose files say their shapes and places where nothing else does.
-    part, tell and the rest are those of `convert`; parts are of files.  Memory: 2.5 times the matrices that are held together.
+    part, tell, jobs and memory are those of `compress`; parts are of files.
     Raises RewriteError, CheckpointError and OSError.
     """
     if path.is_dir() and path.resolve() in (out.resolve(), *out.resolve().parents):
@@ -102,6 +109,8 @@ def decompress(path: Path, out: Path, *, like: Path | None = None, jobs: int = 1
         place = stage.begin(out, asked)
         mine = planned.shards if part is None else share(planned.shards, *part)
         todo = [shard for shard in mine if not stage.is_whole(shard, out)]
+        jobs = jobs or affordable(needed(max(step.whole for shard in planned.shards for step in shard.steps
+                                             if isinstance(step, Decode))))
         with tell(sum(shard.nbytes for shard in todo)) as told:
             write(todo, place, jobs, told)
         notes = [] if part else complete(path, planned.read, planned.shards, planned.said, out)
@@ -130,13 +139,15 @@ class _Plan:
 
 def _planned(path: Path, models: Mapping[str, Folder], like: Path | None) -> _Plan:
     plan = _Plan()
+    if like is not None and not like.exists():
+        raise FileNotFoundError(f"{like} does not exist")
     for model, folder in models.items():
         kept = original.read(folder)
-        held, why = _held(folder, kept)
+        wanted = dict(kept.headers) if kept is not None else _of(like, model)
+        held, why = _held(folder, kept, {name for _, header in wanted.values() for name in header.tensors})
         plan.units += len(held)
         plan.exact &= kept is not None or not held
-        source = like / model if like is not None else None
-        files = _files(folder, kept, held, source)
+        files = wanted if kept is not None or (held and wanted) else _files(folder, held)
         known = _Known(folder, held, why, {name: entry.shape for _, header in files.values()
                                            for name, entry in header.tensors.items()}, kept.crc if kept else {})
         mine = [_shard(known, model, name, start, header) for name, (start, header) in files.items()]
@@ -148,8 +159,16 @@ def _planned(path: Path, models: Mapping[str, Folder], like: Path | None) -> _Pl
     return plan
 
 
-def _held(folder: Folder, kept: Original | None) -> tuple[dict[str, Held], dict[str, str]]:
-    """By the names of matrices what holds them, or why nothing does.
+def _of(like: Path | None, model: str) -> dict[str, tuple[bytes, Header]]:
+    """The files of a checkpoint's model, if it has that: the bytes before their tensors, and where those lie."""
+    if like is None or not (like / model).exists():
+        return {}
+    with Folder(like / model) as other:
+        return {file.path.name: (file.start_bytes(), file.header) for file in other.files()}
+
+
+def _held(folder: Folder, kept: Original | None, names: Container[str]) -> tuple[dict[str, Held], dict[str, str]]:
+    """By the names of matrices what holds them, or why nothing does.  names: of tensors that are wanted, where that is known.
 
     Raises RewriteError for tensors that are no format's, where nothing says whether they were there before.
     """
@@ -157,7 +176,7 @@ def _held(folder: Folder, kept: Original | None) -> tuple[dict[str, Held], dict[
     found: dict[str, Held] = {}
     why: dict[str, str] = {}
     for layer in known.layers:
-        name = f"{layer.name}{WEIGHT}".lstrip(".")
+        name = layer.name if layer.name in names else f"{layer.name}{WEIGHT}".lstrip(".")
         if layer.format in codecs.FORMS:
             tensors = {leaf: bytes_of(folder, full) for leaf, full in layer.tensors.items()}
             found[name] = Held(layer.format, layer.name, tensors, (name,), None)
@@ -177,13 +196,8 @@ def _held(folder: Folder, kept: Original | None) -> tuple[dict[str, Held], dict[
     return found, why
 
 
-def _files(folder: Folder, kept: Original | None, held: Mapping[str, Held], like: Path | None) -> dict[str, tuple[bytes, Header]]:
-    """The files to be written: the bytes before their tensors, and where those go."""
-    if kept is not None:
-        return dict(kept.headers)
-    if like is not None and held:
-        with Folder(like) as other:
-            return {file.path.name: (file.start_bytes(), file.header) for file in other.files()}
+def _files(folder: Folder, held: Mapping[str, Held]) -> dict[str, tuple[bytes, Header]]:
+    """The files to be written, where nothing says what they were."""
     if not held:
         return {file.path.name: (file.start_bytes(), file.header) for file in folder.files()}
     if any(each.format == "df11" for each in held.values()):
@@ -225,7 +239,7 @@ def _shard(known: _Known, model: str, name: str, start: bytes, header: Header) -
                 raise RewriteError(f"{folder.path}: tensor {shown(tensor)} is {there.dtype} {list(there.shape)}, and was "
                                    f"{entry.dtype} {list(entry.shape)}")
             steps.append(copy(folder, tensor, entry))
-        elif tensor in known.held and entry.dtype == "BF16" and len(entry.shape) == 2:
+        elif tensor in known.held and entry.dtype == "BF16" and len(entry.shape) > 1:
             together.setdefault(known.held[tensor].name, []).append(tensor)
         else:
             why = f": {known.why[tensor]}" if known.why.get(tensor) else ", and nothing that holds a matrix of that name"

@@ -15,16 +15,16 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.safetensors import Entry, shown
 from qdsl.compress import codecs, pieces, plan
 from qdsl.compress.pieces import Made, Piece
-from qdsl.compress.units import Aim, Bytes, Unit, placed, units
+from qdsl.compress.units import Aim, Bytes, Unit, left, needed, placed, units
 from qdsl.entropy.lookup import StreamError
-from qdsl.processes import results
+from qdsl.processes import affordable, results
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
 from qdsl.rewrite.shards import Copy, Shard, identity, share
 from qdsl.rewrite.work import Tell, Telling, quiet, write
 
 
-def compress(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None, check: bool = False,
+def compress(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None, check: bool = False,
              tell: Telling = quiet) -> dict[str, Any]:
     """Write a checkpoint whose bfloat16 matrices are held in fewer bits, and all else is as it was.
 
@@ -34,7 +34,8 @@ def compress(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int,
     What was done by an earlier call is not done again, where it was made of the same files by the same version; bytes do not
     depend on jobs, parts or interruptions.  Until it is complete, what is compressed lies there twice.
     tell: what, given how many bytes there are to encode and then to write, is told how many are.
-    Memory: at most 2.5 times the matrices that are held together, for each process.
+    Memory: at most 2.5 times the matrices that are held together, for each process.  jobs: processes, None for as many as there
+    are processors and memory for.
     Raises RewriteError, CheckpointError and OSError.
     """
     if path.is_dir() and path.resolve() in (out.resolve(), *out.resolve().parents):
@@ -45,14 +46,15 @@ def compress(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int,
             return _report(out, aim, (), (), [])
         asked = {"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()), **asdict(aim)}
         stage.begin(out, _plain(asked))
+        jobs = jobs or _jobs(work)
         mine = work.pieces if part is None else share(work.pieces, *part)
         _encode([each for each in mine if pieces.made(each) is None], jobs, tell)
         if part is not None:
-            return _report(out, aim, _there(mine), (), [])
+            return _report(out, aim, _there(mine), (), work.left)
         return _finish(work, _there(mine), out, jobs, check, tell)
 
 
-def merge(out: Path, *, jobs: int = 1, tell: Telling = quiet) -> dict[str, Any]:
+def merge(out: Path, *, jobs: int | None = 1, tell: Telling = quiet) -> dict[str, Any]:
     """Complete a checkpoint whose parts are all there.
 
     Raises RewriteError where some are missing, or are not of the input as it is now.
@@ -65,17 +67,20 @@ def merge(out: Path, *, jobs: int = 1, tell: Telling = quiet) -> dict[str, Any]:
         there = _there(work.pieces)
         if missing := len(work.pieces) - len(there):
             raise RewriteError(f"{out}: {missing} of {len(work.pieces)} pieces are not there, or not of {path} as it is now")
-        return _finish(work, there, out, jobs, False, tell)
+        return _finish(work, there, out, jobs or _jobs(work), False, tell)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is to be done, in pieces.  used: by model the patterns of DF11's groups; sources: what is known of files."""
+    """What is to be done, in pieces, and in words what is left.  used: by model the patterns of DF11's groups; sources: what is
+    known of files.
+    """
 
     path: Path
     models: Mapping[str, Folder]
     aim: Aim
     pieces: Sequence[Piece]
+    left: Sequence[str]
     used: Mapping[str, dict[str, list[str]]]
     sources: Mapping[Path, list[Any]]
 
@@ -83,7 +88,11 @@ class _Work:
 def _work(path: Path, models: Mapping[str, Folder], aim: Aim, out: Path) -> _Work:
     made, used = units(models, aim)
     sources = {each: identity(each) for folder in models.values() for each in folder.shards}
-    return _Work(path, models, aim, pieces.pieces(made, aim, out / stage.STAGE, sources), used, sources)
+    return _Work(path, models, aim, pieces.pieces(made, aim, out / stage.STAGE, sources), left(models, aim, made), used, sources)
+
+
+def _jobs(work: _Work) -> int:
+    return affordable(needed(max(unit.nbytes for piece in work.pieces for unit in piece.units)))
 
 
 def _there(every: Sequence[Piece]) -> list[tuple[Piece, Made]]:
@@ -123,7 +132,7 @@ def _finish(work: _Work, there: Sequence[tuple[Piece, Made]], out: Path, jobs: i
             _check(checks, jobs, told)
     read = {each for folder in work.models.values() for each in (*folder.shards, folder.root / folder.index_name)}
     notes = complete(work.path, read, shards, plan.said(work.models, work.aim, there, work.used, shards), out)
-    return _report(out, work.aim, there, shards, notes) | {"checked": check}
+    return _report(out, work.aim, there, shards, [*work.left, *notes]) | {"checked": check}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +148,13 @@ class Check:
 def _checks(shards: Sequence[Shard], there: Sequence[tuple[Piece, Made]], out: Path) -> Iterator[Check]:
     written = {(shard.name.rpartition("/")[0], step.name): (stage.place(shard, out), step.to) for shard in shards
                for step in shard.steps if isinstance(step, Copy)}
-    for piece, made in there:
-        for unit in piece.units:
-            if unit.name not in made.raw:
-                entries = {leaf: made.header.tensors[unit.full(leaf)] for leaf in codecs.LEAVES[piece.aim.format]}
-                tensors = {}
-                for leaf, entry in entries.items():
-                    path, start = written[unit.model, unit.full(leaf)]
-                    tensors[leaf] = placed(path, Entry(entry.dtype, entry.shape, start, start + entry.nbytes))
-                yield Check(unit, piece.aim.format, piece.aim.threads, tensors)
+    for unit, piece, made in pieces.held(there):
+        tensors = {}
+        for leaf in codecs.LEAVES[piece.aim.format]:
+            entry = made.header.tensors[unit.full(leaf)]
+            path, start = written[unit.model, unit.full(leaf)]
+            tensors[leaf] = placed(path, Entry(entry.dtype, entry.shape, start, start + entry.nbytes))
+        yield Check(unit, piece.aim.format, piece.aim.threads, tensors)
 
 
 def _check(checks: Sequence[Check], jobs: int, told: Tell) -> None:
@@ -175,12 +182,12 @@ def same(each: Check) -> str:
 
 def _report(out: Path, aim: Aim, there: Sequence[tuple[Piece, Made]], shards: Sequence[Shard], notes: Sequence[str],
             ) -> dict[str, Any]:
-    held = [(unit, made) for piece, made in there for unit in piece.units if unit.name not in made.raw]
+    held = [unit for unit, _, _ in pieces.held(there)]
     raw = [{"name": unit.label, "why": made.raw[unit.name]} for piece, made in there for unit in piece.units
            if unit.name in made.raw]
-    before = sum(unit.nbytes for unit, _ in held)
+    before = sum(unit.nbytes for unit in held)
     after = sum(entry.nbytes for _, made in there for entry in made.header.tensors.values())
-    return {"out": str(out), "format": aim.format, "units": len(held), "matrices": sum(len(unit.parts) for unit, _ in held),
+    return {"out": str(out), "format": aim.format, "units": len(held), "matrices": sum(len(unit.parts) for unit in held),
             "raw": raw, "nbytes_before": before, "nbytes_after": after,
             "bits_per_weight": 16 * after / before if before else None,
             "shards": [shard.name for shard in shards], "nbytes": sum(shard.size for shard in shards), "notes": list(notes)}

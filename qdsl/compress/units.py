@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,16 +101,37 @@ def units(models: Mapping[str, Folder], aim: Aim) -> tuple[list[Unit], dict[str,
     for model, folder in models.items():
         if aim.only and model not in aim.only:
             continue
-        names = patterns.matrices(folder)
         if aim.format == "df11":
-            chosen = patterns.found(names) if aim.patterns is None else {key: list(each) for key, each in aim.patterns.items()}
+            chosen = patterns.found(patterns.matrices(folder), patterns.modules(folder)) if aim.patterns is None else {
+                key: list(each) for key, each in aim.patterns.items()}
             groups = patterns.matched(folder, chosen)
             used |= {model: chosen} if groups else {}
         else:
-            groups = {name: [f"{name}{patterns.WEIGHT}"] for name in names}
+            groups = {name.removesuffix(patterns.WEIGHT): [name] for name in folder.names()
+                      if patterns.is_matrix(folder, name) or patterns.is_stack(folder, name)}
         made += [Unit(model, name, {each: bytes_of(folder, each) for each in parts}) for name, parts in groups.items()]
     if not made:
         where = ", ".join(str(folder.path) for folder in models.values())
         what = "no pattern names a module" if aim.patterns else "no bfloat16 matrix, whose exponents could be coded"
         raise RewriteError(f"{where}: {what}")
     return made, used
+
+
+def left(models: Mapping[str, Folder], aim: Aim, made: Iterable[Unit]) -> list[str]:
+    """What of the models that are meant stays as it is, in words; of tensors with one axis it goes without saying."""
+    held = {(unit.model, name) for unit in made for name in unit.parts}
+    sums: dict[tuple[str, str, int], list[int]] = {}
+    for model, folder in models.items():
+        for name in folder.names() if not aim.only or model in aim.only else ():
+            entry = folder.entry(name)
+            if len(entry.shape) > 1 and (model, name) not in held:
+                sums.setdefault((model, entry.dtype, len(entry.shape)), []).append(entry.nbytes)
+    kinds = "not of Linear or Embedding" + ("" if aim.format == "df11" else ", nor experts")
+    plain = "no pattern names them" if aim.patterns else kinds
+    return [f"{model}{': ' * bool(model)}{len(sizes)} tensors of {dtype} with {axes} axes, {sum(sizes)} bytes, stay as they are: "
+            f"{plain if dtype == 'BF16' else 'not bfloat16'}" for (model, dtype, axes), sizes in sums.items()]
+
+
+def needed(nbytes: int) -> int:
+    """Bytes of memory of a process, for matrices of so many that are held together."""
+    return 5 * nbytes // 2 + 100_000_000

@@ -124,6 +124,9 @@ def check(tensors: Tensors, shape: tuple[int, int]) -> Code:
     ends = np.concatenate([[0], starts, [turns - AHEAD]])
     if rest or ends[1] or (np.diff(ends) < 0).any():
         raise StreamError(f"starts do not rise from 0 to at most {turns - AHEAD}")
+    runs = np.array([stop - start for start, stop in _bounds(-(-k // (RUN * per_row)), chunks)])
+    if (np.diff(ends[1:]).reshape(chunks, -1) > -(-LONGEST * RUN * runs[:, None] // 32)).any():
+        raise StreamError("starts give a group more words than codes of its lanes can have")
     code = _code(tensors["table"])
     if (_table(code) != tensors["table"]).any():
         raise StreamError("table is not that of a canonical code")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.entropy.lookup import StreamError
 from qdsl.numbers import number
 from qdsl.runtime import convert, experts, launch, ops, order, streams, tiles
 from qdsl.runtime.adopt import adopt
@@ -20,7 +19,7 @@ from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear, embedding_c
 from qdsl.runtime.layout import Lanes, Storage, Variant
 from qdsl.runtime.linear import mode_of, tile_weights
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
-from qdsl.runtime.packed import FormatError, PackedWeight, said
+from qdsl.runtime.packed import FormatError, PackedWeight, damage, said
 from qdsl.runtime.requantize import Report, compare
 from qdsl.shapes import Axis, axis, extents
 from qdsl.stored import Description
@@ -157,16 +156,14 @@ class Format:
             raise FormatError(f"{self.name}.{storage}: '{layout.shape}' says {tensors[layout.shape].tolist()}; the weight is "
                               f"{list(shape)}")
         return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
-                            finite=_are_finite(layout.kernels.lanes, tensors), facts=self._facts(layout, tensors, shape))
+                            finite=_are_finite(layout.kernels.lanes, tensors), facts=self.facts(layout, tensors, shape))
 
-    def _facts(self, layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
+    def facts(self, layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
         """What kernels may rely on in streams.  Raises FormatError for those that are damaged."""
         if not layout.streams or any(tensor.is_meta for tensor in tensors.values()):
             return ""
-        try:
+        with damage(self.name):
             return streams.check(layout, tensors, shape)
-        except StreamError as error:
-            raise FormatError(f"{self.name}: {error}") from None
 
     def checked(self, packed: PackedWeight) -> PackedWeight:
         """The same weight with its tensors looked at anew.  Raises FormatError for those that do not fit, for groups that do
@@ -269,10 +266,8 @@ class Format:
         extents = {key: value for key, value in {**sizes, "N": shape[0], "K": shape[1]}.items() if key in layout.extents}
         made = layout.pack(**{key: held.get(key) for key in stored}, **extents)
         tensors = {key: made[key].contiguous() for key in layout.opened.tensors if key in made}
-        try:
+        with damage(self.name):
             tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors
-        except StreamError as error:
-            raise FormatError(f"{self.name}: {error}") from None
         if layout.shape:
             extra[layout.shape] = said(shape, next(iter(tensors.values())).device)
         return self._packed(name, {**tensors, **extra}, shape, chosen)

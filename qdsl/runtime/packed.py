@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,15 @@ class Misfit(FormatError):
     def after(self, rows: int) -> Misfit:
         """The same of a weight with so many more rows, or blocks of them, ahead."""
         return Misfit(self.text, self.row + rows)
+
+
+@contextmanager
+def damage(format: str) -> Iterator[None]:
+    """What is wrong with a format's streams as a FormatError."""
+    try:
+        yield
+    except StreamError as error:
+        raise FormatError(f"{format}: {error}") from None
 
 
 class PackedWeight:
@@ -114,12 +123,10 @@ class PackedWeight:
         """
         if not self.layout.streams:
             return self
-        try:
-            if self.device.type == "cpu":
+        if self.device.type == "cpu":
+            with damage(self.format.name):
                 return self.with_plain(streams.decode(self.layout, self.tensors, self.shape))
-            found, calls = streams.opened(self, kept=True)
-        except StreamError as error:
-            raise FormatError(f"{self.format.name}: {error}") from None
+        found, calls = streams.opened(self, kept=True)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             for call in calls if self.device.type != "meta" else ():
                 call.run()

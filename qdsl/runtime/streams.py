@@ -104,12 +104,12 @@ def _like(tensor: Tensor) -> NDArray[Any]:
 
 
 def _facts(packed: PackedWeight, name: str) -> Mapping[str, int]:
-    """What is known of a stream; on meta, where nothing is, what is usual.  Raises StreamError."""
+    """What is known of a stream; on meta, where nothing is, what is usual.  Raises FormatError."""
     if not packed.facts and packed.device.type == "meta":
         found: Mapping[str, int] = LAUNCHES[packed.layout.streams[name].coding].ASSUMED
         return found
     if not packed.facts:
-        packed.facts = check(packed.layout, packed.tensors, packed.shape)
+        packed.facts = packed.format.facts(packed.layout, packed.tensors, packed.shape)
     return _read(packed.facts, name)
 
 
@@ -125,7 +125,7 @@ def _read(facts: str, name: str) -> Mapping[str, int]:
 def opened(packed: PackedWeight, kept: bool = False) -> tuple[PackedWeight, list[Call]]:
     """A weight with what its streams hold in plain tensors, and the launches that write it there; itself where there are none.
 
-    kept: the tensors are the caller's; else they are whole until the next weight is opened.  Raises StreamError.
+    kept: the tensors are the caller's; else they are whole until the next weight is opened.  Raises FormatError.
     """
     if not packed.layout.streams:
         return packed, []
@@ -159,7 +159,7 @@ def has_dequantize(packed: PackedWeight, out: Tensor) -> bool:
 
 
 def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
-    """The launches that do; has_dequantize must hold.  Raises StreamError."""
+    """The launches that do; has_dequantize must hold.  Raises FormatError."""
     pairs = _pairs(packed)
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]
@@ -181,7 +181,7 @@ def has_few(x: Tensor, packed: PackedWeight) -> bool:
 
 
 def few_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
-    """The launches that do; has_few must hold.  A row's bits do not depend on those beside it.  Raises StreamError."""
+    """The launches that do; has_few must hold.  A row's bits do not depend on those beside it.  Raises FormatError."""
     pairs = _pairs(packed)
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]
