@@ -114,7 +114,7 @@ VARIANT = Variant(
     storages={
         "df11": Storage(
             tensors={
-                "luts": Stored("u8", "?", "256*1"),
+                "luts": Stored("u8", "?", "256"),
                 "encoded_exponent": Stored("u8", "?"),
                 "output_positions": Stored("u8", "?"),
                 "gaps": Stored("u8", "?"),

@@ -139,7 +139,7 @@ VARIANT = Variant(
                 "patch_index": Stored("i32", "?"),
                 "patch_exponent": Stored("u8", "?"),
                 "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
-                "weight_shape": Stored("shape", "2*1"),
+                "weight_shape": Stored("shape", "2"),
             },
             unpack=unpack_fix4, pack=pack_fix4, needs_shape=True, streams={"exponents": Stream("window",
                 Stored("u8", "N", "K"), codes="codes", base="base", start="patch_start", index="patch_index",

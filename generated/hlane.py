@@ -135,9 +135,9 @@ VARIANT = Variant(
             tensors={
                 "words": Stored("i32", "?"),
                 "starts": Stored("i32", "?", "?"),
-                "table": Stored("i16", "256*1"),
+                "table": Stored("i16", "256"),
                 "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
-                "weight_shape": Stored("shape", "2*1"),
+                "weight_shape": Stored("shape", "2"),
             },
             unpack=unpack_hlane, pack=pack_hlane, needs_shape=True, streams={"exponents": Stream("huffman_lanes",
                 Stored("u8", "N", "K"), words="words", starts="starts", table="table")}, shape="weight_shape",

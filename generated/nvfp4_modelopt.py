@@ -78,7 +78,7 @@ def pack_torchao(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor]:
 
 def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None, *, N: int,
         K: int) -> dict[str, Tensor]:
-    """Fields of qdata uint8 [N, 8*K/16]; scale float8_e4m3fn [ceil(N/128), ceil(K/64), 512*1]; per_tensor_scale
+    """Fields of qdata uint8 [N, 8*K/16]; scale float8_e4m3fn [ceil(N/128), ceil(K/64), 512]; per_tensor_scale
     float32 [].
     """
     qdata_bytes = qdata.unflatten(-1, (-1, 8))
@@ -514,7 +514,7 @@ VARIANT = Variant(
         "torchao_swizzled": Storage(
             tensors={
                 "qdata": Stored("u8", "N", "8*K/16", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 8:1@1 8@1]",)),
-                "scale": Stored("e4m3", "ceil(N/128)", "ceil(K/64)", "512*1", aliases=("_weight_scale",),
+                "scale": Stored("e4m3", "ceil(N/128)", "ceil(K/64)", "512", aliases=("_weight_scale",),
                     bits=("s[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
                 "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional="g", bits=("g[]",)),
             },

@@ -71,7 +71,7 @@ def pack_modelopt(e: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_gpt_oss(blocks: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """Fields of blocks uint8 [N, K/32, 16*1]; scales uint8 [N, K/32]."""
+    """Fields of blocks uint8 [N, K/32, 16]; scales uint8 [N, K/32]."""
     return {
         "e": scales.view(torch.float8_e8m0fnu),
         "q": spread(blocks, 4).flatten(1),
@@ -126,7 +126,7 @@ def pack_torchao(e: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of qdata uint8 [N, 16*K/32]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512*1]."""
+    """Fields of qdata uint8 [N, 16*K/32]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
     qdata_bytes = qdata.unflatten(-1, (-1, 16))
     scale_bytes = as_type(scale, torch.uint8)
     return {
@@ -685,7 +685,7 @@ VARIANT = Variant(
         ),
         "gpt_oss": Storage(
             tensors={
-                "blocks": Stored("u8", "N", "K/32", "16*1",
+                "blocks": Stored("u8", "N", "K/32", "16",
                     aliases=("_blocks", "gate_up_proj_blocks", "down_proj_blocks"), bits=("q[1@0, 2:4 16:1@2 1@1]",)),
                 "scales": Stored("u8", "N", "K/32", aliases=("_scales", "gate_up_proj_scales", "down_proj_scales"),
                     bits=("e[1@0, 1@1]",)),
@@ -712,7 +712,7 @@ VARIANT = Variant(
         "torchao_swizzled": Storage(
             tensors={
                 "qdata": Stored("u8", "N", "16*K/32", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 16:1@1 16@1]",)),
-                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512*1", aliases=("_weight_scale",),
+                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
                     bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, needs_shape=True,

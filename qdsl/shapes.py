@@ -37,8 +37,12 @@ class Axis:
         """How many elements the axis has; None where an exact step does not divide, and where N and K do not decide it."""
         if self.dim == "?":
             return None
-        whole, by = self.whole(n, k, sizes), self.by(sizes)
-        return None if self.exact and whole % by else -(-whole // by) * self.words
+        divides = self.whole(n, k, sizes) % self.by(sizes) == 0
+        return None if self.exact and not divides else self.rounded(n, k, sizes)
+
+    def rounded(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
+        """How many elements the axis has where the last step may be short."""
+        return -(-self.whole(n, k, sizes) // self.by(sizes)) * self.words
 
     def whole(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
         """The dim, as a number."""
@@ -58,8 +62,8 @@ class Axis:
 
 @cache
 def axis(text: str) -> Axis:
-    """The axis that a text such as 'N', '18*K/32' or 'ceil(K/group)' describes."""
-    match = _AXIS.match(text)
+    """The axis that a text such as 'N', '18*K/32', 'ceil(K/group)' or '256' describes."""
+    match = _AXIS.match(f"{text}*1" if text.isdecimal() else text)
     if match is None:
         raise ValueError(f"not an axis: {text!r}")
     step = tuple(int(part) if part.isdigit() else part for part in (match["by"] or "1").split("*") if part != "1")

@@ -335,7 +335,7 @@ def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:
 def test_ends_of_names(tmp_path: Path) -> None:
     """Two weights in one module, whose tensors differ by the ends of their last parts, as gpt-oss has its experts."""
     experts = described({"format": "x", "params": {}, "sizes": {}, "by": [], "detect": {}, "variants": [{"key": [], "storages": {
-        "s": {"tensors": {"blocks": {"dtype": "u8", "axes": ["N", "K/32", "16*1"], "aliases": ["_blocks"]},
+        "s": {"tensors": {"blocks": {"dtype": "u8", "axes": ["N", "K/32", "16"], "aliases": ["_blocks"]},
                           "scales": {"dtype": "u8", "axes": ["N", "K/32"], "aliases": ["_scales"]}}}}}]})
     leaves = {f"{name}_{leaf}": torch.zeros(2, n, 3, *more, dtype=torch.uint8)
               for name, n in (("gate_up_proj", 8), ("down_proj", 4)) for leaf, more in (("blocks", (16,)), ("scales", ()))}

@@ -32,7 +32,7 @@ from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_fl
 
 
 def unpack_tinygemm(qdata: Tensor, scale_and_zero: Tensor) -> dict[str, Tensor]:
-    """Fields of qdata int32 [N/8, K/128, 128*1]; scale_and_zero scale_type [K/group, N, 2*1]."""
+    """Fields of qdata int32 [N/8, K/128, 128]; scale_and_zero scale_type [K/group, N, 2]."""
     qdata_bytes = as_type(qdata, torch.uint8)
     q_bytes = qdata_bytes.unflatten(-1, (8, 4, 4, 2, 2))
     scale_and_zero_bytes = as_type(scale_and_zero.permute(1, 0, 2), torch.uint8)
@@ -57,7 +57,7 @@ def pack_tinygemm(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N/64, K, 32*1]; scales_and_zeros scale_type [K/group, N, 2*1]."""
+    """Fields of weight uint8 [N/64, K, 32]; scales_and_zeros scale_type [K/group, N, 2]."""
     scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
         "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
@@ -80,7 +80,7 @@ def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_cpu_avx2(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N/32, K, 16*1]; scales_and_zeros scale_type [K/group, N, 2*1]."""
+    """Fields of weight uint8 [N/32, K, 16]; scales_and_zeros scale_type [K/group, N, 2]."""
     scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
         "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
@@ -103,7 +103,7 @@ def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_cpu_scalar(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N/32, K, 16*1]; scales_and_zeros scale_type [K/group, N, 2*1]."""
+    """Fields of weight uint8 [N/32, K, 16]; scales_and_zeros scale_type [K/group, N, 2]."""
     scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
         "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
@@ -581,8 +581,8 @@ VARIANT = Variant(
     storages={
         "tinygemm": Storage(
             tensors={
-                "qdata": Stored("i32", "N/8", "K/128", "128*1", bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
-                "scale_and_zero": Stored("scale_type", "K/group", "N", "2*1", aliases=("scales_and_zeros",),
+                "qdata": Stored("i32", "N/8", "K/128", "128", bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
+                "scale_and_zero": Stored("scale_type", "K/group", "N", "2", aliases=("scales_and_zeros",),
                     bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
             },
             unpack=unpack_tinygemm, pack=pack_tinygemm, where=("g",),
@@ -590,8 +590,8 @@ VARIANT = Variant(
         ),
         "cpu_avx512": Storage(
             tensors={
-                "weight": Stored("u8", "N/64", "K", "32*1", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2*1", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "weight": Stored("u8", "N/64", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
+                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), order="ret_idx",
@@ -599,8 +599,8 @@ VARIANT = Variant(
         ),
         "cpu_avx2": Storage(
             tensors={
-                "weight": Stored("u8", "N/32", "K", "16*1", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2*1", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "weight": Stored("u8", "N/32", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
+                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), order="ret_idx",
@@ -608,8 +608,8 @@ VARIANT = Variant(
         ),
         "cpu_scalar": Storage(
             tensors={
-                "weight": Stored("u8", "N/32", "K", "16*1", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2*1", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "weight": Stored("u8", "N/32", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
+                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), order="ret_idx",

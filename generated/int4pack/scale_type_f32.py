@@ -31,7 +31,7 @@ from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_fl
 
 
 def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N/64, K, 32*1]; scales_and_zeros scale_type [K/group, N, 2*1]."""
+    """Fields of weight uint8 [N/64, K, 32]; scales_and_zeros scale_type [K/group, N, 2]."""
     scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
         "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
@@ -54,7 +54,7 @@ def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_cpu_avx2(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N/32, K, 16*1]; scales_and_zeros scale_type [K/group, N, 2*1]."""
+    """Fields of weight uint8 [N/32, K, 16]; scales_and_zeros scale_type [K/group, N, 2]."""
     scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
         "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
@@ -77,7 +77,7 @@ def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_cpu_scalar(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N/32, K, 16*1]; scales_and_zeros scale_type [K/group, N, 2*1]."""
+    """Fields of weight uint8 [N/32, K, 16]; scales_and_zeros scale_type [K/group, N, 2]."""
     scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
         "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
@@ -508,8 +508,8 @@ VARIANT = Variant(
     storages={
         "cpu_avx512": Storage(
             tensors={
-                "weight": Stored("u8", "N/64", "K", "32*1", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2*1", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+                "weight": Stored("u8", "N/64", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
+                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), order="ret_idx",
@@ -517,8 +517,8 @@ VARIANT = Variant(
         ),
         "cpu_avx2": Storage(
             tensors={
-                "weight": Stored("u8", "N/32", "K", "16*1", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2*1", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+                "weight": Stored("u8", "N/32", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
+                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), order="ret_idx",
@@ -526,8 +526,8 @@ VARIANT = Variant(
         ),
         "cpu_scalar": Storage(
             tensors={
-                "weight": Stored("u8", "N/32", "K", "16*1", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2*1", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+                "weight": Stored("u8", "N/32", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
+                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), order="ret_idx",

@@ -1004,7 +1004,7 @@ VARIANT = Variant(
                 "weight_zero_point": Stored("i32", "ceil(N/8)", "ceil(K/group)", optional="z",
                     bits=("z[8:4 1@0, 1@1]",)),
                 "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-                "weight_shape": Stored("shape", "2*1"),
+                "weight_shape": Stored("shape", "2"),
             },
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
                 "span": "full"}, needs_shape=True, shape="weight_shape",

@@ -63,7 +63,7 @@ def pack_torchao(e: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of qdata code [N, K]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512*1]."""
+    """Fields of qdata code [N, K]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
     r = as_type(scale, torch.uint8)
     return {
         "e": r.view(torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0, 2).flatten(1)[:N,
@@ -465,7 +465,7 @@ VARIANT = Variant(
         "torchao_swizzled": Storage(
             tensors={
                 "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512*1", aliases=("_weight_scale",),
+                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
                     bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, needs_shape=True,

@@ -14,10 +14,8 @@ from qdsl.passes.samples import divisor_of
 def axis_text(extent: Index, words: int = 1) -> str:
     """One axis: words times a dim over a step."""
     head = f"{words}*" if words > 1 else ""
-    if extent == Index(1):
-        return f"{head}1"
     if extent.is_const:
-        return f"{words * extent.const}*1"
+        return str(words * extent.const)
     atom, coefficient = extent.terms[0]
     if len(extent.terms) == 1 and not extent.const:
         if coefficient != 1:
@@ -55,8 +53,8 @@ def field_axes(programs: Sequence[Program], field: Field) -> list[str]:
     """The axes of a field, exact where every storage makes its blocks whole."""
     found: list[str] = []
     for extent in field.extents:
-        atom = extent.terms[0][0]
-        if atom.op == "ceil" and atom.args[1].is_const and atom.args[0] in (name("N"), name("K")):
+        atom = extent.terms[0][0] if extent.terms else None
+        if atom is not None and atom.op == "ceil" and atom.args[1].is_const and atom.args[0] in (name("N"), name("K")):
             dim = str(atom.args[0])
             if all(divisor_of(dim, [v.extent for t in p.tensors for v in t.vars]) % atom.args[1].const == 0 for p in programs):
                 extent = ix.exact(atom.args[0], atom.args[1])

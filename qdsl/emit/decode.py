@@ -57,23 +57,23 @@ def decode(programs: Sequence[Program]) -> Decode:
     optional = tuple(f.name for f in fields if any(f.name in p.defaults or f.name in p.where for p in programs))
     if any(ix.flat_of(index) is not None for field in read for index in field.index):
         return _flat(program, fields, read, optional)
-    lookups = [value for value in program.values if value.op == "table" and len(program.spec.table(value.name).shape) > 1]
-    extents = {program.spec.table(value.name).shape[1] for value in lookups}
+    lookups = {number: value for number, value in enumerate(program.values) if len(_shape(program, value)) > 1}
+    extents = {_shape(program, value)[-1] for value in lookups.values()}
     rows, columns = (_levels(programs, [*read, *(f for f in fields if f.number is None)], axis, extents) for axis in "nk")
     lines = _gathers(fields, optional)
     together = joint(program)
     copied = _copied(program)
-    taken = {program.values[value.args[0]].name for value in lookups}
+    taken = {program.values[value.args[0]].name for value in lookups.values()}
     taken |= {together.field} if together else set()
     taken |= {copied.name} if copied else set()
     prepared = [line for field in read if field.name not in taken
                 for line in _prepare(programs, fields, field, rows, columns, optional)]
     lines += _ordered(prepared)
     names: dict[str, str] = {}
-    for value in lookups:
-        name, text = _rows(program, lookups, value, rows, columns, together)
+    for number, value in lookups.items():
+        name, text = _rows(program, [*lookups.values()], value, rows, columns, together)
         lines.append(f"{name} = {text}")
-        names[_key(program, value, together)] = name
+        names[step_name(number) if value.op == "entry" else _key(program, value, together)] = name
     deep = (len(rows.blocks), len(columns.blocks))
     if deep != (1, 1):
         digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
@@ -104,7 +104,7 @@ def _flat(program: Program, fields: tuple[Field, ...], read: Sequence[Field], op
 
     What larger blocks share is spread over the finest first.  Blocks are whole, or there is one; of remainders all are whole.
     """
-    if optional or any(len(program.spec.table(value.name).shape) > 1 for value in program.values if value.op == "table"):
+    if optional or any(len(_shape(program, value)) > 1 for value in program.values):
         raise Unsupported("rows of tables, and fields that may be missing, beside blocks of the flat position")
     atoms = {field.name: atom for field in read for index in field.index if (atom := ix.flat_of(index)) is not None}
     finest = min(atoms, key=lambda name: _flat_size(atoms[name].args[1]))
@@ -158,25 +158,35 @@ def _key(program: Program, value: Value, together: Joint | None) -> str:
     return step_name(together.step) if together and together.has(value.name, row) else f"{value.name}[{row}]"
 
 
+def _shape(program: Program, value: Value) -> tuple[int, ...]:
+    """The shape of the table that a value is read from, stored or not; () of any other value."""
+    return program.spec.table(value.name).shape if value.op == "table" else \
+        program.field(value.name).table if value.op == "entry" else ()
+
+
 def _rows(program: Program, lookups: Sequence[Value], value: Value, rows: Levels, columns: Levels,
           together: Joint | None) -> tuple[str, str]:
     """What the rows of a table that a field chooses are called, and they, brought to the common axes: each lies along the
     levels below its length.
     """
-    table = program.spec.table(value.name)
     field = program.field(program.values[value.args[0]].name)
     block = _block(field, "k")
     if not columns.fixed or len(rows.blocks) > 1 or block is None:
-        raise Unsupported(f"rows of table '{table.name}' for columns that are not in whole blocks")
+        raise Unsupported(f"rows of table '{value.name}' for columns that are not in whole blocks")
     once = sum(other.name == value.name for other in lookups) == 1
-    name, text = table.name.value, field.name
+    name, text = value.name, field.name
     if together and together.has(name, field.name):
         name, text, once = together.name, together.code, True
     at = columns.blocks.index(block)
     sizes = [str(a.const // b.const) for a, b in pairwise(columns.blocks)]
     text = f"{text}.unflatten(-1, ({', '.join(['-1', *sizes[:at]])}))" if at else text
     below = f".unflatten(-1, ({', '.join(sizes[at:])}))" if len(sizes) > at + 1 else ""
-    return name if once else f"{name}_{lookups.index(value)}", f"{constant(name)}[{text}]{below}"
+    made = name if once else f"{name}_{lookups.index(value)}"
+    if value.op == "table":
+        return made, f"{constant(name)}[{text}]{below}"
+    stored = program.field(value.name)
+    plane = f".flatten(0, -3)[{value.const}]" if len(stored.table) > 3 else f"[{value.const}]" if len(stored.table) > 2 else ""
+    return made, f"entries({_typed(program, stored)}{plane}, {text}){below}"
 
 
 def _result(program: Program, names: Mapping[str, str]) -> list[str]:

@@ -62,7 +62,7 @@ def _tensors(program: Program) -> dict[str, dict[str, Any]]:
     if order := _authored(program).order:
         found[order.value] = {"dtype": "i32", "axes": ["K"], "optional": order.value}
     shape = _authored(program).shape
-    return found if shape is None else {**found, shape.value: {"dtype": "shape", "axes": ["2*1"]}}
+    return found if shape is None else {**found, shape.value: {"dtype": "shape", "axes": ["2"]}}
 
 
 def _authored(program: Program) -> Storage:

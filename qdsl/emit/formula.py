@@ -138,12 +138,12 @@ def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[s
 
 
 def integer_fields(program: Program) -> dict[str, int]:
-    """Fields that take part in integer arithmetic, subscripts of tables too, with the bits of a signed integer that holds
+    """Fields that take part in integer arithmetic, subscripts of all tables too, with the bits of a signed integer that holds
     every step of it.
     """
     found: dict[str, int] = {}
     for value in program.values:
-        if value.op == "table":
+        if value.op in ("table", "entry"):
             value = program.values[value.args[0]]
         elif not value.is_int or value.op == "field":
             continue
@@ -159,7 +159,7 @@ def _leaves(program: Program, value: Value) -> tuple[set[str], int, int]:
     assert value.range is not None
     low, high = value.range
     leaves = {value.name} if value.op == "field" else set()
-    for arg in value.args if value.op != "table" else ():
+    for arg in value.args if value.op not in ("table", "entry") else ():
         names, small, large = _leaves(program, program.values[arg])
         leaves |= names
         low, high = min(low, small), max(high, large)

@@ -13,11 +13,11 @@ from itertools import product
 from math import prod
 
 from qdsl.emit.body import Body, both
-from qdsl.emit.formula import TRITON, formula, integer_fields, tables
+from qdsl.emit.formula import TRITON, formula, integer_fields, step_name, tables
 from qdsl.emit.tensors import is_read_by_dtype
 from qdsl.ir import index as ix
 from qdsl.ir.index import Atom, Facts, Index, name
-from qdsl.ir.program import Field, Lane, Placement, Program, Tensor, Units
+from qdsl.ir.program import Field, Lane, Placement, Program, Tensor, Units, Value
 from qdsl.layout import Layout, Slice, split
 
 TRITON_FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -143,12 +143,22 @@ class Decoder:
         for value in self.program.values:
             if value.op == "table" and len(shape := self.program.spec.table(value.name).shape) > 1:
                 names[f"k % {shape[1]}"] = self.column(shape[1])
-        return formula(self.program, TRITON, names, around)
+        entries = {step_name(number): self.entry(value, names) for number, value in enumerate(self.program.values)
+                   if value.op == "entry"}
+        return formula(self.program, TRITON, names | entries, around)
 
     def column(self, columns: int) -> str:
         """A variable that holds k modulo the length of a table's row."""
         index = ix.mod(self.coordinate("k"), columns, self.tile.facts)
         return self.body.add(self.level(index), "column", shown(index))
+
+    def entry(self, value: Value, names: Mapping[str, str]) -> str:
+        """A variable that holds a stored table's number, in the row that a field says."""
+        field = self.program.field(value.name)
+        *planes, _, columns = field.table
+        before = [int(value.const) // prod(planes[i + 1:]) % extent for i, extent in enumerate(planes)]
+        row = names[self.program.values[value.args[0]].name]
+        return self.load_at(field, [*map(Index, before), name(row), name(self.column(columns))], "")
 
     def coordinate(self, axis: str) -> Index:
         index = self.tile.n if axis == "n" else self.tile.k
@@ -209,15 +219,16 @@ class Decoder:
         return name(self.body.add(self.level(text), index, shown(text), guard))
 
     def load_field(self, field: Field, coordinates: Mapping[str, Index], guard: str) -> str:
-        """Load and cut all slices of a field."""
+        """The value of a field that the weight at these coordinates has."""
+        return self.load_at(field, [self.substituted(i, coordinates) for i in field.index], guard)
+
+    def load_at(self, field: Field, at: list[Index], guard: str) -> str:
+        """Load and cut all slices of an element of a field."""
         parts: list[tuple[int, int, str]] = []
-        tensor = None
         for tensor in self.program.tensors:
             for placement in tensor.placements:
                 if placement.field == field.name:
-                    index = [self.substituted(i, coordinates) for i in field.index]
-                    if placement.flat:
-                        index = [index[0] * name("K") + index[1]]
+                    index = [at[0] * name("K") + at[1]] if placement.flat else at
                     for ranges in placement.cuts:
                         level, text = self.slice(field, tensor, placement, ranges, index, guard)
                         parts.append((ranges[0].lo, level, text))

@@ -81,7 +81,7 @@ def _storage(program: Program, several: bool, always: Sequence[str]) -> list[str
         lines += _coded(tensor.stream) if tensor.stream else [f'        "{tensor.name}": {_stored(program, tensor, several)},']
     order, shape = order_name(program), _authored(program).shape
     lines += [f'        "{order}": Stored("i32", "K", optional="{order}"),'] if order else []
-    lines += [f'        "{shape}": Stored("shape", "2*1"),'] if shape else []
+    lines += [f'        "{shape}": Stored("shape", "2"),'] if shape else []
     facts = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}", *_facts(program, always)]
     kernels = indent(wrapped("kernels=Kernels(", _kernels(program), "),", level=1))
     return [*lines, "    },", f"    {', '.join(facts)},", *kernels, "),"]

@@ -41,7 +41,7 @@ def subscripts_are_known(program: Program) -> Iterator[str]:
     """A field varies with n, k and index fields, in blocks of constants and sizes; it has an extent per subscript."""
     known = {"n", "k", *program.sizes, *(field.name for field in program.fields if field.number is None)}
     for field in program.fields:
-        if len(field.index) != len(field.extents):
+        if len(field.index) != len(field.extents) and not field.table:
             yield f"{field.name} has {len(field.index)} subscripts and {len(field.extents)} extents"
         for index in field.index:
             if not index.names() <= known | ({"N", "K"} if flat_of(index) is not None else set()):
@@ -57,7 +57,7 @@ def placements_are_of_fields(program: Program) -> Iterator[str]:
         for placement in tensor.placements:
             if placement.field not in fields:
                 yield f"{tensor.name} stores {placement.field}, which is no field"
-            elif not placement.flat and len(placement.digits) != len(fields[placement.field].index):
+            elif not placement.flat and len(placement.digits) != len(fields[placement.field].extents):
                 yield f"{placement.field} in {tensor.name} has {len(placement.digits)} tiles"
             if len(placement.extents) != len(placement.digits) or any(digits.count("") != 1 for digits in placement.digits):
                 yield f"{placement.field} in {tensor.name} has coordinates without a digit for what a record holds"
@@ -123,6 +123,11 @@ def types_agree(program: Program) -> Iterator[str]:
             limits = program.values[value.args[0]].range
             if limits is None or limits[0] < 0 or limits[1] >= len(program.spec.table(value.name).values):
                 yield f"%{number} reads outside of table {value.name}"
+        elif value.op == "entry":
+            limits = program.values[value.args[0]].range
+            *planes, rows, _ = program.field(value.name).table
+            if limits is None or limits[0] < 0 or limits[1] >= rows or not 0 <= value.const < prod(planes):
+                yield f"%{number} reads outside of stored table {value.name}"
         elif value.op not in ("field", "const") and any(i != value.is_int for i in ints):
             yield f"%{number} mixes integers and floats"
         elif value.op in ("//", "%") and not value.is_int:

@@ -20,7 +20,8 @@ class Field:
     """A field: its type (None for an index into `groups`), and what it is subscripted by for weight [n, k].
 
     `kind` is the type as the spec names it: a number type, 'index', or a parameter that lists types.  `index` is over n, k,
-    size parameters and the names of index fields (a gather); `extents` is the shape of the field.
+    size parameters and the names of index fields (a gather); `extents` is the shape of the field.  A stored table has constant
+    extents and no index: all weights share it, and decode reads its entries.
     """
 
     name: str
@@ -34,6 +35,11 @@ class Field:
     @property
     def bits(self) -> int:
         return self.number.bits if self.number else 32
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """The shape of a stored table; () of any other field."""
+        return () if self.index else tuple(extent.const for extent in self.extents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +156,9 @@ class Tensor:
 class Value:
     """One step of decode.  `op` is 'field', 'const', 'table', 'neg' or an operator; integers carry their range, f32 has none.
 
-    A table of rows has one argument too, the row: the column is k modulo the row's length.  `index` is what the value varies
-    over; two values meet at the finer of their subscripts.
+    A table of rows has one argument too, the row: the column is k modulo the row's length.  'entry' is the same of a stored
+    table, `const` the number of the plane of rows, those of the axes before the last two.  `index` is what the value varies over;
+    two values meet at the finer of their subscripts.
     """
 
     op: str

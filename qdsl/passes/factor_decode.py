@@ -67,6 +67,8 @@ def _step(value: Value, args: list[_Sum]) -> _Sum | None:
     if value.op == "table":                                      # of the code itself; of anything else it is no line
         (by,) = args[0] if len(args[0]) == 1 else ((),)
         return {(f"{value.name}[{by[0]}]",): Fraction(1)} if args[0] == {by: Fraction(1)} and len(by) == 1 else None
+    if value.op == "entry":
+        return None
     if value.op == "const":
         return {(): Fraction(value.const)} if value.const else {}
     if value.op == "float":

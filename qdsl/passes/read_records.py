@@ -351,7 +351,7 @@ class _TensorReader:
             return None
         assert width is not None
         lo = self.bit(scope, item.lo) if item.lo is not None else Affine(field.bits - width if item.part == "hi" else 0)
-        rank = len(field.index)
+        rank = len(field.extents)
         allowed = (0, 1) if local else (rank, 1) if rank == 2 else (rank,)
         if len(index) not in allowed:
             expected = "one local subscript, or none" if local else f"{rank}" + (", or one flat position" if rank == 2 else "")

@@ -26,8 +26,8 @@ STREAMS = {
                      {"codes": ("i32", ("N", "ceil(K/8)")), "base": ("u8", ("1",)), "start": ("i32", (UNKNOWN,)),
                       "index": ("i32", (UNKNOWN,)), "value": ("u8", (UNKNOWN,))}, bits=4),
     "huffman_lanes": Coding("a canonical Huffman code of at most 8 bits, in lanes that are decoded side by side",
-                            {"words": ("i32", (UNKNOWN,)), "starts": ("i32", (UNKNOWN, UNKNOWN)), "table": ("i16", ("256*1",))}),
+                            {"words": ("i32", (UNKNOWN,)), "starts": ("i32", (UNKNOWN, UNKNOWN)), "table": ("i16", ("256",))}),
     "huffman_windows": Coding("a Huffman code of at most 32 bits, in windows of 64 bits that say where their first code begins",
-                              {"tables": ("u8", (UNKNOWN, "256*1")), "data": ("u8", (UNKNOWN,)), "positions": ("u8", (UNKNOWN,)),
+                              {"tables": ("u8", (UNKNOWN, "256")), "data": ("u8", (UNKNOWN,)), "positions": ("u8", (UNKNOWN,)),
                                "gaps": ("u8", (UNKNOWN,))}, flat=True),
 }

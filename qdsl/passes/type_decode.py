@@ -11,10 +11,9 @@ from dataclasses import replace
 
 from qdsl.ir import index as ix
 from qdsl.ir.index import Index
-from qdsl.ir.program import Program, Value
+from qdsl.ir.program import Field, Program, Value
 from qdsl.numbers import round_to_f32
 from qdsl.spec import grammar as g
-from qdsl.spec.model import Table
 from qdsl.spec.source import Problems, Span, did_you_mean
 
 F32_EXACT = 1 << 24
@@ -89,15 +88,20 @@ class _Builder:
             what = "is an index field: it has no value of its own" if field else "is unknown in decode"
             self.problems.add(expr.span, f"'{expr.name}' {what}{'' if field else did_you_mean(expr.name, known)}")
             return None
-        number = field.number
-        limits = None if number.is_float else (number.low, number.high)
-        return self.add("field", (), expr.span, name=field.name, range=limits, index=_reach(program, field.index))
+        if field.table:
+            self.problems.add(expr.span, f"'{expr.name}' is a stored table: it has a value by its subscripts, {expr.name}[...]")
+            return None
+        return self.add("field", (), expr.span, name=field.name, range=_limits(field), index=_reach(program, field.index))
 
     def table(self, expr: g.Subscript) -> int | None:
         """A table's number, by an integer that never leaves the table; of a table of rows, the column's number in a row."""
+        stored = next((field for field in self.program.fields if field.name == expr.name and field.table), None)
+        if stored is not None:
+            return self.entry(expr, stored)
         table = next((table for table in self.program.spec.tables if table.name.value == expr.name), None)
         if table is None:
             known = [table.name.value for table in self.program.spec.tables]
+            known += [field.name for field in self.program.fields if field.table]
             self.problems.add(expr.span, f"unknown table '{expr.name}': fields stand in decode without subscripts"
                                          f"{did_you_mean(expr.name, known)}")
             return None
@@ -105,25 +109,45 @@ class _Builder:
             wanted = "one subscript" if len(table.shape) == 1 else "two subscripts"
             self.problems.add(expr.span, f"table '{expr.name}' has {wanted}, not {len(expr.index)}")
             return None
-        arg = self.value(expr.index[0])
-        if arg is None or not self.is_column(expr, table, self.values[arg]):
+        arg = self.row(expr, expr.index[0], table.shape)
+        if arg is None:
             return None
         by = self.values[arg]
-        if by.range is None or by.range[0] < 0 or by.range[1] >= table.shape[0]:
-            runs = "is no integer" if by.range is None else f"runs from {by.range[0]} to {by.range[1]}"
-            self.problems.add(expr.index[0].span, f"table '{expr.name}' has entries 0 to {table.shape[0] - 1}, and its "
-                                                  f"subscript {runs}")
-            return None
         limits = (int(min(table.values)), int(max(table.values))) if table.is_int else None
-        index = by.index if len(table.shape) == 1 else (*(i for i in by.index if "k" not in i.names()), ix.name("k"))
+        index = by.index if len(table.shape) == 1 else _columns(by)
         return self.add("table", (arg,), expr.span, name=expr.name, range=limits, index=index)
 
-    def is_column(self, expr: g.Subscript, table: Table, by: Value) -> bool:
+    def entry(self, expr: g.Subscript, field: Field) -> int | None:
+        """A stored table's number: planes of rows by constants, then as of a table of rows."""
+        shape = field.table
+        if len(expr.index) != len(shape):
+            self.problems.add(expr.span, f"stored table '{expr.name}' has {len(shape)} subscripts, not {len(expr.index)}")
+            return None
+        plane = 0
+        for at, extent in zip(expr.index, shape[:-2], strict=False):
+            if not isinstance(at, g.Number) or not isinstance(at.value, int) or not at.value < extent:
+                self.problems.add(at.span, f"a subscript of '{expr.name}' before the row is a number from 0 to {extent - 1}")
+                return None
+            plane = plane * extent + at.value
+        arg = self.row(expr, expr.index[-2], shape[-2:])
+        return None if arg is None else self.add("entry", (arg,), expr.span, name=field.name, const=plane,
+                                                 range=_limits(field), index=_columns(self.values[arg]))
+
+    def row(self, expr: g.Subscript, at: g.Expr, shape: tuple[int, ...]) -> int | None:
+        """The subscript that says which row, or which entry of a table without columns: an integer that is always one."""
+        arg = self.value(at)
+        if arg is None or (len(shape) > 1 and not self.is_column(expr, at, shape[1], self.values[arg])):
+            return None
+        limits = self.values[arg].range
+        if limits is None or limits[0] < 0 or limits[1] >= shape[0]:
+            runs = "is no integer" if limits is None else f"runs from {limits[0]} to {limits[1]}"
+            self.problems.add(at.span, f"table '{expr.name}' has entries 0 to {shape[0] - 1}, and its subscript {runs}")
+            return None
+        return arg
+
+    def is_column(self, expr: g.Subscript, at: g.Expr, columns: int, by: Value) -> bool:
         """Whether a table of rows is read as one: by a field of whole runs of columns, each column at its place in the row."""
-        if len(table.shape) == 1:
-            return True
-        columns = table.shape[1]
-        match expr.index[1]:
+        match expr.index[-1]:
             case g.Binary("%", g.Name("k"), g.Number(value)) if value == columns:
                 pass
             case other:
@@ -131,7 +155,7 @@ class _Builder:
                 return False
         blocks = [i.terms[0][0].args[1] for i in by.index if "k" in i.names() and i.terms[0][0].op == "div"]
         if by.op != "field" or len(blocks) != 1 or blocks[0] != Index(columns):
-            self.problems.add(expr.index[0].span, f"a row of '{expr.name}' is for {columns} columns: expected a field that as "
+            self.problems.add(at.span, f"a row of '{expr.name}' is for {columns} columns: expected a field that as "
                                                   f"many share, [n, k // {columns}]")
             return False
         return True
@@ -213,6 +237,18 @@ class _Builder:
             self.problems.add(value.span, f"{value.const} does not fit 32 bits")
             return None
         return number
+
+
+def _limits(field: Field) -> tuple[int, int] | None:
+    """The integers that a field can be; None for a float."""
+    number = field.number
+    assert number is not None
+    return None if number.is_float else (number.low, number.high)
+
+
+def _columns(row: Value) -> tuple[Index, ...]:
+    """What a row's entries vary over: what the row does, and every column."""
+    return (*(i for i in row.index if "k" not in i.names()), ix.name("k"))
 
 
 def _fold(op: str, a: int, b: int) -> int:

@@ -123,6 +123,12 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
             return None
     else:
         found = number_of(program, kind, problems)
+    shown = kind.name if found is None or kind.name in program.params else found.name
+    if (shape := _table(program, item)) is not None and found is not None:
+        if len(shape) < 2 or min(extent.const for extent in shape) < 1:
+            problems.add(item.typed.span, f"stored table '{word}' has an extent of rows, one of columns, and may have more before them")
+            return None
+        return Field(word, shown, found, (), shape, None, item.name.span)
     index = [_subscript(program, item, expr, problems) for expr in item.typed.index]
     if None in index or (found is None and groups is None):
         return None
@@ -137,8 +143,16 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
     if groups is not None and subscripts != (name("k"),):
         problems.add(item.typed.span, f"index field '{word}' is subscripted by k alone: which group a column belongs to")
         return None
-    shown = kind.name if found is None or kind.name in program.params else found.name
     return Field(word, shown, found, subscripts, tuple(_extent(program, i) for i in subscripts), groups, item.name.span)
+
+
+def _table(program: Program, item: SpecField) -> tuple[Index, ...] | None:
+    """The extents of a stored table, which stand where other fields have subscripts; None for those."""
+    scope = Scope({"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
+                   **parameters(program), **program.dims}, "", Problems(), program.facts)
+    found = [scope.index(expr) for expr in item.typed.index]
+    extents = tuple(extent for extent in found if extent is not None and extent.is_const)
+    return extents if extents and len(extents) == len(found) else None
 
 
 def group_size(groups: Index) -> Index | None:

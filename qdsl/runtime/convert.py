@@ -177,7 +177,7 @@ class _Change:
         known = number(str(self.packed.params.get(field.type, field.type)))
         width = piece.width or (known.bits if known is not None else 32)
         sizes = self.packed.sizes
-        extents = [-(-axis.whole(*self.packed.shape, sizes) // axis.by(sizes)) for axis in field.axes]
+        extents = [axis.rounded(*self.packed.shape, sizes) for axis in field.axes]
         tensor, (dtype, shape) = self.packed.tensors[by], self.wanted[name]
         source = place(before, tensor.shape, 8 * tensor.element_size(), extents)
         result = place(piece, shape, 8 * dtype.itemsize, extents)

@@ -321,7 +321,7 @@ class Format:
             raise FormatError(f"{self.name} has no field '{name}'; it has {', '.join(variant.fields)}")
         field = variant.fields[name]
         kind = str(params.get(field.type, field.type))
-        wanted = tuple(-(-each.whole(*shape, sizes) // each.by(sizes)) for each in field.axes)
+        wanted = tuple(each.rounded(*shape, sizes) for each in field.axes)
         if value.dtype != torch_dtype(kind) or tuple(value.shape) != wanted:
             raise FormatError(f"{self.name}: field '{name}' is {str(value.dtype)[6:]} {list(value.shape)}; the format needs "
                               f"{str(torch_dtype(kind))[6:]} {list(wanted)}")

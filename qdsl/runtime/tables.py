@@ -17,6 +17,16 @@ WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 FEW = 16                                                         # entries up to which a traced lookup is worth its length
 
 
+def entries(rows: Tensor, codes: Tensor) -> Tensor:
+    """The rows [entries, columns] that integer codes choose, each code below the entries: the codes' shape, and columns.
+
+    Raises RuntimeError in a program that is traced, where whole tensors would be looked up.
+    """
+    if isinstance(codes, FakeTensor):
+        raise RuntimeError("rows are not looked up in a program that is traced")
+    return rows.index_select(0, codes.flatten().to(torch.int32)).view(*codes.shape, -1)
+
+
 class Table:
     """Numbers as float32, int32 or int8, brought to a device when it first asks for them.
 

@@ -1,0 +1,160 @@
+"""aqlm_2x8: AQLM 2x8, for 8 columns the sum of a row of each of two codebooks of 256, and a scale per row.
+
+    w = (cb[0, a, k % 8] + cb[1, b, k % 8]) * s
+    float32, rounded after each operation
+
+    a      u8   [N, K/8]
+    b      u8   [N, K/8]
+    cb     real [2, 256, 8]
+    s      real [N]
+
+    aqlm: 2.00024 bits per weight
+
+Built from the spec aqlm_2x8 (sha256 2b7f1fb3813b36fd) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty, entries, workspace
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_aqlm(codes: Tensor, codebooks: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """Fields of codes int8 [N, K/8, 2]; codebooks real [2, 256, 1, 8]; scales real [N, 1, 1, 1]."""
+    r = as_type(codes, torch.uint8)
+    return {
+        "a": r[..., 0:1].squeeze(-1),
+        "b": r[..., 1:2].squeeze(-1),
+        "cb": codebooks.squeeze(2),
+        "s": scales.squeeze(3).squeeze(2).squeeze(1),
+    }
+
+
+def pack_aqlm(a: Tensor, b: Tensor, cb: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """codes, codebooks, scales of the fields; the inverse of unpack_aqlm."""
+    r = empty((a.shape[0], a.shape[1], 2), torch.uint8, a.device)
+    r[..., 0:1] = a.unsqueeze(-1)
+    r[..., 1:2] = b.unsqueeze(-1)
+    return {
+        "codes": as_type(r, torch.int8),
+        "codebooks": cb.unsqueeze(2),
+        "scales": s.unsqueeze(-1).unsqueeze(-1).unsqueeze(-1),
+    }
+
+
+def decode(a: Tensor, b: Tensor, cb: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = (cb[0, a, k % 8] + cb[1, b, k % 8]) * s.  a [N,
+    K/8], b [N, K/8], cb [2, 256, 8], s [N].
+    """
+    out = out if out is None else out.unflatten(1, (-1, 8))
+    s = s.float()[..., None, None]
+    cb_0 = entries(cb.float()[0], a)
+    cb_1 = entries(cb.float()[1], b)
+    space = workspace(out)
+    w = torch.add(cb_0, cb_1, out=space)
+    return torch.mul(w, s, out=out).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_aqlm(codes, codebooks, scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    codes += 2 * n.to(tl.int64) * (K // 8)
+    scales += n
+    s = tl.load(scales, n < N, 0).to(tl.float32)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    a = tl.load(codes + 2 * (k // 8), live, 0).to(tl.uint8, bitcast=True).to(tl.int32)
+    b = tl.load(codes + 2 * (k // 8) + 1, live, 0).to(tl.uint8, bitcast=True).to(tl.int32)
+    column = k % 8
+    cb = tl.load(codebooks + 8 * a + column, live, 0).to(tl.float32)
+    cb1 = tl.load(codebooks + 8 * b + column + 2048, live, 0).to(tl.float32)
+    w = (cb + cb1) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_aqlm(codes, codebooks, scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    codes += 2 * n.to(tl.int64) * (K // 8)
+    scales += n
+    s = tl.load(scales, n < N, 0).to(tl.float32)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        a = tl.load(codes + 2 * (k // 8), live, 0).to(tl.uint8, bitcast=True).to(tl.int32)
+        b = tl.load(codes + 2 * (k // 8) + 1, live, 0).to(tl.uint8, bitcast=True).to(tl.int32)
+        column = k % 8
+        cb = tl.load(codebooks + 8 * a + column, live, 0).to(tl.float32)
+        cb1 = tl.load(codebooks + 8 * b + column + 2048, live, 0).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (cb + cb1) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "a": Field("u8", "N", "K/8"),
+        "b": Field("u8", "N", "K/8"),
+        "cb": Field("real", "2", "256", "8"),
+        "s": Field("real", "N"),
+    },
+    storages={
+        "aqlm": Storage(
+            tensors={
+                "codes": Stored("i8", "N", "K/8", "2"),
+                "codebooks": Stored("real", "2", "256", "1", "8"),
+                "scales": Stored("real", "N", "1", "1", "1"),
+            },
+            unpack=unpack_aqlm, pack=pack_aqlm,
+            kernels=Kernels(_dequantize_aqlm, _linear_aqlm, rows="N", units="K", last="k"),
+        ),
+    },
+    decode=decode,
+)
+
+FORMAT = Format(
+    name="aqlm_2x8", title="AQLM 2x8, for 8 columns the sum of a row of each of two codebooks of 256, and a scale per row",
+    source="aqlm checkpoints (QuantizedLinear, _dequantize_weight)", formula="(cb[0, a, k % 8] + cb[1, b, k % 8]) * s",
+    variants={(): VARIANT},
+    params={"real": ("f16", "bf16")},
+    detect={"config": {"quant_method": "aqlm", "num_codebooks": 2, "nbits_per_codebook": 8, "in_group_size": 8,
+        "out_group_size": 1}},
+    digest="2b7f1fb3813b36fd",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+requantize = FORMAT.requantize
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear
+Embedding = FORMAT.Embedding
