@@ -158,7 +158,7 @@ def _leaves(program: Program, value: Value) -> tuple[set[str], int, int]:
     """Fields below an integer value, and the range of all its steps."""
     assert value.range is not None
     low, high = value.range
-    leaves = {value.name} if value.op == "field" else set()
+    leaves = {value.name} if value.op in ("field", "entry") else set()
     for arg in value.args if value.op not in ("table", "entry") else ():
         names, small, large = _leaves(program, program.values[arg])
         leaves |= names

@@ -63,6 +63,9 @@ def _value(program: Program, field: Field, expr: g.Expr, problems: Problems) -> 
     value = Scope(names, f"the value of '{field.name}'", problems, program.facts).index(expr)
     if value is None:
         return None
+    if field.table:
+        problems.add(expr.span, f"stored table '{field.name}' has no one value that could stand for it where it is not stored")
+        return None
     if field.groups is not None and (size := group_size(field.groups)) is not None:
         if value != ix.div(name("k"), size, program.facts):
             problems.add(expr.span, f"index field '{field.name}' has groups in order where it is not stored: k // {size}, "

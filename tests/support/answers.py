@@ -156,17 +156,16 @@ def _quantized(case: Answers, format: Format) -> Iterator[str]:
 
 
 def refuses(format: Format, storage: str, params: Mapping[str, int | str], shape: tuple[int, int]) -> bool:
-    """Whether fields of zeros, whose last blocks may be short, are not packed."""
+    """Whether fields of zeros, whose last blocks may be short, are not packed as a weight of this shape."""
     sizes = format.sizes(params, shape)
     variant = format.variant(params)
-    fields = {name: torch.zeros([-(-axis.whole(*shape, sizes) // axis.by(sizes)) for axis in field.axes],
+    fields = {name: torch.zeros([axis.rounded(*shape, sizes) for axis in field.axes],
                                 dtype=torch_dtype(str(params.get(field.type, field.type))))
               for name, field in variant.fields.items() if name not in variant.storages[storage].where}
     try:
-        format.pack(fields, storage=storage, **params)
+        return format.pack(fields, storage=storage, **params).shape != shape
     except FormatError:
         return True
-    return False
 
 
 def _compared(what: str, wanted: Mapping[str, str], found: Mapping[str, Tensor]) -> Iterator[str]:

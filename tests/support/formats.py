@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from types import ModuleType
 
@@ -29,7 +30,7 @@ from tests.support.second import Reading
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "specs").glob("*.yaml"))
 EXTRA = sorted((ROOT / "tests" / "specs").glob("*.yaml"))
-SPECS = [*SHIPPED, *EXTRA]
+MOST_ENTRIES = 1 << 14                                           # of a stored table, which tests go through one by one
 NO_QUANTIZER = ROOT / "tests" / "specs" / "int4_rows.yaml"       # its page names no encode scheme
 
 
@@ -62,6 +63,9 @@ class Case:
 @cache
 def spec(path: Path) -> Spec:
     return load(path)
+
+
+SPECS = [path for path in (*SHIPPED, *EXTRA) if all(prod(oracle.table(field)) <= MOST_ENTRIES for field in spec(path).fields)]
 
 
 @cache
@@ -135,7 +139,7 @@ def field_shape(case: Case, name: str, shape: tuple[int, int], params: Mapping[s
     format = case.module.FORMAT
     chosen = {**case.choice, **(params or {})}
     sizes = format.sizes(chosen, shape)
-    return tuple(-(-each.whole(*shape, sizes) // each.by(sizes)) for each in format.variant(chosen).fields[name].axes)
+    return tuple(each.rounded(*shape, sizes) for each in format.variant(chosen).fields[name].axes)
 
 
 def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Mapping[str, int | str] | None = None,

@@ -163,9 +163,17 @@ def _line(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str,
             yield item.field.name, tuple(evaluate(i, local) for i in item.index), low, width, -1
 
 
+def table(field: Field) -> tuple[int, ...]:
+    """The extents of a stored table; () of a field that belongs to weights."""
+    numbers = [expr.value for expr in field.typed.index if isinstance(expr, g.Number)]
+    return tuple(map(int, numbers)) if len(numbers) == len(field.typed.index) else ()
+
+
 def _shape(fields: Mapping[str, Field], field: Field, env: Mapping[str, int]) -> tuple[int, ...]:
     """Elements of a field along each of its subscripts."""
     shape: list[int] = []
+    if stored := table(field):
+        return stored
     for expr in field.typed.index:
         if isinstance(expr, g.Name):
             if expr.name in ("n", "k"):

@@ -157,7 +157,12 @@ class Reading:
             free = {name: oracle.evaluate(expr, env) for name, expr in self.defaults.items() if name not in held}
             env |= free | {name: int(held[name][k]) for name in indices if name in held}
             yield (n, k), free, {f.name.value: tuple(oracle.evaluate(i, env) for i in f.typed.index)
-                                 for f in self.spec.fields if f.name.value in held}
+                                 for f in self.spec.fields if f.name.value in held and not oracle.table(f)}
+
+    @property
+    def stored_tables(self) -> dict[str, tuple[int, ...]]:
+        """The extents of fields that are tables."""
+        return {field.name.value: shape for field in self.spec.fields if (shape := oracle.table(field))}
 
     @cached_property
     def tables(self) -> Tables:
@@ -175,12 +180,15 @@ class Reading:
         """The weights, each operation of the decode expression rounded to float32."""
         out = np.empty(self.shape, np.float32)
         kinds = {field.name.value: self.kind(field.name.value) for field in self.spec.fields}
+        stored = {(name, at): value(kinds[name], int(fields[name][at])) for name, shape in self.stored_tables.items()
+                  for at in np.ndindex(*shape)}
+        tables = {**self.tables, **stored}
         sizes: dict[str, Scalar] = {name: size for name, size in self.params.items() if isinstance(size, int)}
         with np.errstate(all="ignore"):
             for weight, free, places in self.places(fields):
                 values = {name: value(kinds[name], int(fields[name][place])) for name, place in places.items()
                           if kinds[name] != "index"}
-                out[weight] = _step(self.spec.decode, {**sizes, **free, **values, "k": weight[1]}, self.tables)
+                out[weight] = _step(self.spec.decode, {**sizes, **free, **values, "k": weight[1]}, tables)
         return out
 
     # -- storage ------------------------------------------------------------------------------------------------------
@@ -246,6 +254,7 @@ class Reading:
         fields = {field for field, _ in stored}
         held = {name: np.zeros(self.shape[1], np.int64) for name in fields}
         used = {element for _, _, places in self.places(held) for element in places.items()}
+        used |= {(name, at) for name, shape in self.stored_tables.items() for at in np.ndindex(*shape)}
         return used <= stored and all(self._whole(tensor) for tensor in self.tensors.values())
 
     def _whole(self, tensor: Tensor) -> bool:
