@@ -25,6 +25,7 @@ COVERING = covering(CASES, lambda case: [(variant := case.module.FORMAT.variant(
 # codes straddle words or fill them unevenly, scales lie in records with others, a grid is no table of 16 numbers, and neither is
 # that of nested scales: plain tiles serve these.
 PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q3_k.planar", "tq1_0.gguf", "ranges.runs",
+         "aqlm_2x8.aqlm-realf16", "learned_rows.rows",
          "ranges.words", "nf4_nested.bitsandbytes-block64", "bnb_fp4_nested.bitsandbytes-block64",
          *(f"int_group.{storage}-group128-scale_typef16" for storage in (
              "planar-bits3", "gptq_p-bits3", "gptq_p-bits5", "gptq_p-bits7", "pack_quantized-bits5", "pack_quantized-bits7",

@@ -25,6 +25,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, dict[str, int | str]]] = {
     "compressed-tensors INT8": ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
         "targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}}}}},
         "int8_channel", {}),
+    "AQLM": ({"quantization_config": {"quant_method": "aqlm", "num_codebooks": 1, "nbits_per_codebook": 16, "in_group_size": 8,
+                                      "out_group_size": 1}}, "aqlm_1x16", {}),
     "compressed-tensors FP8": ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
         "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}}}, "fp8_channel", {}),
 }

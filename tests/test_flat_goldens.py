@@ -1,4 +1,4 @@
-"""Weights of packages that store them flat, rows far apart together, or by codebooks: bit for bit in float32, and back byte for byte.
+"""Weights of packages that store them flat, rows far apart together, or by codebooks: bit for bit, and back byte for byte.
 
 bitsandbytes, HQQ, AWQ for gemv kernels, BitNet and AQLM; tests/data/README.md says which package wrote which file.
 """

@@ -301,7 +301,9 @@ def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field,
 
 def _spread(programs: Sequence[Program], fields: Sequence[Field], text: str, block: Index, axis: int, letter: str) -> str:
     """Every value once per weight of its block, the last block cut short."""
-    full = next(f for f in fields if f.index == (ix.name("n"), ix.name("k")))
+    full = next((f for f in fields if f.index == (ix.name("n"), ix.name("k"))), None)
+    if full is None:
+        raise Unsupported("blocks that do not divide an axis, where no field has a value for every weight")
     cut = f"[{':, ' * axis}:{full.name}.shape[{0 if letter == 'n' else -1}]]"
     return f"{text}.repeat_interleave({block}, {axis}){cut}"
 

@@ -31,8 +31,8 @@ from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
 RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Pairs", "Storage", "Stored", "Stream", "Table", "Variant",
-           "as_float", "as_type", "base3", "cdiv", "codebook", "device", "empty", "entries", "integer", "joined", "lanes", "many", "narrow",
-           "pad", "records", "spread", "trit", "workspace")
+           "as_float", "as_type", "base3", "cdiv", "codebook", "device", "empty", "entries", "integer", "joined", "lanes",
+           "many", "narrow", "pad", "records", "spread", "trit", "workspace")
 
 
 @dataclass(frozen=True, slots=True)

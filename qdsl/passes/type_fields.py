@@ -126,7 +126,8 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
     shown = kind.name if found is None or kind.name in program.params else found.name
     if (shape := _table(program, item)) is not None and found is not None:
         if len(shape) < 2 or min(extent.const for extent in shape) < 1:
-            problems.add(item.typed.span, f"stored table '{word}' has an extent of rows, one of columns, and may have more before them")
+            problems.add(item.typed.span, f"stored table '{word}' has an extent of rows, one of columns, and may have more "
+                                          "before them")
             return None
         return Field(word, shown, found, (), shape, None, item.name.span)
     index = [_subscript(program, item, expr, problems) for expr in item.typed.index]
