@@ -98,8 +98,7 @@ def decompress(path: Path, out: Path, *, like: Path | None = None, jobs: int | N
     part, tell, jobs and memory are those of `compress`; parts are of files.
     Raises RewriteError, CheckpointError and OSError.
     """
-    if path.is_dir() and path.resolve() in (out.resolve(), *out.resolve().parents):
-        raise RewriteError(f"{out}: lies in the folder that is read")
+    stage.check_apart(path, out)
     with components.opened(path) as models:
         planned = _planned(path, models, like)
         if stage.was_ended(out):

@@ -38,8 +38,7 @@ def compress(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tup
     are processors and memory for.
     Raises RewriteError, CheckpointError and OSError.
     """
-    if path.is_dir() and path.resolve() in (out.resolve(), *out.resolve().parents):
-        raise RewriteError(f"{out}: lies in the folder that is read")
+    stage.check_apart(path, out)
     with components.opened(path) as models:
         work = _work(path, models, aim, out)
         if stage.was_ended(out):

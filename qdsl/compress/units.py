@@ -95,7 +95,7 @@ def units(models: Mapping[str, Folder], aim: Aim) -> tuple[list[Unit], dict[str,
     Raises RewriteError where nothing does, and for patterns that do not fit.
     """
     if unknown := [name for name in aim.only if name not in models]:
-        raise RewriteError(f"no model {unknown[0]!r}: there are {', '.join(models)}")
+        raise RewriteError(f"no model {unknown[0]!r}: there are {', '.join(filter(None, models)) or 'not several here'}")
     made: list[Unit] = []
     used: dict[str, dict[str, list[str]]] = {}
     for model, folder in models.items():
@@ -128,8 +128,8 @@ def left(models: Mapping[str, Folder], aim: Aim, made: Iterable[Unit]) -> list[s
                 sums.setdefault((model, entry.dtype, len(entry.shape)), []).append(entry.nbytes)
     kinds = "not of Linear or Embedding" + ("" if aim.format == "df11" else ", nor experts")
     plain = "no pattern names them" if aim.patterns else kinds
-    return [f"{model}{': ' * bool(model)}{len(sizes)} tensors of {dtype} with {axes} axes, {sum(sizes)} bytes, stay as they are: "
-            f"{plain if dtype == 'BF16' else 'not bfloat16'}" for (model, dtype, axes), sizes in sums.items()]
+    return [f"{model}{': ' * bool(model)}tensors of {dtype} with {axes} axes stay as they are, {len(sizes)} of {sum(sizes)} "
+            f"bytes: {plain if dtype == 'BF16' else 'not bfloat16'}" for (model, dtype, axes), sizes in sums.items()]
 
 
 def needed(nbytes: int) -> int:

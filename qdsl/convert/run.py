@@ -17,7 +17,7 @@ from qdsl.checkpoint.safetensors import shown
 from qdsl.convert.config import rewritten
 from qdsl.convert.plan import Aim, Plan, plan
 from qdsl.quantize.quality import Sums
-from qdsl.rewrite import RewriteError, stage
+from qdsl.rewrite import stage
 from qdsl.rewrite.complete import complete
 from qdsl.rewrite.shards import Shard, index, share
 from qdsl.rewrite.work import Telling, quiet, write
@@ -34,8 +34,7 @@ def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1
     Memory: twice the largest tensor for each process, beside torch; to requantize some float32 weights as large as the largest.
     Raises RewriteError, CheckpointError and OSError.
     """
-    if folder.root.resolve() in (out.resolve(), *out.resolve().parents) and folder.path.is_dir():
-        raise RewriteError(f"{out}: lies in the folder that is read")
+    stage.check_apart(folder.path, out)
     planned = plan(folder, known, aim)
     if stage.was_ended(out):
         return _report(planned, out, planned.shards, 0, [], {})
