@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from qdsl.runtime import eight
 from qdsl.runtime.linear import check_bias
 from qdsl.runtime.module import PackedModule
+from qdsl.runtime.ops import is_plain
 from qdsl.runtime.packed import PackedWeight
+from qdsl.runtime.scratch import scratch
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
@@ -90,7 +92,9 @@ class QuantizedEmbedding(PackedModule, nn.Embedding):
         rows = packed.rows(input.flatten())
         if rows is not None:
             return self.format.dequantize(rows, self.compute_dtype).view(*input.shape, self.embedding_dim)
-        return nn.functional.embedding(input, self.format.dequantize(packed, self.compute_dtype))
+        plain = is_plain(input, *packed.tensors.values())
+        room = scratch("weight", packed.shape, self.compute_dtype, packed.device) if plain else None
+        return nn.functional.embedding(input, self.format.dequantize(packed, self.compute_dtype, room))
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format.name}.{self._packed.storage}"

@@ -95,8 +95,7 @@ def few(codes, base, start, index, value, rest, x, x16, bias, out, M, N, K, K8, 
         ROWS: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, PATCHES: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, for ROWS rows of w and 8 * BLOCKS of x.
 
-    W warps share K.  Patched columns are multiplied as their code says, and that is taken off again, product by product.  What
-    an infinite x makes infinite stays: the right weight does so too, with the same sign, which is not among the symbol's bits.
+    W warps share K.  Patched columns are multiplied as their code says, and that is taken off again, product by product.
     x, rest: as words of 32 bits.
     """
     warp, g, c = lanes.warps(W)
@@ -139,7 +138,9 @@ def few(codes, base, start, index, value, rest, x, x16, bias, out, M, N, K, K8, 
             bits = other_bits(made, rest, n.to(tl.int64) + r, k, K8, live)
             xk = tl.load(x16 + lanes.within(token, M).to(tl.int64)[:, None] * K + k[None, :]).to(tl.float32)
             mine = (live[None, :] & (r[None, :] == row))[:, None, :]
-            wrong = tl.where(tl.abs(xk) < float("inf"), xk * pairs.number(bits | (low & 0xFFFF), F)[None, :], 0.0)
+            wrong = xk * pairs.number(bits | (low & 0xFFFF), F)[None, :]
+            if AT < 8:                                           # the sign is not in the symbol: what is infinite stays so
+                wrong = tl.where(tl.abs(xk) < float("inf"), wrong, 0.0)
             right = xk * pairs.number(bits | (symbol << AT), F)[None, :]
             total -= tl.sum(tl.where(mine, wrong[None, :, :], 0.0), 2)
             total += tl.sum(tl.where(mine, right[None, :, :], 0.0), 2)
