@@ -214,6 +214,11 @@ def test_models_of_a_pipeline(format: str, pipeline: Path, tmp_path: Path) -> No
     assert command("verify", pipeline, tmp_path / "back").stdout == "equal\n"
     only = run.compress(pipeline, Aim(format, only=("transformer",)), tmp_path / "only")
     assert only["units"] < report["units"]
+    with pytest.raises(RewriteError, match="transformer: is compressed already; `qdsl decompress` makes of it what it was"):
+        run.compress(tmp_path / "only", Aim("fix4"), tmp_path / "twice")
+    rest = run.compress(tmp_path / "only", Aim(format, only=("text_encoder",)), tmp_path / "rest")
+    assert only["units"] + rest["units"] == report["units"]
+    assert folders.files(tmp_path / "rest") == folders.files(tmp_path / "out")
     with pytest.raises(RewriteError, match="no model 'unet': there are text_encoder, transformer, vae"):
         run.compress(pipeline, Aim(format, only=("unet",)), tmp_path / "none")
 

@@ -12,8 +12,10 @@ import numpy as np
 
 from qdsl.checkpoint import components
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.groups import groups
 from qdsl.checkpoint.safetensors import Entry, shown
 from qdsl.compress import codecs, pieces, plan
+from qdsl.compress.original import ORIGINAL
 from qdsl.compress.pieces import Made, Piece
 from qdsl.compress.units import Aim, Bytes, Unit, left, needed, placed, units
 from qdsl.entropy.lookup import StreamError
@@ -85,6 +87,10 @@ class _Work:
 
 
 def _work(path: Path, models: Mapping[str, Folder], aim: Aim, out: Path) -> _Work:
+    """Raises RewriteError for a model of which weights are held together already, or that was compressed."""
+    for model, folder in models.items():
+        if aim.means(model) and (groups(folder) or (folder.path.is_dir() and (folder.path / ORIGINAL).exists())):
+            raise RewriteError(f"{folder.path}: is compressed already; `qdsl decompress` makes of it what it was")
     made, used = units(models, aim)
     sources = {each: identity(each) for folder in models.values() for each in folder.shards}
     return _Work(path, models, aim, pieces.pieces(made, aim, out / stage.STAGE, sources), left(models, aim, made), used, sources)

@@ -40,6 +40,9 @@ class Aim:
         """Whether what takes more room than before is held so nevertheless, because the patterns ask for it."""
         return self.patterns is not None
 
+    def means(self, model: str) -> bool:
+        return not self.only or model in self.only
+
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
@@ -99,17 +102,17 @@ def units(models: Mapping[str, Folder], aim: Aim) -> tuple[list[Unit], dict[str,
     made: list[Unit] = []
     used: dict[str, dict[str, list[str]]] = {}
     for model, folder in models.items():
-        if aim.only and model not in aim.only:
+        if not aim.means(model):
             continue
         if aim.format == "df11":
             chosen = patterns.found(patterns.matrices(folder), patterns.modules(folder)) if aim.patterns is None else {
                 key: list(each) for key, each in aim.patterns.items()}
-            groups = patterns.matched(folder, chosen)
-            used |= {model: chosen} if groups else {}
+            held = patterns.matched(folder, chosen)
+            used |= {model: chosen} if held else {}
         else:
-            groups = {name.removesuffix(patterns.WEIGHT): [name] for name in folder.names()
-                      if patterns.is_matrix(folder, name) or patterns.is_stack(folder, name)}
-        made += [Unit(model, name, {each: bytes_of(folder, each) for each in parts}) for name, parts in groups.items()]
+            held = {name.removesuffix(patterns.WEIGHT): [name] for name in folder.names()
+                    if patterns.is_matrix(folder, name) or patterns.is_stack(folder, name)}
+        made += [Unit(model, name, {each: bytes_of(folder, each) for each in parts}) for name, parts in held.items()]
     if not made:
         where = ", ".join(str(folder.path) for folder in models.values())
         what = "no pattern names a module" if aim.patterns else "no bfloat16 matrix, whose exponents could be coded"
@@ -122,7 +125,7 @@ def left(models: Mapping[str, Folder], aim: Aim, made: Iterable[Unit]) -> list[s
     held = {(unit.model, name) for unit in made for name in unit.parts}
     sums: dict[tuple[str, str, int], list[int]] = {}
     for model, folder in models.items():
-        for name in folder.names() if not aim.only or model in aim.only else ():
+        for name in folder.names() if aim.means(model) else ():
             entry = folder.entry(name)
             if len(entry.shape) > 1 and (model, name) not in held:
                 sums.setdefault((model, entry.dtype, len(entry.shape)), []).append(entry.nbytes)
