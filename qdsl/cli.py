@@ -18,6 +18,7 @@ app = typer.Typer(name="qdsl", no_args_is_help=True, add_completion=True, pretty
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 SHOWN = 50                                                       # differences and notes, of those that there are
+A_PROCESS = 8                                                    # specs that are worth a process of their own
 Names = Annotated[list[str], typer.Argument(help="Spec files, or names of formats that ship with qdsl.", show_default=False)]
 
 
@@ -113,17 +114,19 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
     """Build specs into modules, and say what was written."""
     from qdsl import places
     from qdsl.emit import build as builder
+    from qdsl.processes import processors, results
 
     if bool(specs) == every:
         _fail("error: name the specs to build, or give --all", 2)
     rows: list[dict[str, str]] = []
     with _reported():
         paths = places.shipped() if every else [places.find(name) for name in specs or []]
-        for path in paths:
+        made = results(builder.files_of, paths, min(processors(), math.ceil(len(paths) / A_PROCESS)))
+        for path, files in zip(paths, made, strict=True):
             folder = out or (places.generated() if path.parent.resolve() == places.specs() else Path("generated"))
             try:
                 rows += [{"spec": str(path), "path": _short(w.path), "change": w.change}
-                         for w in builder.build(path, folder, write=not verify)]
+                         for w in builder.put(files, folder, write=not verify)]
             except builder.BuildError as error:
                 _fail(f"error: {error}")
     changed = [row for row in rows if row["change"] != "same"]

@@ -38,7 +38,11 @@ def build(spec: Path | str, out: Path, *, write: bool = True) -> Iterator[Writte
 
     write=False changes nothing and says what would change.  Raises SpecError, BuildError, OSError.
     """
-    files = files_of(spec)
+    yield from put(files_of(spec), out, write=write)
+
+
+def put(files: Mapping[str, str], out: Path, *, write: bool = True) -> Iterator[Written]:
+    """The same with the files that are made already.  Raises BuildError, OSError."""
     root = out.resolve()
     stem = next(iter(files)).split("/")[0].removesuffix(".py")
     for name, text in files.items():

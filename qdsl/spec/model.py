@@ -42,7 +42,7 @@ class Table:
 
     @property
     def is_int(self) -> bool:
-        return all(isinstance(value, int) for value in self.values)
+        return isinstance(self.values[0], int)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt"
 RESERVED = frozenset({
     "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
     "x", "out", "bias", "fields", "tensors", "device", "integer", "joined", "spread", "as_float", "as_type",   # generated code
-    "base3", "trit", "cdiv", "empty", "space", "workspace",
+    "base3", "trit", "cdiv", "empty", "entries", "space", "workspace",
     "lanes", "Lanes", "many", "narrow", "Narrow", "Pairs", "records", "planar", "codebook", "Table",
     "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",

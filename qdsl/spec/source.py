@@ -87,6 +87,9 @@ class SpecError(Exception):
         self.problems = tuple(sorted(dict.fromkeys(problems), key=lambda p: (p.span.line, p.span.column)))
         super().__init__("\n".join(problem.render() for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[SpecError], tuple[tuple[Problem, ...]]]:
+        return SpecError, (self.problems,)                       # from one process to another
+
 
 class Problems:
     """The problems found so far; passes add to it, and the driver stops between passes when there are any."""
