@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd, lcm
 
-_AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\()?(?P<dim>N\*K|N|K|1|\?|[a-z][a-z0-9_]*)"
+_AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\((?:(?P<some>\d+)\*)?)?(?P<dim>N\*K|N|K|1|\?|[a-z][a-z0-9_]*)"
                    r"(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\))\Z")
 
 
@@ -17,7 +17,8 @@ class Axis:
     """words * dim / step elements, where `exact` says that step must divide dim and otherwise the quotient is rounded up.
 
     `dim` is 'N', 'K', 'N*K', '1' or a size parameter, or '?' for an extent that these do not decide; `step` is a product of
-    integers and size parameters.
+    integers and size parameters.  short: not the quotient but the whole is rounded up, as 'ceil(3*K/32)': the last step has no
+    more words than it needs.
     """
 
     dim: str
@@ -25,6 +26,7 @@ class Axis:
     words: int
     exact: bool
     text: str
+    short: bool = False
 
     def by(self, sizes: Mapping[str, int]) -> int:
         """The step, as a number."""
@@ -37,12 +39,17 @@ class Axis:
         """How many elements the axis has; None where an exact step does not divide, and where N and K do not decide it."""
         if self.dim == "?":
             return None
-        divides = self.whole(n, k, sizes) % self.by(sizes) == 0
-        return None if self.exact and not divides else self.rounded(n, k, sizes)
+        whole = self.whole(n, k, sizes)
+        return None if self.exact and whole % self.by(sizes) else self.elements(whole, sizes)
 
     def rounded(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
         """How many elements the axis has where the last step may be short."""
-        return -(-self.whole(n, k, sizes) // self.by(sizes)) * self.words
+        return self.elements(self.whole(n, k, sizes), sizes)
+
+    def elements(self, whole: int, sizes: Mapping[str, int]) -> int:
+        """How many elements so much of the dim takes, rounded up."""
+        by = self.by(sizes)
+        return -(-whole * self.words // by) if self.short else -(-whole // by) * self.words
 
     def whole(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
         """The dim, as a number."""
@@ -62,12 +69,13 @@ class Axis:
 
 @cache
 def axis(text: str) -> Axis:
-    """The axis that a text such as 'N', '18*K/32', 'ceil(K/group)' or '256' describes."""
+    """The axis that a text such as 'N', '18*K/32', 'ceil(K/group)', 'ceil(3*K/32)' or '256' describes."""
     match = _AXIS.match(f"{text}*1" if text.isdecimal() else text)
     if match is None:
         raise ValueError(f"not an axis: {text!r}")
     step = tuple(int(part) if part.isdigit() else part for part in (match["by"] or "1").split("*") if part != "1")
-    return Axis(match["dim"], step, int(match["words"] or 1), match["ceil"] is None, text)
+    return Axis(match["dim"], step, int(match["words"] or match["some"] or 1), match["ceil"] is None, text,
+                match["some"] is not None)
 
 
 def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], given: Sequence[int] = (),

@@ -71,7 +71,8 @@ class Description:
     """A format as readers of tensors need it: values of parameters, the default first, and the tensors of its storages.
 
     sizes: parameters that are block lengths, and the axis each divides.  variants: the tensors by storage, for each choice of
-    the parameters named in `by`.  detect: the spec's rules for checkpoints.
+    the parameters named in `by`.  detect: the spec's rules for checkpoints.  tables: the numbers that small tensors beside a
+    weight repeat, as those rules say.
     """
 
     name: str
@@ -80,6 +81,13 @@ class Description:
     by: tuple[str, ...]
     variants: Mapping[tuple[int | str, ...], Mapping[str, Mapping[str, Stored]]]
     detect: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def singles(self) -> list[str]:
+        """The tensors of one number."""
+        layouts = [layout for storages in self.variants.values() for layout in storages.values()]
+        return list(dict.fromkeys(name for layout in layouts for name, stored in layout.items() if not stored.axes))
 
     def numbers(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
         """Size parameters as numbers: -1 is the axis that the parameter divides."""

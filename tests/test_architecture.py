@@ -25,22 +25,22 @@ GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
     "layout": set(), "numbers": set(), "files": set(), "places": set(), "processes": set(), "progress": set(),
-    "shapes": set(), "stored": {"shapes", "numbers"},
+    "shapes": set(), "spilled": set(), "stored": {"shapes", "numbers"},
     # the compiler, in its order
     "spec": {"numbers"},
     "ir": {"spec", "layout", "numbers"},
     "passes": {"spec", "ir", "layout", "numbers"},
     "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
     # the running shore
-    "runtime": {"numbers", "shapes", "stored", "entropy"},
+    "runtime": {"numbers", "shapes", "spilled", "stored", "entropy"},
     "encode": {"runtime", "numbers"},
     "entropy": set(),
-    "checkpoint": {"runtime", "entropy", "files", "generated", "processes", "shapes", "stored"},
+    "checkpoint": {"runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
     "generated": set(),
     # what joins them for a user
     "quantize": {"checkpoint", "runtime", "processes"},
     "rewrite": {"checkpoint", "files", "processes", ""},
-    "convert": {"rewrite", "checkpoint", "quantize", "runtime", "generated"},
+    "convert": {"rewrite", "checkpoint", "quantize", "runtime", "generated", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime"},

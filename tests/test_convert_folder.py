@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
+from qdsl.checkpoint import layer_weights
 from qdsl.checkpoint.folder import INDEX, Folder
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import CheckpointError, write
@@ -27,6 +29,7 @@ from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.shards import share
 from qdsl.runtime import PackedWeight
 from tests.support import folders
+from tests.support.formats import same_bits
 
 TWO = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -247,7 +250,7 @@ def test_what_would_change_numbers_is_refused_before_anything_is_written(tmp_pat
 def test_a_name_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = folders.named({"v": weight(), "w": weight()})
     path = folders.folder(tmp_path / "in", {**every, "norm": torch.ones(1)})
-    monkeypatch.setattr(plan, "full_name", lambda layer, name: "norm")
+    monkeypatch.setattr(plan, "full_name", lambda layer, name, aliases: "norm")
     assert "layer 'w': there is a tensor 'norm' already" in refused(path, "awq")
 
 
@@ -323,6 +326,34 @@ def test_requantized_layers(tmp_path: Path) -> None:
         assert settings == {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["head"]}
     assert report["snr_db"] == pytest.approx(sum(costs, Sums()).data()["snr_db"])
     assert report["layers"] == [{"from": "int_group.gptq_v2", "to": "fp8_block.safetensors", "count": 2}]
+
+
+@pytest.mark.parametrize(("name", "more"), [("nf4", {}), ("bnb_fp4_nested", {
+    "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": None})])
+def test_small_tensors_that_a_producer_puts_beside_a_weight(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    """JSON of what is known, and tables; under the names that files have, and with a config that says whose they are."""
+    kind = name[4:7] if "fp4" in name else name
+    config = {"dtype": "float16", "quantization_config": folders.GPTQ}
+    path = folders.folder(tmp_path / "in", folders.named({"up": weight()}) | {"head.weight": torch.ones(2, 3)}, config=config)
+    requantized(path, tmp_path / "out", name, {"block": 32})
+    with Folder(tmp_path / "out") as folder:
+        [layer] = layers(folder).layers
+        packed = import_module(f"qdsl.generated.{name}").quantize(int_group.dequantize(weight(), torch.float32), block=32)
+        said = json.loads(bytes(folder.tensor(f"up.weight.quant_state.bitsandbytes__{kind}").tolist()))
+        assert list(said) == ["quant_type", "blocksize", "dtype", "shape", *more]
+        if more:
+            more["nested_offset"] = float(packed.tensors["weight_nested_offset"])
+        assert said == {"quant_type": kind, "blocksize": 32, "dtype": "float16", "shape": [16, 64], **more}
+        leaves = ["weight", "weight.absmax", "weight.quant_map", f"weight.quant_state.bitsandbytes__{kind}"]
+        leaves += ["weight.nested_absmax", "weight.nested_quant_map"] if more else []
+        assert {each.removeprefix("up.") for each in folder.names()} == {*leaves, "head.weight"}
+        assert folder.tensor("up.weight.absmax").equal(packed.tensors["weight_absmax"])
+        [again] = layer_weights.weights(folder, layer)
+        assert all(same_bits(again.tensors[key], tensor) for key, tensor in packed.tensors.items())
+        assert folder.config["quantization_config"] == {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind,
+            "bnb_4bit_use_double_quant": bool(more), "llm_int8_skip_modules": ["head"]}
+        assert layer.problems == () and not layer.others
 
 
 def test_requantized_in_parts(tmp_path: Path) -> None:

@@ -283,6 +283,16 @@ def test_a_unit_is_divided_by_a_group_that_it_divides() -> None:
         assert str(ix.div(place, ix.name("group"), worse)) == "(8 * t + i) // group"
 
 
+def test_a_unit_is_in_one_group_where_a_group_may_be_the_whole_axis() -> None:
+    """Of which it divides the others: of a group that is the axis a unit of it is in the first."""
+    place = ix.name("t") * 8 + ix.name("i")
+    facts = Facts({"i": (0, 7), "group": (1, None)}, {"group": 1}, {"group": 32})
+    assert str(ix.div(place, ix.name("group"), facts)) == "8 * t // group"
+    assert str(ix.div(place, ix.name("group") * 2, facts)) == "(8 * t + i) // (2 * group)"
+    for worse in (Facts({"i": (0, 8)}, {}, {"group": 32}), Facts({"i": (0, 7)}, {}, {"group": 4})):
+        assert str(ix.div(place, ix.name("group"), worse)) == "(8 * t + i) // group"
+
+
 def test_ceilings_of_ceilings_are_one_ceiling() -> None:
     K, g = ix.name("K"), ix.name("g")
     assert ix.ceil(ix.ceil(K, 8), 4) == ix.ceil(K, 32)

@@ -9,16 +9,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from qdsl.checkpoint.descriptions import described
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.layers import Layer, Layers, layers
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.checkpoint.survey import survey, tables
 from qdsl.cli import app
+from qdsl.generated import int_group
 from tests.support import checkpoints
 from tests.support.checkpoints import golden
 from tests.support.formats import ROOT, module, same_bits
@@ -53,6 +56,11 @@ FOUND: dict[str, tuple[dict[str, Any], str, dict[str, int | str], tuple[int, int
                               "int_group.awq", {"bits": 4, "group": 32}, (64, 128)),
     "bnb_nf4_bs64_store-uint8_N64_K128": ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
                                           "nf4.bitsandbytes", {"block": 64}, (64, 128)),
+    "bnb_fp4_bs64_store-uint8_N64_K128": ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}},
+                                          "bnb_fp4.bitsandbytes", {"block": 64}, (64, 128)),
+    "bnb_nf4_bs64_nested_store-uint8_N64_K256": (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+                                 "bnb_4bit_use_double_quant": True}}, "nf4_nested.bitsandbytes", {"block": 64}, (64, 256)),
     "ds_fp8_block128_ragged_N144_K96": (fp8(weight_block_size=[128, 128]), "fp8_block.safetensors",
                                         {"bn": 128, "bk": 128}, (144, 96)),
     "hf_fp8_block64x32_N64_K128": (fp8(weight_block_size=[64, 32]), "fp8_block.safetensors", {"bn": 64, "bk": 32}, (64, 128)),
@@ -67,7 +75,9 @@ FOUND: dict[str, tuple[dict[str, Any], str, dict[str, int | str], tuple[int, int
     "ct_pack4_g32_sym_N64_K128": (ct(type="int", num_bits=4, strategy="group", group_size=32, format="pack-quantized"),
                                   "int_group.pack_quantized", {"bits": 4, "group": 32}, (64, 128)),
     "ct_pack4_channel_asym_oddN_N37_K90": (ct(type="int", num_bits=4, strategy="channel", format="pack-quantized"),
-                                           "int_group.pack_quantized", {"bits": 4}, (37, 90)),
+                                           "int_group.pack_quantized", {"bits": 4, "group": -1}, (37, 90)),
+    "ct_pack4_channel_sym_N64_K96": (ct(type="int", num_bits=4, strategy="channel", format="pack-quantized"),
+                                     "int_group.pack_quantized", {"bits": 4, "group": -1}, (64, 96)),
     "ct_pack3_g32_sym_dense_N64_K128": (ct(type="int", num_bits=3, strategy="group", group_size=32, format="pack-quantized"),
                                         "int_group.pack_quantized", {"bits": 3, "group": 32}, (64, 128)),
     "ct_pack4_actorder_gidx_g32_N64_K128": (ct(type="int", num_bits=4, strategy="group", group_size=32, format="pack-quantized"),
@@ -122,6 +132,7 @@ def test_a_layer_of_each_producer(tmp_path: Path, name: str, shards: int) -> Non
         assert set(found.plain) == {"model.embed_tokens.weight", "model.norm.weight"}
         made = module(ROOT / "specs" / f"{layer.format}.yaml")
         held = {own: folder.tensor(full) for own, full in layer.tensors.items()}
+        held |= {own: torch.tensor(number) for own, number in layer.numbers.items()}
         packed = made.wrap(held, layer.shape, layer.storage, **layer.params)
         assert packed.params == layer.params
         assert all(same_bits(packed.tensors[key].flatten(), held[key].flatten()) for key in held)
@@ -156,8 +167,8 @@ def test_json_beside_a_weight_says_its_shape_and_block(tmp_path: Path) -> None:
     tensors = golden("bnb_nf4_bs64_store-uint8_N64_K128")
     layer = one(read(checkpoints.folder(tmp_path, {UP: tensors})))
     assert layer.tensors == {"weight": f"{UP}.weight", "weight_absmax": f"{UP}.weight.absmax"}
-    assert layer.settings == (f"{UP}.weight.quant_state.bitsandbytes__nf4",)
-    assert layer.others == {"weight.quant_map": f"{UP}.weight.quant_map"}
+    assert layer.settings == (f"{UP}.weight.quant_map", f"{UP}.weight.quant_state.bitsandbytes__nf4")
+    assert layer.others == {} and layer.numbers == {}
     state = b'{"quant_type": "nf4", "blocksize": 64, "shape": [64, 129]}'
     tensors["weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     assert one(read(checkpoints.folder(tmp_path, {UP: tensors}))).format == ""
@@ -187,6 +198,59 @@ def test_numbers_beside_a_weight_say_its_shape_and_axis(tmp_path: Path, axis: in
         assert set(layer.settings) == {f"{UP}.{leaf}" for leaf in says} and set(layer.others) == set(others)
     says["shape"] = torch.tensor((shape[0], shape[1] + 1))
     assert one(read(checkpoints.folder(tmp_path, {UP: tensors | says}, config))).format == ""
+
+
+def test_json_beside_a_weight_says_numbers_of_it(tmp_path: Path) -> None:
+    """The mean of bitsandbytes' scales, which is in no tensor; what else is there must be what the format means."""
+    name, state = "bnb_fp4_bs128_nested_store-uint8_N32_K256", "weight.quant_state.bitsandbytes__fp4"
+    tensors = golden(name)
+    with Folder(checkpoints.folder(tmp_path, {UP: tensors})) as folder:
+        layer = one(layers(folder))
+        assert (layer.format, layer.shape) == ("bnb_fp4_nested", (32, 256))
+        assert layer.numbers == {"weight_nested_offset": 0.2301025390625}
+        assert len(layer.settings) == 3 and not layer.others
+        [weight] = weights(folder, layer)
+    with np.load(next(path for path in checkpoints.GOLDENS if path.stem == name)) as file:
+        assert same_bits(weight.format.dequantize(weight, torch.float32), torch.from_numpy(file["dequant_f32"]))
+    said = json.loads(bytes(tensors[state].tolist()))
+    for wrong in ({**said, "nested_offset": "0.2"}, {**said, "nested_offset": True}, {**said, "nested_blocksize": 128},
+                  {key: value for key, value in said.items() if key != "nested_offset"}):
+        other = tensors | {state: torch.tensor(list(json.dumps(wrong).encode()), dtype=torch.uint8)}
+        assert one(read(checkpoints.folder(tmp_path, {UP: other}))).format == ""
+    other = tensors | {"weight.nested_quant_map": tensors["weight.nested_quant_map"] * 2}
+    assert "of another format" in one(read(checkpoints.folder(tmp_path, {UP: other}))).why
+
+
+@pytest.mark.parametrize("k", [64, 96, 128])
+def test_one_group_is_that_of_the_settings(tmp_path: Path, k: int) -> None:
+    """A scale for each row is that of a group of a channel, or of the columns that there are; and of several, of no channel."""
+    packed = int_group.quantize(torch.randn(8, k), "pack_quantized", bits=4, group=128, symmetric=True)
+    tensors = {UP: packed.tensors}
+    for number, (config, group) in enumerate(((ct(type="int", num_bits=4, strategy="channel", format="pack-quantized"), -1),
+                                              (ct(type="int", num_bits=4, strategy="group", group_size=128,
+                                                  format="pack-quantized"), 128), (None, 128))):
+        (tmp_path / str(number)).mkdir()
+        layer = one(read(checkpoints.folder(tmp_path / str(number), tensors, config)))
+        assert (layer.storage, layer.params["group"], layer.problems) == ("pack_quantized", group, ())
+    several = int_group.quantize(torch.randn(8, k), "pack_quantized", bits=4, group=32, symmetric=True)
+    layer = one(read(checkpoints.folder(tmp_path, {UP: several.tensors},
+                                        ct(type="int", num_bits=4, strategy="channel", format="pack-quantized"))))
+    assert layer.params["group"] == 32 and "strategy = channel" in layer.problems[0]
+
+
+@pytest.mark.parametrize(("name", "lost"), [("autogptq_v1_b4_ge0_g32_N64_K128", True), ("autogptq_v1_b4_ge1_g32_N64_K128", False),
+                                            ("autogptq_v1_b3_ge1_g32_N64_K96", False)])
+def test_zero_points_that_were_lost_are_told(tmp_path: Path, name: str, lost: bool) -> None:
+    """auto-gptq writes a zero point of 0 over those above it; a warning, and the weight is read as it is."""
+    tensors = golden(name)
+    path = checkpoints.folder(tmp_path, {UP: tensors}, gptq(bits=int(name[13]), group_size=32))
+    layer = one(read(path))
+    assert layer.storage == "gptq_v1" and len(layer.problems) == lost
+    assert all(each.startswith(f"{UP}.qzeros: a -1 was written over the fields above it") for each in layer.problems)
+    shown = CliRunner().invoke(app, ["inspect", str(path)], catch_exceptions=False)
+    assert shown.exit_code == 0 and ("written over" in shown.stdout) == lost
+    packed = int_group.wrap(tensors, storage="gptq_v1", bits=layer.params["bits"])
+    assert [note.startswith("tensor 'qzeros': a -1 was written") for note in packed.notes if "written" in note] == [True] * lost
 
 
 def test_what_nothing_decides_is_said(tmp_path: Path) -> None:

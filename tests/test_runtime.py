@@ -439,7 +439,8 @@ def test_meta_tensors_are_wrapped_by_shape() -> None:
     assert isinstance(packed, PackedWeight) and packed.shape == (64, 128)
 
 
-@pytest.mark.parametrize("text", ["N", "K", "1", "18*K/32", "ceil(K/group)", "128*N/64", "N*K/2", "3*K/32", "ceil(N*K/64)"])
+@pytest.mark.parametrize("text", ["N", "K", "1", "18*K/32", "ceil(K/group)", "128*N/64", "N*K/2", "3*K/32", "ceil(N*K/64)",
+                                  "16*ceil(K/256)", "ceil(3*K/32)"])
 def test_axes_solve_for_what_they_measure(text: str) -> None:
     each = axis(text)
     sizes = {"group": 32}
@@ -448,6 +449,12 @@ def test_axes_solve_for_what_they_measure(text: str) -> None:
         assert extent is not None
         assert each.solve(extent) in ({"N": n, "K": k, "N*K": n * k, "1": 1}[each.dim], None)
     assert (each.solve(6) is None) == ("ceil" in text or text == "18*K/32" or text == "128*N/64")
+
+
+def test_the_last_step_of_an_axis_may_be_short() -> None:
+    wanted = {0: (0, 0), 1: (1, 3), 10: (1, 3), 11: (2, 3), 32: (3, 3), 33: (4, 6), 90: (9, 9)}
+    for k, (short, whole) in wanted.items():
+        assert (axis("ceil(3*K/32)").extent(1, k, {}), axis("3*ceil(K/32)").extent(1, k, {})) == (short, whole)
 
 
 @pytest.mark.parametrize("text", ["", "M", "K/", "N+1", "ceil(K", "K)", "K//2", "2*", "-1*N", "N*N"])

@@ -13,7 +13,7 @@
     pack_quantized: 2.125 bits per weight with group = 128
     planar: 2.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 0005932034fc6a3e) by qdsl 0.1.0.
+Built from the spec int_group (sha256 9750ffc37f9e2757) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -331,22 +331,22 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
     out += n.to(tl.int64) * K
     live = (n < N) & (t < tl.cdiv(K, 16))
     q_word = tl.load(weight_packed + t, live, 0)
+    if weight_g_idx is None:
+        g = 16 * t // group
+    if weight_zero_point is not None:
+        if weight_g_idx is None:
+            z = (tl.load(weight_zero_point + g, live, 0) >> 2 * (n % 16) & 3).to(tl.int32)
+    if weight_g_idx is None:
+        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(16):
         inside = live & (n < N) & (16 * t + h < K)
         q = (q_word >> 2 * h & 3).to(tl.int32)
-        if weight_g_idx is None:
-            g = (16 * t + h) // group
-        if weight_zero_point is not None:
-            if weight_g_idx is None:
-                z = (tl.load(weight_zero_point + g, inside, 0) >> 2 * (n % 16) & 3).to(tl.int32)
         if weight_g_idx is not None:
             g = tl.load(weight_g_idx + 16 * t + h, inside, 0)
         if weight_zero_point is not None:
             if weight_g_idx is not None:
                 z = (tl.load(weight_zero_point + g, inside, 0) >> 2 * (n % 16) & 3).to(tl.int32)
-        if weight_g_idx is None:
-            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        else:
+        if weight_g_idx is not None:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
         w = (q - z) * s
         tl.store(out + 16 * t + h, w, inside)
@@ -373,22 +373,22 @@ def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weigh
         t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (t < tl.cdiv(K, 16))
         q_word = tl.load(weight_packed + t, live, 0)
+        if weight_g_idx is None:
+            g = 16 * t // group
+        if weight_zero_point is not None:
+            if weight_g_idx is None:
+                z = (tl.load(weight_zero_point + g, live, 0) >> 2 * (n % 16) & 3).to(tl.int32)
+        if weight_g_idx is None:
+            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
         for h in tl.static_range(16):
             inside = live & (n < N) & (16 * t + h < K)
             q = (q_word >> 2 * h & 3).to(tl.int32)
-            if weight_g_idx is None:
-                g = (16 * t + h) // group
-            if weight_zero_point is not None:
-                if weight_g_idx is None:
-                    z = (tl.load(weight_zero_point + g, inside, 0) >> 2 * (n % 16) & 3).to(tl.int32)
             if weight_g_idx is not None:
                 g = tl.load(weight_g_idx + 16 * t + h, inside, 0)
             if weight_zero_point is not None:
                 if weight_g_idx is not None:
                     z = (tl.load(weight_zero_point + g, inside, 0) >> 2 * (n % 16) & 3).to(tl.int32)
-            if weight_g_idx is None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            else:
+            if weight_g_idx is not None:
                 s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
             x_k = tl.load(x + 16 * t + h, inside, 0).to(tl.float32)
             acc += (q - z) * s * x_k
@@ -422,7 +422,7 @@ def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.const
                 for c in tl.static_range(2):
                     inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                     q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
-                    g = (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c) // group
+                    g = (256 * t + 128 * h + 32 * b) // group
                     if z is not None:
                         z1 = (tl.load(z + g, inside, 0) & 3).to(tl.int32)
                     s1 = tl.load(s + g, inside, 0).to(tl.float32)
@@ -459,7 +459,7 @@ def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.
                     for c in tl.static_range(2):
                         inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                         q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
-                        g = (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c) // group
+                        g = (256 * t + 128 * h + 32 * b) // group
                         if z is not None:
                             z1 = (tl.load(z + g, inside, 0) & 3).to(tl.int32)
                         s1 = tl.load(s + g, inside, 0).to(tl.float32)

@@ -15,7 +15,7 @@
     pack_quantized_0_17: 3.32501 bits per weight with group = 128
     planar: 3.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 0005932034fc6a3e) by qdsl 0.1.0.
+Built from the spec int_group (sha256 9750ffc37f9e2757) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -151,23 +151,25 @@ def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, 
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
-        weight_g_idx: Tensor | None) -> dict[str, Tensor]:
-    """Fields of weight_packed int32 [N, 3*K/32]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int32
-    [3*N/32, ceil(K/group)]; weight_g_idx int32 [K].
+        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of weight_packed int32 [N, ceil(3*K/32)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
+    int32 [ceil(3*N/32), ceil(K/group)]; weight_g_idx int32 [K].
     """
-    weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 12))
+    weight_packed_bytes = as_type(pad(weight_packed, (0, -weight_packed.shape[1] % 3)), torch.uint8).unflatten(-1,
+        (-1, 12))
     q_words = integer(weight_packed_bytes.unflatten(-1, (4, 3)))
     fields = {
-        "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
+        "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1)[:, :K],
         "s": weight_scale,
     }
     if weight_g_idx is not None:
         fields["g"] = weight_g_idx
     if weight_zero_point is not None:
-        weight_zero_point_bytes = as_type(weight_zero_point.unflatten(0, (-1, 3)).permute(0, 2, 1), torch.uint8)
+        weight_zero_point_bytes = as_type(pad(weight_zero_point,
+            (0, 0, 0, -weight_zero_point.shape[0] % 3)).unflatten(0, (-1, 3)).permute(0, 2, 1), torch.uint8)
         z_words = integer(weight_zero_point_bytes.unflatten(-1, (4, 3)))
         fields["z"] = torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3,
-            1).flatten(0, 2)
+            1).flatten(0, 2)[:N, :]
     return fields
 
 
@@ -175,19 +177,20 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
     """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
     unpack_pack_quantized.
     """
-    q_split = q.unflatten(-1, (-1, 4, 8))
+    q_split = pad(q, (0, -q.shape[1] % 32, 0, 0)).unflatten(-1, (-1, 4, 8))
     q_packed = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8))
     weight_packed_bytes = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
     tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).flatten(1),
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).flatten(1)[:,
+            :cdiv(3 * q.shape[1], 32)].contiguous(),
         "weight_scale": s,
     }
     if z is not None:
-        z_split = z.unflatten(0, (-1, 4, 8))
+        z_split = pad(z, (0, 0, 0, -z.shape[0] % 32)).unflatten(0, (-1, 4, 8))
         z_packed = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1)
         weight_zero_point_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
         tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).permute(0, 2,
-            1).contiguous().flatten(0, 1)
+            1).contiguous().flatten(0, 1)[:cdiv(3 * z.shape[0], 32)].contiguous()
     if g is not None:
         tensors["weight_g_idx"] = g
     return tensors
@@ -532,36 +535,37 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += 3 * n.to(tl.int64) * (K // 32)
+    weight_packed += n.to(tl.int64) * tl.cdiv(3 * K, 32)
     if weight_zero_point is None:
         z = 4
     else:
         weight_zero_point += 3 * (n // 32).to(tl.int64) * tl.cdiv(K, group)
     weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
     out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 32)
+    live = (n < N) & (t < tl.cdiv(K, 32))
     q_0 = tl.load(weight_packed + 3 * t, live, 0)
-    q_1 = tl.load(weight_packed + 3 * t + 1, live, 0)
-    q_2 = tl.load(weight_packed + 3 * t + 2, live, 0)
+    q_1 = tl.load(weight_packed + 3 * t + 1, live & (3 * t + 1 < tl.cdiv(3 * K, 32)), 0)
+    q_2 = tl.load(weight_packed + 3 * t + 2, live & (3 * t + 2 < tl.cdiv(3 * K, 32)), 0)
     q_words = (q_0, q_1, q_2)
     if weight_g_idx is None:
-        g = t // (group // 32)
+        g = 32 * t // group
     if weight_zero_point is not None:
         if weight_g_idx is None:
             z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, live).to(tl.int32)
     if weight_g_idx is None:
         s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(32):
+        inside = live & (n < N) & (32 * t + h < K)
         q = device.bits(q_words, 3 * h, 3).to(tl.int32)
         if weight_g_idx is not None:
-            g = tl.load(weight_g_idx + 32 * t + h, live, 0)
+            g = tl.load(weight_g_idx + 32 * t + h, inside, 0)
         if weight_zero_point is not None:
             if weight_g_idx is not None:
-                z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, live).to(tl.int32)
+                z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, inside).to(tl.int32)
         if weight_g_idx is not None:
-            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
         w = (q - z) * s
-        tl.store(out + 32 * t + h, w, live)
+        tl.store(out + 32 * t + h, w, inside)
 
 
 @triton.jit
@@ -574,37 +578,39 @@ def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weigh
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += 3 * n.to(tl.int64) * (K // 32)
+    weight_packed += n.to(tl.int64) * tl.cdiv(3 * K, 32)
     if weight_zero_point is None:
         z = 4
     else:
         weight_zero_point += 3 * (n // 32).to(tl.int64) * tl.cdiv(K, group)
     weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
     acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 32, BK):
+    for start in range(0, tl.cdiv(K, 32), BK):
         t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 32)
+        live = (n < N) & (t < tl.cdiv(K, 32))
         q_0 = tl.load(weight_packed + 3 * t, live, 0)
-        q_1 = tl.load(weight_packed + 3 * t + 1, live, 0)
-        q_2 = tl.load(weight_packed + 3 * t + 2, live, 0)
+        q_1 = tl.load(weight_packed + 3 * t + 1, live & (3 * t + 1 < tl.cdiv(3 * K, 32)), 0)
+        q_2 = tl.load(weight_packed + 3 * t + 2, live & (3 * t + 2 < tl.cdiv(3 * K, 32)), 0)
         q_words = (q_0, q_1, q_2)
         if weight_g_idx is None:
-            g = t // (group // 32)
+            g = 32 * t // group
         if weight_zero_point is not None:
             if weight_g_idx is None:
                 z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, live).to(tl.int32)
         if weight_g_idx is None:
             s = tl.load(weight_scale + g, live, 0).to(tl.float32)
         for h in tl.static_range(32):
+            inside = live & (n < N) & (32 * t + h < K)
             q = device.bits(q_words, 3 * h, 3).to(tl.int32)
             if weight_g_idx is not None:
-                g = tl.load(weight_g_idx + 32 * t + h, live, 0)
+                g = tl.load(weight_g_idx + 32 * t + h, inside, 0)
             if weight_zero_point is not None:
                 if weight_g_idx is not None:
-                    z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, live).to(tl.int32)
+                    z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3
+                        * (n % 32), 3, 32, inside).to(tl.int32)
             if weight_g_idx is not None:
-                s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-            x_k = tl.load(x + 32 * t + h, live, 0).to(tl.float32)
+                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+            x_k = tl.load(x + 32 * t + h, inside, 0).to(tl.float32)
             acc += (q - z) * s * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
@@ -964,15 +970,15 @@ VARIANT = Variant(
         ),
         "pack_quantized": Storage(
             tensors={
-                "weight_packed": Stored("i32", "N", "3*K/32"),
+                "weight_packed": Stored("i32", "N", "ceil(3*K/32)"),
                 "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "weight_zero_point": Stored("i32", "3*N/32", "ceil(K/group)", optional="z"),
+                "weight_zero_point": Stored("i32", "ceil(3*N/32)", "ceil(K/group)", optional="z"),
                 "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
                 "weight_shape": Stored("shape", "2"),
             },
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
-                "span": "full"}, shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="K/32", last="k"),
+                "span": "full"}, needs_shape=True, shape="weight_shape",
+            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/32)", last="k"),
         ),
         "pack_quantized_0_17": Storage(
             tensors={

@@ -17,7 +17,7 @@
     xpu_int4pack: 4.1875 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 0005932034fc6a3e) by qdsl 0.1.0.
+Built from the spec int_group (sha256 9750ffc37f9e2757) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -517,22 +517,22 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
     out += n.to(tl.int64) * K
     live = (n < N) & (t < tl.cdiv(K, 8))
     q_word = tl.load(weight_packed + t, live, 0)
+    if weight_g_idx is None:
+        g = 8 * t // group
+    if weight_zero_point is not None:
+        if weight_g_idx is None:
+            z = (tl.load(weight_zero_point + g, live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+    if weight_g_idx is None:
+        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(8):
         inside = live & (n < N) & (8 * t + h < K)
         q = (q_word >> 4 * h & 15).to(tl.int32)
-        if weight_g_idx is None:
-            g = (8 * t + h) // group
-        if weight_zero_point is not None:
-            if weight_g_idx is None:
-                z = (tl.load(weight_zero_point + g, inside, 0) >> 4 * (n % 8) & 15).to(tl.int32)
         if weight_g_idx is not None:
             g = tl.load(weight_g_idx + 8 * t + h, inside, 0)
         if weight_zero_point is not None:
             if weight_g_idx is not None:
                 z = (tl.load(weight_zero_point + g, inside, 0) >> 4 * (n % 8) & 15).to(tl.int32)
-        if weight_g_idx is None:
-            s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        else:
+        if weight_g_idx is not None:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
         w = (q - z) * s
         tl.store(out + 8 * t + h, w, inside)
@@ -559,22 +559,22 @@ def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weigh
         t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (t < tl.cdiv(K, 8))
         q_word = tl.load(weight_packed + t, live, 0)
+        if weight_g_idx is None:
+            g = 8 * t // group
+        if weight_zero_point is not None:
+            if weight_g_idx is None:
+                z = (tl.load(weight_zero_point + g, live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+        if weight_g_idx is None:
+            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
         for h in tl.static_range(8):
             inside = live & (n < N) & (8 * t + h < K)
             q = (q_word >> 4 * h & 15).to(tl.int32)
-            if weight_g_idx is None:
-                g = (8 * t + h) // group
-            if weight_zero_point is not None:
-                if weight_g_idx is None:
-                    z = (tl.load(weight_zero_point + g, inside, 0) >> 4 * (n % 8) & 15).to(tl.int32)
             if weight_g_idx is not None:
                 g = tl.load(weight_g_idx + 8 * t + h, inside, 0)
             if weight_zero_point is not None:
                 if weight_g_idx is not None:
                     z = (tl.load(weight_zero_point + g, inside, 0) >> 4 * (n % 8) & 15).to(tl.int32)
-            if weight_g_idx is None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            else:
+            if weight_g_idx is not None:
                 s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
             x_k = tl.load(x + 8 * t + h, inside, 0).to(tl.float32)
             acc += (q - z) * s * x_k
@@ -752,14 +752,14 @@ def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.const
     c = u % 4
     live = (n < N) & (128 * t + 32 * j + 2 * c < K)
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+    g = (128 * t + 32 * j) // group
+    if z is not None:
+        z1 = (tl.load(z + g, live, 0) & 15).to(tl.int32)
+    s1 = tl.load(s + g, live, 0).to(tl.float32)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
             inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
-            g = (128 * t + 32 * j + 8 * h + 2 * c + i) // group
-            if z is not None:
-                z1 = (tl.load(z + g, inside, 0) & 15).to(tl.int32)
-            s1 = tl.load(s + g, inside, 0).to(tl.float32)
             w = (q1 - z1) * s1
             tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
 
@@ -787,14 +787,14 @@ def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.
         c = u % 4
         live = (n < N) & (128 * t + 32 * j + 2 * c < K)
         q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+        g = (128 * t + 32 * j) // group
+        if z is not None:
+            z1 = (tl.load(z + g, live, 0) & 15).to(tl.int32)
+        s1 = tl.load(s + g, live, 0).to(tl.float32)
         for h in tl.static_range(4):
             for i in tl.static_range(2):
                 inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
                 q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
-                g = (128 * t + 32 * j + 8 * h + 2 * c + i) // group
-                if z is not None:
-                    z1 = (tl.load(z + g, inside, 0) & 15).to(tl.int32)
-                s1 = tl.load(s + g, inside, 0).to(tl.float32)
                 x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
                 acc += (q1 - z1) * s1 * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -23,7 +23,8 @@ def described(data: dict[str, Any]) -> Description:
     variants = {tuple(variant["key"]): {name: {key: _stored(each) for key, each in storage["tensors"].items()}
                                         for name, storage in variant["storages"].items()} for variant in data["variants"]}
     params = {name: tuple(values) for name, values in data["params"].items()}
-    return Description(data["format"], params, data["sizes"], tuple(data["by"]), variants, data["detect"])
+    return Description(data["format"], params, data["sizes"], tuple(data["by"]), variants, data["detect"],
+                       {name: tuple(values) for name, values in data.get("tables", {}).items()})
 
 
 def _stored(data: dict[str, Any]) -> Stored:

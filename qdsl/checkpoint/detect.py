@@ -5,16 +5,23 @@ Settings are those of a checkpoint's config, or numbers in small tensors beside 
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qdsl.stored import Description
+
+EXTENTS = ("N", "K")
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a rule that holds says: the storage, '' where it leaves that open, and what settings give names of parameters.
+    """What a rule that holds says: the storage, '' where it leaves that open, and values of parameters.
 
-    keys: the setting that gave each; values may be any that a config has, also such as the format does not know.
+    keys: the setting that gave each, none of those that the rule itself gives; values may be any that a config has, also such
+    as the format does not know.
     weak: the rule took the absence of a setting for one of its words.
     """
 
@@ -29,7 +36,8 @@ def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any]) -
 
     rules: one mapping or a list of them.  names: what settings may give values, parameters and N and K.  In a rule a setting
     is a word that it must be, a list of words of which it must be one, 'null' if it must be absent, or names, which take its
-    values; 'storage' says what the rule speaks of.  What follows from a tensor, a mapping, says nothing here.
+    values; 'storage' and 'where', values of parameters, say what the rule speaks of.  What follows from a tensor, another
+    mapping, says nothing here.
     """
     for rule in rules if isinstance(rules, list) else [rules] if isinstance(rules, dict) else []:
         reading = _reading(rule, names, settings)
@@ -38,7 +46,7 @@ def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any]) -
 
 
 def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[str, Any]) -> Reading | None:
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(rule.get("where", {}))
     keys: dict[str, str] = {}
     weak = False
     for key, wanted in rule.items():
@@ -59,21 +67,65 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
     return Reading(str(rule.get("storage", "")), values, keys, weak)
 
 
-def from_tensors(rules: Mapping[str, Any], names: Sequence[str], contents: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What small tensors beside a weight give parameters, N and K; None where one of them is of another format.
+def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What small tensors beside a weight give parameters, N and K, and tensors of one number; None for those of another format.
 
-    rules: by the tensors' names; a mapping is for a tensor that holds JSON.  contents: of those that are there, JSON or numbers.
+    contents: of those that are there, JSON where the format's rule for a tensor is a mapping, else numbers.
     """
+    names = [*format.params, *EXTENTS, *format.singles]
     found: dict[str, Any] = {}
-    for key, rule in rules.items():
-        if key in contents:
-            content = contents[key]
-            settings = content if isinstance(rule, Mapping) else {key: content}
-            reading = _reading(rule if isinstance(rule, Mapping) else {key: rule}, names, settings)
-            if reading is None or not isinstance(settings, Mapping):
+    for key, rule in format.detect.get("tensors", {}).items():
+        if key not in contents:
+            continue
+        content = contents[key]
+        if isinstance(rule, str) and rule in format.tables:
+            if content != list(format.tables[rule]):
                 return None
-            found |= reading.values
+            continue
+        settings = content if isinstance(rule, Mapping) else {key: content}
+        reading = _reading(rule if isinstance(rule, Mapping) else {key: rule}, names, settings)
+        if reading is None or not isinstance(settings, Mapping):
+            return None
+        found |= reading.values
     return found
+
+
+def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple[str, bytes]]:
+    """The small tensors that a producer puts beside a weight, by name: dtype and bytes of those that hold JSON, or a table.
+
+    values: of parameters, N and K, and tensors of one number.  settings: which of several words it is, where they say one of
+    them; else the first.
+    """
+    found: dict[str, tuple[str, bytes]] = {}
+    for key, rule in format.detect.get("tensors", {}).items():
+        if isinstance(rule, Mapping):
+            told = {name: _written(wanted, values, settings.get(name)) for name, wanted in rule.items()}
+            found[key] = "uint8", json.dumps(told).encode()
+        elif isinstance(rule, str) and rule in format.tables:
+            numbers = format.tables[rule]
+            found[key] = "float32", struct.pack(f"<{len(numbers)}f", *numbers)
+    return found
+
+
+def numbers(format: Description) -> list[str]:
+    """The tensors of one number that JSON beside a weight says: they are in no file."""
+    rules = [rule for rule in format.detect.get("tensors", {}).values() if isinstance(rule, Mapping)]
+    return [name for name in format.singles if any(name in rule.values() for rule in rules)]
+
+
+def choices(format: Description) -> list[str]:
+    """The settings in JSON beside a weight that are one of several words."""
+    rules = [rule for rule in format.detect.get("tensors", {}).values() if isinstance(rule, Mapping)]
+    return [name for rule in rules for name, wanted in rule.items()
+            if isinstance(wanted, list) and not {*wanted} & {*EXTENTS, *format.params}]
+
+
+def _written(wanted: Any, values: Mapping[str, Any], setting: object) -> Any:
+    """A setting that makes a rule hold."""
+    words = wanted if isinstance(wanted, list) else [wanted]
+    if all(word in values for word in words):
+        return [values[word] for word in words] if isinstance(wanted, list) else values[words[0]]
+    return next((word for word in words if same(setting, word)), words[0])
 
 
 def same(value: object, word: object) -> bool:

@@ -47,9 +47,11 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
 
 def tensors(folder: Folder, layer: Layer) -> list[dict[str, Tensor]]:
     """A layer's tensors, named as in its storage, for each of its experts."""
+    import torch
+
     whole = {name: folder.tensor(full) for name, full in layer.tensors.items()}
     if layer.experts is None:
-        return [whole]
+        return [whole | {name: torch.tensor(number, dtype=torch.float32) for name, number in layer.numbers.items()}]
     return [{name: tensor[expert] for name, tensor in whole.items()} for expert in range(layer.experts)]
 
 

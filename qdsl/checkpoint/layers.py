@@ -14,14 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import Reading, from_tensors, readings, same
+from qdsl.checkpoint.detect import EXTENTS, Reading, from_tensors, readings, same
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import Group, groups
 from qdsl.checkpoint.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json, torch_name
+from qdsl.spilled import LOST, is_spilled
 from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, named
 
 SMALL = 1 << 16                                                  # bytes of a tensor that are looked at
+LISTED = 1 << 10                                                 # bytes of a tensor of numbers that says something
 TOLD = 100                                                       # how near a miss comes that a tensor itself tells of
 NUMBERS = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}
 PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
@@ -31,7 +33,8 @@ PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # d
 class Layer:
     """A module that is quantized, or that has tensors of one that is and is none.
 
-    tensors: those of the storage, by its own names for them -> their names in the checkpoint.  shape: (N, K); experts: how many
+    tensors: those of the storage, by its own names for them -> their names in the checkpoint.  numbers: those of one number
+    that JSON beside the weight says.  shape: (N, K); experts: how many
     such weights lie one after the other along a first axis of every tensor, None without that axis.  settings: tensors that
     say no more than the fields above do.  others: tensors of the module besides, by the last parts of their names: bias, scales
     of activations.  by: the config's rule or group for the layer.  problems: what its files say otherwise.
@@ -45,6 +48,7 @@ class Layer:
     shape: tuple[int, int] = (0, 0)
     experts: int | None = None
     tensors: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
     others: Mapping[str, str] = field(default_factory=dict)
     by: str = ""
@@ -196,7 +200,8 @@ class _Finder:
         contents = self._contents(tensors)
         given |= {leaf: replace(given[leaf], values=tuple(content)) for leaf, content in contents.items()
                   if isinstance(content, list)}
-        key = (*sorted(given.items(), key=lambda item: item[0]), *((leaf, repr(content)) for leaf, content in contents.items()))
+        key = (*sorted(given.items(), key=lambda item: item[0]),
+               *((leaf, repr(_without_numbers(content))) for leaf, content in contents.items()))
         if key not in self.fitting:
             self.fitting[key] = self._ways(given, contents) or self._nearest(given, contents)
         return self.fitting[key]
@@ -209,7 +214,7 @@ class _Finder:
                 data, dtype = self.folder.file(full).start(full, SMALL), self.folder.entry(full).dtype
                 if isinstance(self.saying[leaf], Mapping):
                     found[leaf] = strict_json(data, f"{self.folder.file(full).path}: tensor {shown(full)}", depth=8)
-                elif dtype in NUMBERS and len(data) <= 64:
+                elif dtype in NUMBERS and len(data) <= LISTED:
                     numbers = list(struct.unpack(f"<{len(data) // struct.calcsize(NUMBERS[dtype])}{NUMBERS[dtype]}", data))
                     found[leaf] = numbers[0] if len(numbers) == 1 else numbers
         return found
@@ -261,12 +266,13 @@ class _Finder:
                          why=f"the tensors fit {' and '.join(each.label for each in pool)}, and nothing says which")
         if scheme.settings is None:
             problems = [f"its config leaves it as it is, by {scheme.by}"]
-        uses = {own: tensors[use.name] for own, use in best.fit.tensors.items()}
+        uses = {own: tensors[use.name] for own, use in best.fit.tensors.items() if use.name in tensors}
+        problems += [f"{full}: {LOST}" for full in self._spilled(best, uses)]
         settle = tuple(tensors[leaf] for leaf in best.format.detect.get("tensors", {})
                        if leaf in tensors and tensors[leaf] not in uses.values())
         others = {leaf: full for leaf, full in tensors.items() if full not in (*uses.values(), *settle)}
-        return Layer(name, best.format.name, best.fit.storage, best.fit.params, best.fit.shape, best.experts, uses, settle,
-                     others, scheme.by, tuple(problems))
+        return Layer(name, best.format.name, best.fit.storage, best.fit.params, best.fit.shape, best.experts, uses,
+                     self._numbers(best, tensors), settle, others, scheme.by, tuple(problems))
 
     def _agreeing(self, candidates: Sequence[_Candidate], settings: Mapping[str, Any],
                   ) -> tuple[list[_Candidate], list[_Candidate]]:
@@ -294,6 +300,19 @@ class _Finder:
                            for own, word in words.items())
         return False
 
+    def _numbers(self, candidate: _Candidate, tensors: Mapping[str, str]) -> dict[str, float]:
+        """The tensors of one number that are said in JSON alone."""
+        wanted = [own for own, use in candidate.fit.tensors.items() if use.name not in tensors]
+        said = from_tensors(candidate.format, self._contents(tensors)) if wanted else None
+        return {} if said is None else {own: float(said[own]) for own in wanted}
+
+    def _spilled(self, candidate: _Candidate, uses: Mapping[str, str]) -> list[str]:
+        """Tensors whose producer lost fields, as far as the words at their beginning tell."""
+        found = {own: rule[own] for rule in candidate.format.detect.get("spills", [])
+                 if rule.get("storage") == candidate.fit.storage for own in rule if own in uses}
+        return [uses[own] for own, bits in found.items()
+                if is_spilled(self.folder.file(uses[own]).start(uses[own], SMALL), int(candidate.fit.params[bits]))]
+
     def _is_filled(self, full: str, word: int) -> bool:
         data = self.folder.file(full).start(full, SMALL)
         return len(data) > 0 and data == word.to_bytes(4, "little") * (len(data) // 4)
@@ -307,15 +326,16 @@ class _Finder:
         """What settings say that the tensors do not bear out."""
         assert self.says is not None
         for reading in self._readings(candidate, settings):
-            wrong = {reading.keys[name] for name, value in reading.values.items() if not _means(candidate, name, value)}
-            said = ", ".join(f"{key} = {settings[key]}" for key in sorted(wrong))
-            return f"{self.says.source} says {said}; the tensors fit {candidate.label}"
+            wrong = {reading.keys.get(name) for name, value in reading.values.items() if not _means(candidate, name, value)}
+            said = ", ".join(f"{key} = {settings[key]}" for key in sorted(key for key in wrong if key))
+            return f"{self.says.source} says {said or _brief(settings)}; the tensors fit {candidate.label}"
         return f"{self.says.source} says {_brief(settings)}; the tensors fit {candidate.label}"
 
 
 def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str, Any]) -> list[_Candidate]:
     """Every way to read tensors as a format's, as one weight or as those of experts.  Raises Misfit."""
-    shape, params = _told(format, contents)
+    shape, params, numbers = _told(format, contents)
+    given = {**dict.fromkeys(numbers, Given("float32", ())), **given}
     for experts in _experts(format, given):
         with suppress(Misfit):
             return [_Candidate(format, fit, experts) for fit in fits(format, {
@@ -324,17 +344,34 @@ def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str
     return [_Candidate(format, fit, None) for fit in fits(format, given, shape, params=params)]
 
 
-def _told(format: Description, contents: Mapping[str, Any]) -> tuple[tuple[int, int] | None, dict[str, int | str]]:
-    """(N, K) and parameters that small tensors say, None and those that they leave open missing.  Raises Misfit."""
-    said = from_tensors(format.detect.get("tensors", {}), [*format.params, "N", "K"], contents)
+def _told(format: Description, contents: Mapping[str, Any],
+          ) -> tuple[tuple[int, int] | None, dict[str, int | str], list[str]]:
+    """(N, K), parameters, and the tensors of one number that small tensors say; None, and missing, what they leave open.
+
+    Raises Misfit.
+    """
+    said = from_tensors(format, contents)
     if said is None:
         raise Misfit(TOLD, f"{format.name}: {', '.join(contents)} says that it is of another format")
+    numbers = [name for name in said if name in format.singles]
     for name, value in said.items():
-        whole = name in ("N", "K")
-        if type(value) not in (int, str) or (value < 0 if whole else value not in format.params[name]):
-            raise Misfit(TOLD, f"{format.name}: {', '.join(contents)} says {name} = {value}")
-    shape = (said.pop("N"), said.pop("K")) if {"N", "K"} <= said.keys() else None
-    return shape, said
+        if name in numbers:
+            wrong = type(value) not in (int, float)
+        elif name in EXTENTS:
+            wrong = type(value) is not int or value < 0
+        else:
+            wrong = type(value) not in (int, str) or value not in format.params[name]
+        if wrong:
+            raise Misfit(TOLD + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")
+    shape = (said["N"], said["K"]) if {*EXTENTS} <= said.keys() else None
+    return shape, {name: value for name, value in said.items() if name in format.params}, numbers
+
+
+def _without_numbers(content: Any) -> Any:
+    """What JSON says, without the numbers that make no difference to what fits."""
+    if not isinstance(content, Mapping):
+        return content
+    return {key: float if isinstance(value, float) else value for key, value in content.items()}
 
 
 def _nearness(format: Description, given: Mapping[str, Given]) -> int:

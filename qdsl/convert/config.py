@@ -22,7 +22,8 @@ NESTED = "compressed-tensors"                                    # whose setting
 # What compressed-tensors says of weights, and not of the whole.
 OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic")
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
-IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules"}
+IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
+           "bitsandbytes": "llm_int8_skip_modules"}
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
@@ -87,7 +88,8 @@ def _rule(plan: Plan, method: str) -> dict[str, Any] | None:
     rules: Any = format.detect.get("config", [])
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
-           if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule]
+           if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule
+           and rule.get("where", {}).items() <= plan.params[0].items()]
     fit = [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, plan.params[0]))
            if (found := _followed(rule, plan)) is not None]
     own = [rule for rule in fit if same(method, rule["quant_method"]) and not plan.aim.requantize]
@@ -104,7 +106,7 @@ def _followed(rule: Mapping[str, Any], plan: Plan) -> dict[str, Any] | None:
     """A rule with the words that follow from tensors; None where layers differ in one."""
     found = dict(rule)
     for key, wanted in rule.items():
-        if isinstance(wanted, dict):
+        if isinstance(wanted, dict) and key != "where":
             [(tensor, words)] = wanted.items()
             there = {tensor in names for names in plan.tensors}
             if len(there) > 1:
@@ -117,7 +119,7 @@ def _given(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator
     """Settings that make a rule hold: its words, the first of several, and values of parameters."""
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
-        if key == "storage" or words == ["null"]:
+        if key in ("storage", "where") or words == ["null"]:
             continue
         if all(word in params for word in words) and key not in WORDS:
             yield key, [params[word] for word in words] if isinstance(wanted, list) else params[wanted]
@@ -132,7 +134,7 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
         named = all(word in params for word in words) and key not in WORDS
-        if key == "storage" or named or (method == NESTED and key in OF_WEIGHTS):
+        if key in ("storage", "where") or named or (method == NESTED and key in OF_WEIGHTS):
             continue
         names = [name for name in new if NAMES.get(method, {}).get(name, name) == key] or [key]
         if not all(any(same(new.get(name), word) for word in words) for name in names):

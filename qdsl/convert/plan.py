@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from qdsl.checkpoint.descriptions import descriptions
+from qdsl.checkpoint.detect import choices, numbers, saying
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import module_of, unread
 from qdsl.checkpoint.layers import Layer, Layers
 from qdsl.checkpoint.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
 from qdsl.rewrite import RewriteError
 from qdsl.rewrite.shards import Copy, Shard, Step, copy, identity, in_order, key
+from qdsl.stored import Description
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 
 SAID = 8                                                         # problems, of those that there are
+LONGEST = -1.1754943508222875e-38                                # a float32 with as many letters as any
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,15 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A layer that becomes something else; where its tensors, named as there, go in the new file."""
+    """A layer that becomes something else; where its tensors, named as there, go in the new file.
+
+    settings: words that small tensors beside it have, as the config has them.
+    """
 
     layer: Layer
     aim: Aim
     to: Mapping[str, Entry]
+    settings: Mapping[str, Any]
 
     @property
     def nbytes(self) -> int:
@@ -182,9 +189,11 @@ def _place(files: Mapping[Path, _File], folder: Folder, layer: Layer, aim: Aim) 
     largest = max(layer.tensors.values(), key=lambda name: folder.entry(name).nbytes)
     file = files[folder.file(largest).path]
     dtypes = {dtype: name for name, dtype in torch_dtypes().items()}
+    layouts = [layout for storages in description(target(layer, aim).name).variants.values() for layout in storages.values()]
+    aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
     names = {}
     for name, (dtype, shape) in tensors_in(folder, layer, aim).items():
-        names[name] = full_name(layer, name)
+        names[name] = full_name(layer, name, aliases.get(name, ()))
         if names[name] in file.tensors:
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: there is a tensor {shown(names[name])} already")
         file.tensors[names[name]] = (dtypes[dtype], shape)
@@ -192,7 +201,7 @@ def _place(files: Mapping[Path, _File], folder: Folder, layer: Layer, aim: Aim) 
 
 
 def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What tensors a layer will have, their dtypes and shapes.
+    """What tensors a layer will have, their dtypes and shapes: those of the storage, and small ones that its producer adds.
 
     Some rows are converted, all where what the storage does not store may differ from row to row.
     Raises RewriteError where the storage cannot hold the layer, CheckpointError where its tensors do not fit together.
@@ -203,7 +212,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     format = target(layer, aim)
     params = layer.params if aim.exact(layer) else format.complete(
         {name: value for name, value in aim.params.items() if name in format.params})
-    variants = next(each.variants for each in descriptions() if each.name == format.name)
+    variants = description(format.name).variants
     if aim.storage in format.storages and all(aim.storage not in storages for storages in variants.values()):
         raise RewriteError(f"{where}, which is made when a checkpoint is loaded")
     try:
@@ -213,8 +222,35 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
         raise RewriteError(f"{where}: {error}") from None
     if any(each != stored[0] for each in stored):
         raise RewriteError(f"{where}: some of its experts need other tensors there")
-    experts = () if layer.experts is None else (layer.experts,)
-    return {name: (dtype, (*experts, *shape)) for name, (dtype, shape) in stored[0].items()}
+    if layer.experts is not None:
+        return {name: (dtype, (layer.experts, *shape)) for name, (dtype, shape) in stored[0].items()}
+    return {**{name: each for name, each in stored[0].items() if name not in numbers(description(format.name))},
+            **{name: (dtype, (len(data) // dtype.itemsize,)) for name, (dtype, data)
+               in beside(layer, format, params, _settings(folder, format)).items()}}
+
+
+def description(name: str) -> Description:
+    """A format, as readers of checkpoints know it."""
+    return next(each for each in descriptions() if each.name == name)
+
+
+def _settings(folder: Folder, format: Format) -> dict[str, Any]:
+    """What the config has of the settings that small tensors beside a weight have, too."""
+    return {name: folder.config[name] for name in choices(description(format.name)) if name in folder.config}
+
+
+def beside(layer: Layer, format: Format, params: Mapping[str, int | str], settings: Mapping[str, Any],
+           told: Mapping[str, float] | None = None) -> dict[str, tuple[torch.dtype, bytes]]:
+    """The small tensors that a producer puts beside a weight.
+
+    told: the tensors of one number that are said in JSON; without them it is as long as it can be, and no longer with them.
+    """
+    known = description(format.name)
+    values = {"N": layer.shape[0], "K": layer.shape[1], **params}
+    longest = saying(known, {**values, **dict.fromkeys(numbers(known), LONGEST)}, settings)
+    found = longest if told is None else saying(known, {**values, **told}, settings)
+    dtypes = {str(dtype)[6:]: dtype for dtype in torch_dtypes().values()}
+    return {name: (dtypes[dtype], data.ljust(len(longest[name][1]))) for name, (dtype, data) in found.items()}
 
 
 def target(layer: Layer, aim: Aim) -> Format:
@@ -257,10 +293,14 @@ def become(weight: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
     return target(layer, aim).quantize(weight.format.dequantize(weight, torch.float32), aim.storage, **options)
 
 
-def full_name(layer: Layer, name: str) -> str:
-    """What a tensor of a storage is called in a checkpoint: as the layer calls the one of that name now, else by it."""
+def full_name(layer: Layer, name: str, aliases: Sequence[str] = ()) -> str:
+    """What a tensor of a storage is called in a checkpoint: as the layer calls the one of that name now, else by it.
+
+    An alias that has a dot where the name cannot have one is what files call it.
+    """
     if name in layer.tensors:
         return layer.tensors[name]
+    name = next((alias for alias in aliases if alias.replace(".", "_") == name), name)
     return f"{layer.name}.{name}" if layer.name and not name.startswith("_") else layer.name + name
 
 
@@ -269,7 +309,8 @@ def _shard(folder: Folder, file: _File, aim: Aim, known: Mapping[Path, list[Any]
     start, header = laid_out(path, file.tensors, file.old.header.metadata)
     places = header.tensors
     steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
-    steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}) for layer, names in file.layers]
+    steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}, _settings(folder, target(layer, aim)))
+              for layer, names in file.layers]
     ordered = in_order(steps)
     return Shard(path.name, start, header.size, tuple(places), ordered, _key(folder, file, start, ordered, known))
 
@@ -287,4 +328,5 @@ def _said(step: Step) -> list[Any]:
     assert isinstance(step, Change)
     layer = step.layer
     return [module_of(layer).FORMAT.key, target(layer, step.aim).key, asdict(step.aim), layer.storage, dict(layer.params),
-            layer.shape, layer.experts, dict(layer.tensors), {name: entry.start for name, entry in step.to.items()}]
+            layer.shape, layer.experts, dict(layer.tensors), {name: entry.start for name, entry in step.to.items()},
+            dict(step.settings)]

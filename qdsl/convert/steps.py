@@ -6,13 +6,14 @@ from typing import BinaryIO
 
 import torch
 
+from qdsl.checkpoint.detect import numbers
 from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.safetensors import bytes_of, shown
 from qdsl.checkpoint.worker import there
-from qdsl.convert.plan import Change, become
+from qdsl.convert.plan import Change, become, beside, description
 from qdsl.quantize.quality import Sums, measured
 from qdsl.rewrite import RewriteError
-from qdsl.runtime.packed import FormatError
+from qdsl.runtime.packed import FormatError, PackedWeight
 
 
 def change(step: Change, out: BinaryIO) -> Sums | None:
@@ -27,9 +28,10 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
             found = become(weight, step.layer, step.aim)
         except FormatError as error:
             raise RewriteError(f"{folder.path}: layer {shown(step.layer.name)} cannot be {step.aim.storage}: {error}") from None
-        assert found.tensors.keys() == step.to.keys(), step.layer.name
+        every = _bytes(step, found)
+        assert every.keys() == step.to.keys(), step.layer.name
         for name, entry in step.to.items():
-            data = bytes_of(found.tensors[name])
+            data = every[name]
             assert data.nbytes * (step.layer.experts or 1) == entry.nbytes, (step.layer.name, name)
             out.seek(entry.start + expert * data.nbytes)
             out.write(data)
@@ -37,3 +39,14 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
             before, after = (each.format.dequantize(each, torch.float32) for each in (weight, found))
             cost += measured(before, after)
     return None if step.aim.exact(step.layer) else cost
+
+
+def _bytes(step: Change, weight: PackedWeight) -> dict[str, memoryview]:
+    """The tensors of a weight, and the small ones beside it."""
+    layer, format = step.layer, weight.format
+    if layer.experts is not None:
+        return {name: bytes_of(tensor) for name, tensor in weight.tensors.items()}
+    told = {name: float(weight.tensors[name]) for name in numbers(description(format.name))}
+    small = beside(layer, format, weight.params, step.settings, told)
+    return {**{name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in told},
+            **{name: memoryview(data) for name, (_, data) in small.items()}}

@@ -26,9 +26,9 @@ def axis_text(extent: Index, words: int = 1) -> str:
             return head + "N*K"
         if atom.op in ("exact", "ceil"):
             top, by = atom.args
-            inner = top.terms[0][0] if len(top.terms) == 1 and top.terms[0][1] == 1 and not top.const else None
+            inner, times = top.terms[0] if len(top.terms) == 1 and not top.const else (None, 1)
             if inner is not None and inner.op == "exact":        # a quotient that divides, rounded up again
-                top, by = inner.args[0], inner.args[1] * by
+                top, by = inner.args[0] * times, inner.args[1] * by
             whole = axis_text(top)
             if "/" in whole:
                 raise Unsupported(f"the extent {extent} is a dim over two steps")
@@ -45,7 +45,8 @@ def tensor_axes(tensor: Tensor) -> list[str]:
         words = tensor.words if "" in axis.digits else 1
         if len(variables) > 1:
             raise Unsupported(f"an axis of '{tensor.name}' has two variables")
-        found.append(axis_text(tensor.var(variables[0]).extent if variables else Index(1), words))
+        extent = tensor.var(variables[0]).extent if variables else Index(1)
+        found.append(axis_text(extent, words) if axis.extent is None else axis_text(axis.extent))
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from struct import pack, unpack
 from typing import Any
 
 from qdsl.emit.axes import tensor_axes
@@ -16,7 +17,7 @@ from qdsl.ir.program import Program, Stream, Tensor
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.passes.samples import size_axis
 from qdsl.passes.streams import STREAMS
-from qdsl.spec.model import Storage
+from qdsl.spec.model import Spec, Storage
 
 Params = Mapping[str, int | str]
 Storages = dict[str, dict[str, Any]]
@@ -33,7 +34,16 @@ def description(programs: Sequence[Program]) -> str:
         "by": by,
         "variants": [{"key": [params[name] for name in by], "storages": storages} for params, storages in variants],
         "detect": first.spec.detect,
+        **_tables(first.spec),
     }) + "\n"
+
+
+def _tables(spec: Spec) -> dict[str, Any]:
+    """Those that small tensors beside a weight repeat, in float32."""
+    rules: Any = spec.detect.get("tensors", {})
+    named = [table for table in spec.tables if table.name.value in [rule for rule in rules.values() if isinstance(rule, str)]]
+    found = {table.name.value: [unpack("<f", pack("<f", value))[0] for value in table.values] for table in named}
+    return {"tables": found} if found else {}
 
 
 def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params, Storages]]]:
@@ -85,7 +95,8 @@ def _coded(stream: Stream) -> dict[str, dict[str, Any]]:
 def _text(value: object, level: int = 0) -> str:
     """JSON, broken into lines where a mapping or a list does not fit one."""
     line = json.dumps(value)
-    if len(line) + 2 * level <= 100 or not isinstance(value, Mapping | list):
+    numbers = isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+    if len(line) + 2 * level <= 100 or numbers or not isinstance(value, Mapping | list):
         return line
     inner = "  " * (level + 1)
     if isinstance(value, Mapping):

@@ -65,7 +65,7 @@ def tile(program: Program) -> Tile:
             digits.append((digit, f"{unit} // {below} % {extent}" if below > 1 else f"{unit} % {extent}"))
     bounds: dict[str, tuple[int, int | None]] = {lane.name: (0, lane.extent - 1) for lane in lanes}
     bounds |= {digit: (0, (extent or 1) - 1) for digit, (_, _, extent) in zip(names[1:], units.digits[1:], strict=True)}
-    facts = Facts({**program.facts.bounds, **bounds}, program.facts.divisors)
+    facts = replace(program.facts, bounds={**program.facts.bounds, **bounds})
     k = _sum([(name(digit), weight) for digit, (_, weight, _) in zip(names, units.digits, strict=True)]
              + [(name(lane.name), lane.weight) for lane in column_lanes])
     n = _sum([(name(rows), units.tiles["n"])] + [(name(lane.name), lane.weight) for lane in rows_lanes])
@@ -410,7 +410,14 @@ class Decoder:
         place = f"{tensor.name} + {self.text(offset)}" if offset != Index(0) else tensor.name
         if not tensor.vars:
             return f"tl.load({tensor.name})"
-        return f"tl.load({place}, {self.mask(level)}, 0)"
+        return f"tl.load({place}, {self.mask(level)}{self.end(tensor, records, step)}, 0)"
+
+    def end(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> str:
+        """What must hold of a word behind the first of its record besides, where the last record may be cut off."""
+        cut = next((axis for axis in tensor.axes if axis.extent is not None), None)
+        if cut is None or cut.extent is None or step == Index(0):
+            return ""
+        return f" & ({shown(records[cut.digits[0]] * tensor.words + step)} < {shown(cut.extent)})"
 
     def address(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> Index:
         """The element's position in the tensor."""
@@ -422,7 +429,7 @@ class Decoder:
                 extent = tensor.var(digit).extent if digit else Index(tensor.words)
                 place = _times(place, extent) + (records[digit] if digit else step)
                 length = length * extent
-            total = _times(total, length) + place
+            total = _times(total, length if axis.extent is None else axis.extent) + place
         return total
 
     def base(self, tensor: Tensor, records: Mapping[str, Index]) -> None:

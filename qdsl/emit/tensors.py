@@ -111,7 +111,7 @@ def in_order(tensor: Tensor) -> Chain:
     """The stored tensor with its axes in the order of `variables`; BYTES last where words are an axis of their own."""
     order = variables(tensor)
     labels: list[Label] = [axis.digits[0] or BYTES if axis.digits else BYTES for axis in tensor.axes]
-    text = shifted(tensor, tensor.name, -1)
+    text = shifted(tensor, _filled_up(tensor), -1)
     for i in reversed(range(len(labels))):
         if labels[i] == BYTES and (tensor.words == 1 or not tensor.axes[i].digits):
             text += f".squeeze({i})"
@@ -126,6 +126,15 @@ def in_order(tensor: Tensor) -> Chain:
     return chain.permute(order)
 
 
+def _filled_up(tensor: Tensor) -> str:
+    """The stored tensor with whole records, where the last may be cut off."""
+    cut = next((place for place, axis in enumerate(tensor.axes) if axis.extent is not None), None)
+    if cut is None:
+        return tensor.name
+    zeros = "0, 0, " * (len(tensor.axes) - 1 - cut)
+    return f"pad({tensor.name}, ({zeros}0, -{tensor.name}.shape[{cut}] % {tensor.words}))"
+
+
 def to_axes(tensor: Tensor, chain: Chain) -> str:
     """The way back: from the order of `variables`, words last, to the stored tensor's axes."""
     word: list[Label] = [BYTES] if tensor.words > 1 else []
@@ -135,7 +144,19 @@ def to_axes(tensor: Tensor, chain: Chain) -> str:
         moved = moved.call("contiguous()")
     for i, group in enumerate(groups):
         moved = moved.flatten(i, len(group), f"axis {i}")
-    return bare(shifted(tensor, moved.text, +1))
+    return bare(shifted(tensor, _cut_off(tensor, moved.text), +1))
+
+
+def _cut_off(tensor: Tensor, text: str) -> str:
+    """Whole records without the last words, where these may hold nothing."""
+    cut = next((place for place, axis in enumerate(tensor.axes) if axis.extent is not None), None)
+    if cut is None:
+        return text
+    placement = tensor.placements[0]
+    var = tensor.axes[cut].digits[0]
+    axis, tile = next((axis, tile) for axis, (name, tile) in enumerate(placement.tiles) if name == var)
+    length = f"{placement.field}.numel()" if placement.flat else f"{placement.field}.shape[{axis}]"
+    return f"{text}[{':, ' * cut}:cdiv({tensor.words} * {length}, {tile})].contiguous()"
 
 
 def shifted(tensor: Tensor, text: str, sign: int) -> str:

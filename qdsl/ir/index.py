@@ -14,10 +14,14 @@ from math import gcd
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of names: inclusive bounds (None: no upper bound) and divisors.  A name not listed is at least 0."""
+    """What is known of names: inclusive bounds (None: no upper bound) and divisors.  A name not listed is at least 0.
+
+    blocks: of lengths that may be a whole axis, what divides them where they are none; of a whole axis all quotients are 0.
+    """
 
     bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     divisors: Mapping[str, int] = field(default_factory=dict)
+    blocks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +251,17 @@ def _steps(index: Index, by: int) -> list[int]:
 
 
 def _div_by_name(top: Index, bottom: Index, facts: Facts) -> Index:
-    """`(8*t + i) // group` is `t // (group // 8)` where 8 divides every group and i < 8."""
+    """`(8*t + i) // group` is `t // (group // 8)` where 8 divides every group and i < 8; `8*t // group` where one is the axis."""
     known = divisor(bottom, facts)
-    for step in sorted({gcd(c, known) for _, c in top.terms}, reverse=True):
-        if step > 1:
-            big, small = _split(top, step)
-            low, high = bounds(small, facts)
-            if low is not None and high is not None and low >= 0 and high < step:
+    alone = bottom.terms[0][0].name if len(bottom.terms) == 1 and not bottom.const and bottom.terms[0][1] == 1 else ""
+    for step in sorted({gcd(c, facts.blocks.get(alone, known)) for _, c in top.terms}, reverse=True):
+        big, small = _split(top, step)
+        low, high = bounds(small, facts)
+        if step > 1 and low is not None and high is not None and low >= 0 and high < step:
+            if known % step == 0:
                 return Index(0, ((Atom("div", args=(big, div(bottom, step, facts))), 1),))
+            top = big * step
+            break
     if top == Index(0):
         return top
     return Index(0, ((Atom("div", args=(top, bottom)), 1),))

@@ -53,9 +53,13 @@ class Var:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One physical axis: the product of its digits, slowest first; '' stands for the word."""
+    """One physical axis: the product of its digits, slowest first; '' stands for the word.
+
+    extent: how many elements it has where the last record is cut off after the last word that holds something.
+    """
 
     digits: tuple[str, ...]
+    extent: Index | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def _tensor(tensor: Tensor) -> Iterator[str]:
     for axis in tensor.axes:
         shown = [f"{digit} < {tensor.var(digit).extent}{'' if tensor.var(digit).exact else ' padded'}" if digit else
                  f"{tensor.words} words" for digit in axis.digits]
-        axes.append(" x ".join(shown) or "1")
+        axes.append((" x ".join(shown) or "1") + (f" cut to {axis.extent}" if axis.extent is not None else ""))
     notes = [f"{tensor.record_bits} bits"]
     notes += ["optional"] if tensor.optional else []
     notes += [_stored(tensor)] if tensor.stored else []

@@ -49,12 +49,14 @@ def read_records(program: Program, problems: Problems) -> Program:
 
 
 def _facts(program: Program, tensors: list[Tensor]) -> Facts:
-    """A size that may be the whole axis (-1) is divided only by what the tensors make the axis a multiple of."""
+    """A size that may be the whole axis (-1) is divided only by what the tensors make the axis a multiple of; quotients by it
+    are those of the others.
+    """
     extents = [var.extent for tensor in tensors for var in tensor.vars]
     whole = {param.name.value for param in program.spec.params if -1 in param.values}
     divisors = {size: gcd(known, divisor_of(size_axis(program, size), extents)) if size in whole else known
                 for size, known in program.facts.divisors.items()}
-    return Facts(program.facts.bounds, divisors)
+    return Facts(program.facts.bounds, divisors, {size: program.facts.divisors[size] for size in whole & divisors.keys()})
 
 
 def _value(program: Program, field: Field, expr: g.Expr, problems: Problems) -> Index | None:
@@ -467,7 +469,10 @@ class _TensorReader:
 
     def dense(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...], loop: g.Loop, extent: Index,
               ) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
-        """A stream without gaps along a whole axis, cut into the shortest records of whole elements: `t<ceil(K/P) word`."""
+        """A stream without gaps along a whole axis, cut into the shortest records of whole elements: `t<ceil(K/P) word`.
+
+        The last of several elements end where the stream does.
+        """
         line = self.item.record[0]
         lines = self.lines((replace(line, loops=line.loops[1:]),), {var.name for var in variables} | {loop.name})
         if lines is None:
@@ -482,10 +487,11 @@ class _TensorReader:
                       for part in lines[0].items)
         self.used = {f: [tuple(_chunk(form, loop.name, tile, period) for form in forms) for forms in all_forms]
                      for f, all_forms in self.used.items()}
-        axes = tuple(Axis((tile, "") if axis.digits == ("",) else axis.digits) for axis in axes)
+        words = period * bits // element.bits
+        end = ix.ceil(extent * words, period) if words > 1 and period > 1 else None
+        axes = tuple(Axis((tile, ""), end) if axis.digits == ("",) else axis for axis in axes)
         lines = (Line(((loop.name, period), *lines[0].loops), items),)
-        records = ix.ceil(extent, period) if period * bits == element.bits else ix.exact(extent, period)
-        return element, (*variables, Var(tile, records, True)), axes, lines
+        return element, (*variables, Var(tile, ix.ceil(extent, period), True)), axes, lines
 
     # -- stored operations --------------------------------------------------------------------------------------------
 

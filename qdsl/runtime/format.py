@@ -22,6 +22,7 @@ from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.packed import FormatError, PackedWeight, damage, said
 from qdsl.runtime.requantize import Report, compare
 from qdsl.shapes import Axis, axis, extents
+from qdsl.spilled import LOST, is_spilled
 from qdsl.stored import Description
 
 OF_X = ("pre_quant_scale",)                                      # tensors of a layer without which its weight is another one
@@ -124,8 +125,16 @@ class Format:
         for key, value in match.params.items():
             others = list(dict.fromkeys(str(other.params[key]) for other in found if other.params[key] != value))
             notes += [f"{key} = {value} by default; the tensors fit {' and '.join(others)} too"] if others else []
+        notes += [f"tensor '{name}': {LOST}" for name in self._spilled(match)]
         names = {name: keys[0] for name, keys in given.items() if keys[0] != name}
         return self._packed(match.storage, match.tensors, match.shape, match.params, notes, names)
+
+    def _spilled(self, match: Match) -> list[str]:
+        """Tensors whose producer lost fields."""
+        found = {name: rule[name] for rule in self.spec.detect.get("spills", []) if rule.get("storage") == match.storage
+                 for name in rule if name in match.tensors and not match.tensors[name].is_meta}
+        return [name for name, bits in found.items()
+                if is_spilled(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
 
     def _choose(self, found: Sequence[Match]) -> Match:
         """The only match; among several of one storage, the one with default parameters where they are open."""

@@ -195,9 +195,8 @@ class PackedWeight:
             if dim == "K":
                 raise FormatError(f"{self.format.name}.{self.storage} stores rows one after the other; only rows can be cut")
             start, stop = start * self.shape[1], stop * self.shape[1]
-        by = each.by(self.sizes)
-        first = start // by * each.words
-        return first, -(-stop // by) * each.words - first
+        first = start // each.by(self.sizes) * each.words
+        return first, each.elements(stop, self.sizes) - first
 
 
 def said(shape: tuple[int, int], device: torch.device) -> Tensor:

@@ -255,21 +255,7 @@ class Reading:
         held = {name: np.zeros(self.shape[1], np.int64) for name in fields}
         used = {element for _, _, places in self.places(held) for element in places.items()}
         used |= {(name, at) for name, shape in self.stored_tables.items() for at in np.ndindex(*shape)}
-        return used <= stored and all(self._whole(tensor) for tensor in self.tensors.values())
-
-    def _whole(self, tensor: Tensor) -> bool:
-        """Codes that run along a whole axis may end inside a word only where none of them straddles two."""
-        line = tensor.record[0]
-        axis = {"N", "K"} & set(g.names(line.loops[0].extent)) if line.loops else set()
-        if not axis:
-            return True
-        extents = [oracle.evaluate(loop.extent, self.env) for loop in line.loops]
-        widths = [8 if isinstance(item, g.Digits) else oracle.evaluate(item.width, self.env) if item.width is not None else
-                  oracle.width_of(self.spec, item.field.name, self.params) if item.field is not None else 0
-                  for item in line.items]
-        bits = prod(extents[1:]) * sum(widths)
-        size = oracle.element_bits(self.spec, tensor, self.params)
-        return size % bits == 0 or extents[0] * bits % size == 0
+        return used <= stored
 
     # -- encode -------------------------------------------------------------------------------------------------------
 
