@@ -333,7 +333,7 @@ def test_requantized_layers(tmp_path: Path) -> None:
 def test_small_tensors_that_a_producer_puts_beside_a_weight(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
     """JSON of what is known, and tables; under the names that files have, and with a config that says whose they are."""
     kind = name[4:7] if "fp4" in name else name
-    config = {"dtype": "float16", "quantization_config": folders.GPTQ}
+    config = {**({"dtype": "float16"} if more else {}), "quantization_config": folders.GPTQ}
     path = folders.folder(tmp_path / "in", folders.named({"up": weight()}) | {"head.weight": torch.ones(2, 3)}, config=config)
     requantized(path, tmp_path / "out", name, {"block": 32})
     with Folder(tmp_path / "out") as folder:
@@ -341,9 +341,9 @@ def test_small_tensors_that_a_producer_puts_beside_a_weight(tmp_path: Path, name
         packed = import_module(f"qdsl.generated.{name}").quantize(int_group.dequantize(weight(), torch.float32), block=32)
         said = json.loads(bytes(folder.tensor(f"up.weight.quant_state.bitsandbytes__{kind}").tolist()))
         assert list(said) == ["quant_type", "blocksize", "dtype", "shape", *more]
-        if more:
-            more["nested_offset"] = float(packed.tensors["weight_nested_offset"])
-        assert said == {"quant_type": kind, "blocksize": 32, "dtype": "float16", "shape": [16, 64], **more}
+        told = {"nested_offset": float(packed.tensors["weight_nested_offset"])} if more else {}
+        assert said == {"quant_type": kind, "blocksize": 32, "dtype": config.get("dtype", "bfloat16"), "shape": [16, 64],
+                        **more, **told}
         leaves = ["weight", "weight.absmax", "weight.quant_map", f"weight.quant_state.bitsandbytes__{kind}"]
         leaves += ["weight.nested_absmax", "weight.nested_quant_map"] if more else []
         assert {each.removeprefix("up.") for each in folder.names()} == {*leaves, "head.weight"}

@@ -125,7 +125,7 @@ def _written(wanted: Any, values: Mapping[str, Any], setting: object) -> Any:
     words = wanted if isinstance(wanted, list) else [wanted]
     if all(word in values for word in words):
         return [values[word] for word in words] if isinstance(wanted, list) else values[words[0]]
-    return next((word for word in words if same(setting, word)), words[0])
+    return next((word for word in words if setting is not None and same(setting, word)), words[0])
 
 
 def same(value: object, word: object) -> bool:
