@@ -67,6 +67,26 @@ def test_torch_packs_alike_and_multiplies_it() -> None:
     assert torch.allclose(made.t(), int4pack.dequantize(packed, torch.float32), rtol=0, atol=1e-5)
 
 
+@pytest.mark.skipif(CAPABILITY not in STORAGES, reason="torch packs otherwise on this machine")
+@pytest.mark.parametrize("n", [16, 48, 80, 112])
+def test_rows_that_fill_no_tile_are_refused(n: int) -> None:
+    """Torch has them by twos behind whole tiles, [K, rows / 2], which no storage says; and those of no 16 rows nowhere."""
+    codes = torch.randint(16, (n, 64), dtype=torch.uint8)
+    torchs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1).flatten()
+    tile = 64 if CAPABILITY == "AVX512" else 32
+    whole = n // tile * tile
+    fields = {"q": codes, "s": torch.ones(n, 2), "z": torch.zeros(n, 2)}
+    if whole:
+        first = {name: field[:whole] for name, field in fields.items()}
+        packed = int4pack.pack(first, STORAGES[CAPABILITY], group=32)
+        assert torch.equal(packed.tensors["weight"].flatten(), torchs[:whole * 32])
+    assert torch.equal((codes[whole::2] | codes[whole + 1::2] << 4).t().flatten(), torchs[whole * 32:])
+    with pytest.raises(FormatError, match=f"N = {n} must be a multiple of {tile}"):
+        int4pack.pack(fields, STORAGES[CAPABILITY], group=32)
+    with pytest.raises(RuntimeError, match="expect N to be dividable by 16"):
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes[1:].int(), 1)
+
+
 @pytest.mark.parametrize("storage", ["gptq_v2", "gptq_v1", "awq", "pack_quantized", "marlin", "modelopt", "xpu_int4pack"])
 @pytest.mark.parametrize("to", STORAGES.values())
 def test_weights_of_integers(storage: str, to: str) -> None:

@@ -18,7 +18,7 @@
     planar at scale_type = bf16: 4.25 bits per weight with group = 128
     planar at scale_type = f32: 4.5 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 ab44cf64064b36e6) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 8adecd3b93d0b393) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -37,7 +37,7 @@ FORMAT = Format(
     },
     params={"group": (128, 32, 64), "scale_type": ("bf16", "f32")},
     sizes={"group": "K"},
-    digest="ab44cf64064b36e6",
+    digest="8adecd3b93d0b393",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -14,7 +14,7 @@
     cpu_scalar: 4.25 bits per weight with group = 128
     planar: 4.25 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 ab44cf64064b36e6) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 8adecd3b93d0b393) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
