@@ -43,6 +43,7 @@ class Stored:
     optional: the field that has its default where the tensor is missing; '' for a tensor that must be there.
     bits: where all its fields lie, as runtime/bits.py reads it; nothing where they do not lie at digits.
     adds: what an element that the file holds has more than the one whose bits these are.
+    padding: the bits of an element that hold nothing, for readers of checkpoints.
     """
 
     dtype: str
@@ -51,15 +52,17 @@ class Stored:
     optional: str
     bits: tuple[str, ...]
     adds: int
+    padding: int
 
     def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", bits: Sequence[str] = (),
-                 adds: int = 0) -> None:
+                 adds: int = 0, padding: int = 0) -> None:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "axes", tuple(map(axis, axes)))
         object.__setattr__(self, "aliases", tuple(aliases))
         object.__setattr__(self, "optional", optional)
         object.__setattr__(self, "bits", tuple(bits))
         object.__setattr__(self, "adds", adds)
+        object.__setattr__(self, "padding", padding)
 
     @property
     def text(self) -> str:

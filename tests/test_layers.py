@@ -221,6 +221,19 @@ def test_json_beside_a_weight_says_numbers_of_it(tmp_path: Path) -> None:
     assert "of another format" in one(read(checkpoints.folder(tmp_path, {UP: other}))).why
 
 
+@pytest.mark.parametrize(("bits", "k"), [(3, 90), (5, 30), (6, 15), (7, 15)])
+@pytest.mark.parametrize("storage", ["pack_quantized", "pack_quantized_0_17"])
+def test_padding_tells_packings_of_one_shape(tmp_path: Path, bits: int, k: int, storage: str) -> None:
+    """compressed-tensors' old words and its new ones, of as many columns as take as many of both."""
+    weight = torch.randn(40, k, generator=torch.Generator().manual_seed(0))
+    packed = int_group.quantize(weight, storage, bits=bits, group=-1, symmetric=True)
+    other = int_group.convert(packed, "pack_quantized" if "17" in storage else "pack_quantized_0_17")
+    assert packed.tensors["weight_packed"].shape == other.tensors["weight_packed"].shape
+    settings = ct(type="int", num_bits=bits, strategy="channel", format="pack-quantized")
+    layer = one(read(checkpoints.folder(tmp_path, {UP: packed.tensors}, settings)))
+    assert (layer.storage, layer.params["bits"], layer.problems) == (storage, bits, ())
+
+
 @pytest.mark.parametrize("k", [64, 96, 128])
 def test_one_group_is_that_of_the_settings(tmp_path: Path, k: int) -> None:
     """A scale for each row is that of a group of a channel, or of the columns that there are; and of several, of no channel."""

@@ -28,4 +28,5 @@ def described(data: dict[str, Any]) -> Description:
 
 
 def _stored(data: dict[str, Any]) -> Stored:
-    return Stored(data["dtype"], *data["axes"], aliases=data.get("aliases", ()), optional=data.get("optional", ""))
+    return Stored(data["dtype"], *data["axes"], aliases=data.get("aliases", ()), optional=data.get("optional", ""),
+                  padding=data.get("padding", 0))

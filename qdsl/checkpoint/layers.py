@@ -6,6 +6,7 @@ as `wrap` decides them; settings choose among what fits, and what they say other
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from qdsl.spilled import LOST, is_spilled
 from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, named
 
 SMALL = 1 << 16                                                  # bytes of a tensor that are looked at
+ENOUGH = 64                                                      # elements in which nothing is no chance
 LISTED = 1 << 10                                                 # bytes of a tensor of numbers that says something
 TOLD = 100                                                       # how near a miss comes that a tensor itself tells of
 NUMBERS = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}
@@ -256,7 +258,7 @@ class _Finder:
         alike = [each for each in telling if not weak or any(each.fit.params == other.fit.params for other in weak)]
         pool = strong or alike or weak or list(candidates)
         least = min(map(_oddness, pool))
-        pool = [each for each in pool if _oddness(each) == least]
+        pool = self._padded([each for each in pool if _oddness(each) == least], tensors)
         ways = list(dict.fromkeys(f"{each.format.name}.{each.fit.storage}" for each in pool))
         if len(ways) > 1:
             return Layer(name, others=tensors, by=scheme.by, why=f"the tensors fit {' and '.join(ways)}, and nothing says which")
@@ -299,6 +301,30 @@ class _Finder:
                 return all(self._is_filled(tensors[candidate.fit.tensors[own].name], int(str(word), 16))
                            for own, word in words.items())
         return False
+
+    def _padded(self, pool: Sequence[_Candidate], tensors: Mapping[str, str]) -> list[_Candidate]:
+        """Of a format's storages that fit alike, those whose padding holds nothing, with padding if there are such."""
+        if len({each.format.name for each in pool}) > 1 or len({each.fit.storage for each in pool}) < 2:
+            return list(pool)
+        told = [(each, self._padding(each, tensors)) for each in pool]
+        return [each for each, free in told if free] or [each for each, free in told if free is None] or list(pool)
+
+    def _padding(self, candidate: _Candidate, tensors: Mapping[str, str]) -> bool | None:
+        """Whether padding holds nothing, in as many elements as to tell; None where there is too little, or none."""
+        layout = candidate.format.variants[tuple(candidate.fit.params[name] for name in candidate.format.by)]
+        found = None
+        for own, stored in layout[candidate.fit.storage].items():
+            if not stored.padding or own not in candidate.fit.tensors:
+                continue
+            full = tensors[candidate.fit.tensors[own].name]
+            data, shape = self.folder.file(full).start(full, SMALL), self.folder.entry(full).shape
+            size = self.folder.entry(full).nbytes // max(1, math.prod(shape))
+            count = len(data) // max(1, size)
+            held = int.from_bytes(data, "little") & int.from_bytes(stored.padding.to_bytes(size, "little") * count, "little")
+            if held:
+                return False
+            found = True if count >= ENOUGH else found
+        return found
 
     def _numbers(self, candidate: _Candidate, tensors: Mapping[str, str]) -> dict[str, float]:
         """The tensors of one number that are said in JSON alone."""

@@ -14,6 +14,7 @@ from typing import Any
 from qdsl.emit.axes import tensor_axes
 from qdsl.emit.tensors import is_plain
 from qdsl.ir.program import Program, Stream, Tensor
+from qdsl.layout import walk
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.passes.samples import size_axis
 from qdsl.passes.streams import STREAMS
@@ -83,7 +84,17 @@ def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:
     field = tensor.placements[0].field
     is_index = is_plain(program, tensor) and program.field(field).number is None
     return {"dtype": "index" if is_index else tensor.kind, "axes": tensor_axes(tensor),
-            **({"aliases": list(tensor.aliases)} if tensor.aliases else {}), **({"optional": field} if tensor.optional else {})}
+            **({"aliases": list(tensor.aliases)} if tensor.aliases else {}), **({"optional": field} if tensor.optional else {}),
+            **({"padding": padding} if (padding := _padding(tensor)) else {})}
+
+
+def _padding(tensor: Tensor) -> int:
+    """The bits of every element that hold nothing, where an element is a record."""
+    pieces = list(walk(tensor.lines))
+    if tensor.words > 1 or tensor.stored is not None or any(piece.place is not None for piece in pieces):
+        return 0
+    held = sum((1 << piece.width) - 1 << piece.at for piece in pieces if piece.field is not None)
+    return (1 << tensor.record_bits) - 1 - held
 
 
 def _coded(stream: Stream) -> dict[str, dict[str, Any]]:
