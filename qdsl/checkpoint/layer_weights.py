@@ -62,9 +62,11 @@ def decoded(folder: Folder, group: Group) -> dict[str, Tensor]:
     if wrong := [*group.problems, *([group.unnamed] if group.unnamed else [])]:
         raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {wrong[0]}")
     module = import_module(f"qdsl.generated.{group.format}")
+    columns = math.gcd(group.numbers, 1 << 12)                   # rows of any size, to be decoded some at a time
     try:
-        packed = module.wrap({leaf: folder.tensor(full) for leaf, full in group.tensors.items()}, (1, group.numbers))
-        parts = module.dequantize(packed)[0].split(list(group.parts.values()))
+        packed = module.wrap({leaf: folder.tensor(full) for leaf, full in group.tensors.items()},
+                             (group.numbers // columns, columns))
+        parts = module.dequantize(packed).view(-1).split(list(group.parts.values()))
     except FormatError as error:
         raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {error}") from None
     return dict(zip(group.parts, parts, strict=True))

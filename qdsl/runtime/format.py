@@ -445,7 +445,9 @@ class Format:
         packed = packed.open()
         copied = packed.variant.copies
         if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
-            return out.copy_(self.unpack(packed)[copied])
+            for start, stop in tiles.row_tiles(packed):
+                out[start:stop].copy_(self.unpack(packed.cut("N", start, stop))[copied])
+            return out
         if packed.order is not None:
             return self._dequantized_in_order(packed, order.places(packed.order), out)
         if packed.device.type == "cuda":
@@ -467,7 +469,8 @@ class Format:
     def convert(self, packed: PackedWeight, storage: str) -> PackedWeight:
         """The same numbers in another storage, exactly.  Raises FormatError where the other storage cannot hold them.
 
-        Tensors that both storages hold alike are shared.  Beside both weights it needs memory for a tile, not for fields.
+        Tensors that both storages hold alike are shared.  Beside both weights it needs memory for a tile, not for fields; where
+        streams hold either, for all fields.
         A weight of another format with the same codes becomes one of this, where runtime/adopt.py finds no number that would
         change.
         """
