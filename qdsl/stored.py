@@ -92,6 +92,16 @@ class Description:
         layouts = [layout for storages in self.variants.values() for layout in storages.values()]
         return list(dict.fromkeys(name for layout in layouts for name, stored in layout.items() if not stored.axes))
 
+    @property
+    def in_bytes(self) -> set[str]:
+        """The names of tensors of bytes, and their aliases."""
+        every = [each for storages in self.variants.values() for layout in storages.values() for each in layout.items()]
+        return {key for name, stored in every if stored.dtype == "u8" for key in (name, *stored.aliases)}
+
+    def layout(self, storage: str, params: Mapping[str, int | str]) -> Mapping[str, Stored]:
+        """The tensors of a storage, by all parameters."""
+        return self.variants[tuple(params[name] for name in self.by)][storage]
+
     def numbers(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
         """Size parameters as numbers: -1 is the axis that the parameter divides."""
         whole = {"N": shape[0], "K": shape[1]}

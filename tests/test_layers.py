@@ -221,6 +221,19 @@ def test_json_beside_a_weight_says_numbers_of_it(tmp_path: Path) -> None:
     assert "of another format" in one(read(checkpoints.folder(tmp_path, {UP: other}))).why
 
 
+def test_bytes_that_a_file_holds_as_larger_numbers(tmp_path: Path) -> None:
+    """bitsandbytes' quant_storage: JSON says all there is, so that the dtype need not."""
+    name = "bnb_nf4_bs64_nested_store-bfloat16_N64_K128"
+    with Folder(checkpoints.folder(tmp_path, {UP: golden(name)})) as folder:
+        layer = one(layers(folder))
+        assert folder.entry(layer.tensors["weight"]).dtype == "BF16" and layer.format == "nf4_nested"
+        [weight] = weights(folder, layer)
+    with np.load(next(path for path in checkpoints.GOLDENS if path.stem == name)) as file:
+        assert same_bits(weight.format.dequantize(weight, torch.float32), torch.from_numpy(file["dequant_f32"]))
+    alone = {"weight": golden(name)["weight"], "weight.absmax": golden(name)["weight.absmax"]}
+    assert one(read(checkpoints.folder(tmp_path, {UP: alone}))).format == ""
+
+
 @pytest.mark.parametrize(("bits", "k"), [(3, 90), (5, 30), (6, 15), (7, 15)])
 @pytest.mark.parametrize("storage", ["pack_quantized", "pack_quantized_0_17"])
 def test_padding_tells_packings_of_one_shape(tmp_path: Path, bits: int, k: int, storage: str) -> None:

@@ -8,6 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer
@@ -49,7 +50,7 @@ def tensors(folder: Folder, layer: Layer) -> list[dict[str, Tensor]]:
     """A layer's tensors, named as in its storage, for each of its experts."""
     import torch
 
-    whole = {name: folder.tensor(full) for name, full in layer.tensors.items()}
+    whole = {name: _read(folder, layer, name) for name in layer.tensors}
     if layer.experts is None:
         return [whole | {name: torch.tensor(number, dtype=torch.float32) for name, number in layer.numbers.items()}]
     return [{name: tensor[expert] for name, tensor in whole.items()} for expert in range(layer.experts)]
@@ -84,6 +85,17 @@ def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]]
             raise CheckpointError(f"{folder.path}: {shown(name)} has {count} numbers, and not the shape {shapes.get(name)}")
     quantize = import_module(f"qdsl.generated.{format}").quantize
     return {name: quantize(part.view(shapes[name])) for name, part in decoded(folder, group).items()}
+
+
+def _read(folder: Folder, layer: Layer, name: str) -> Tensor:
+    """A tensor of the storage; bytes that the file holds as larger numbers as bytes again."""
+    import torch
+
+    tensor = folder.tensor(layer.tensors[name])
+    known = next(each for each in descriptions() if each.name == layer.format)
+    larger = tensor.is_floating_point() and tensor.element_size() > 1
+    held = known.layout(layer.storage, layer.params)[name].dtype
+    return tensor.flatten().view(torch.uint8) if larger and held == "u8" else tensor
 
 
 def _wrapped(folder: Folder, layer: Layer, given: dict[str, Tensor]) -> PackedWeight:

@@ -28,6 +28,7 @@ ENOUGH = 64                                                      # elements in w
 LISTED = 1 << 10                                                 # bytes of a tensor of numbers that says something
 TOLD = 100                                                       # how near a miss comes that a tensor itself tells of
 NUMBERS = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}
+WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes of numbers that bytes may be held in
 PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
 
 
@@ -311,9 +312,8 @@ class _Finder:
 
     def _padding(self, candidate: _Candidate, tensors: Mapping[str, str]) -> bool | None:
         """Whether padding holds nothing, in as many elements as to tell; None where there is too little, or none."""
-        layout = candidate.format.variants[tuple(candidate.fit.params[name] for name in candidate.format.by)]
         found = None
-        for own, stored in layout[candidate.fit.storage].items():
+        for own, stored in candidate.format.layout(candidate.fit.storage, candidate.fit.params).items():
             if not stored.padding or own not in candidate.fit.tensors:
                 continue
             full = tensors[candidate.fit.tensors[own].name]
@@ -362,6 +362,8 @@ def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str
     """Every way to read tensors as a format's, as one weight or as those of experts.  Raises Misfit."""
     shape, params, numbers = _told(format, contents)
     given = {**dict.fromkeys(numbers, Given("float32", ())), **given}
+    if any(isinstance(content, Mapping) for content in contents.values()):
+        given = {leaf: _as_bytes(tensor) if leaf in format.in_bytes else tensor for leaf, tensor in given.items()}
     for experts in _experts(format, given):
         with suppress(Misfit):
             return [_Candidate(format, fit, experts) for fit in fits(format, {
@@ -391,6 +393,12 @@ def _told(format: Description, contents: Mapping[str, Any],
             raise Misfit(TOLD + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")
     shape = (said["N"], said["K"]) if {*EXTENTS} <= said.keys() else None
     return shape, {name: value for name, value in said.items() if name in format.params}, numbers
+
+
+def _as_bytes(tensor: Given) -> Given:
+    """Bytes that a file holds as numbers of a larger type; a weight of which all is said need not tell by its dtype."""
+    size = WIDE.get(tensor.dtype)
+    return tensor if size is None else Given("uint8", (size * math.prod(tensor.shape),))
 
 
 def _without_numbers(content: Any) -> Any:
