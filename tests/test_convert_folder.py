@@ -189,6 +189,43 @@ def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert found == {"quant_method": "qdsl", "format": "int_group", "storage": "awq", **weights["up"].params}
     assert "no page says how other loaders call int_group.awq: the config says qdsl" in report["notes"]
+    with Folder(tmp_path / "out") as folder:
+        assert [(layer.format, layer.problems) for layer in layers(folder).layers] == [("int_group", ()), ("int8_channel", ())]
+
+
+@pytest.mark.parametrize("bits", [3, 6])
+def test_sizes_that_no_word_divides(tmp_path: Path, bits: int) -> None:
+    """In old words of compressed-tensors, of which its config says the same, and back; one group is that of a channel."""
+    packed = int_group.quantize(torch.randn(45, 90), "pack_quantized", bits=bits, group=-1)
+    weights = {"num_bits": bits, "type": "int", "strategy": "channel", "symmetric": False}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [],
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": settings})
+    convert(path, tmp_path / "old", "pack_quantized_0_17")
+    convert(tmp_path / "old", tmp_path / "new", "pack_quantized")
+    for name, storage in (("old", "pack_quantized_0_17"), ("new", "pack_quantized")):
+        with Folder(tmp_path / name) as folder:
+            [layer] = layers(folder).layers
+            assert (layer.storage, layer.params["bits"], layer.params["group"], layer.problems) == (storage, bits, -1, ())
+            assert folder.config["quantization_config"] == settings
+            assert name == "old" or all(folder.tensor(f"w.{key}").equal(each) for key, each in packed.tensors.items())
+    assert "cannot be gptq_v2" in refused(path, "gptq_v2") or bits == 6
+
+
+def test_own_settings_are_read(tmp_path: Path) -> None:
+    """Those of a storage that no producer has words for; they speak of its format alone."""
+    path = folders.folder(tmp_path / "in", folders.named({"w": weight(16, 96)}))
+    convert(path, tmp_path / "out", "xpu_int4pack")
+    with Folder(tmp_path / "out") as folder:
+        [layer] = layers(folder).layers
+        assert folder.config["quantization_config"]["quant_method"] == "qdsl"
+        assert (layer.storage, layer.params["group"], layer.problems) == ("xpu_int4pack", 32, ())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["group"] = 64
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with Folder(tmp_path / "out") as folder:
+        [problem] = layers(folder).layers[0].problems
+        assert problem.startswith("config.json: quantization_config says group = 64; the tensors fit int_group.xpu_int4pack")
 
 
 def test_there_and_back_again(sharded: Path, tmp_path: Path) -> None:

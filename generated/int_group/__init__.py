@@ -44,7 +44,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 9750ffc37f9e2757) by qdsl 0.1.0.
+Built from the spec int_group (sha256 1e7a0d4ec5379889) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -90,9 +90,10 @@ FORMAT = Format(
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "strategy": "channel", "num_bits": "bits",
         "where": {"group": -1}, "symmetric": {"weight_zero_point": [False, True]}, "storage": "pack_quantized"},
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "strategy": "group", "num_bits": "bits",
-        "group_size": "group"},
+        "group_size": "group", "symmetric": {"weight_zero_point": [False, True]},
+        "actorder": {"weight_g_idx": ["group", "null"]}, "storage": "pack_quantized_0_17"},
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "strategy": "channel", "num_bits": "bits",
-        "where": {"group": -1}},
+        "where": {"group": -1}, "symmetric": {"weight_zero_point": [False, True]}, "storage": "pack_quantized_0_17"},
         {"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "group",
         "group_size": "group", "symmetric": {"weight_zero_point": [False, True]}, "storage": "int_quantized"},
         {"quant_method": "modelopt", "quant_algo": ["W4A16_AWQ", "W4A8_AWQ"], "group_size": "group",
@@ -104,7 +105,7 @@ FORMAT = Format(
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
         "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="9750ffc37f9e2757",
+    digest="1e7a0d4ec5379889",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

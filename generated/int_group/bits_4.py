@@ -17,7 +17,7 @@
     xpu_int4pack: 4.1875 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 9750ffc37f9e2757) by qdsl 0.1.0.
+Built from the spec int_group (sha256 1e7a0d4ec5379889) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -14,6 +14,7 @@ from typing import Any
 from qdsl.stored import Description
 
 EXTENTS = ("N", "K")
+OWN = "qdsl"                                                     # the quant_method of settings that are no producer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,12 @@ class Reading:
     values: Mapping[str, Any]
     keys: Mapping[str, str]
     weak: bool = False
+
+
+def own_rule(format: Description, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The rule for settings that `qdsl convert` writes where no producer has words for a storage, which they name."""
+    params = {name: name for name in format.params if name in settings}
+    return {"quant_method": OWN, "format": format.name, "storage": str(settings.get("storage", "")), **params}
 
 
 def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any]) -> Iterator[Reading]:

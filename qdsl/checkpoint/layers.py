@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import EXTENTS, Reading, from_tensors, readings, same
+from qdsl.checkpoint.detect import EXTENTS, OWN, Reading, from_tensors, own_rule, readings, same
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import Group, groups
 from qdsl.checkpoint.quantization import Quantization, Scheme, quantizations
@@ -251,7 +251,7 @@ class _Finder:
         settings = scheme.settings if scheme.settings is not None else self.says.settings if self.says else {}
         strong, weak = self._agreeing(candidates, settings)
         telling = [each for each in candidates if self._tells(each, tensors)]
-        said = settings and any("config" in each.format.detect for each in candidates)
+        said = settings and any(self._is_spoken_of(each, settings) for each in candidates)
         problems = [self._disagreement(candidates[0], settings)] if said and not strong and not weak else []
         if strong and telling and not any(each in strong for each in telling):
             problems.append(f"{self.says.source if self.says else ''} says {strong[0].label}, but its words are those of "
@@ -313,10 +313,10 @@ class _Finder:
     def _padding(self, candidate: _Candidate, tensors: Mapping[str, str]) -> bool | None:
         """Whether padding holds nothing, in as many elements as to tell; None where there is too little, or none."""
         found = None
-        for own, stored in candidate.format.layout(candidate.fit.storage, candidate.fit.params).items():
-            if not stored.padding or own not in candidate.fit.tensors:
+        for name, stored in candidate.format.layout(candidate.fit.storage, candidate.fit.params).items():
+            if not stored.padding or name not in candidate.fit.tensors:
                 continue
-            full = tensors[candidate.fit.tensors[own].name]
+            full = tensors[candidate.fit.tensors[name].name]
             data, shape = self.folder.file(full).start(full, SMALL), self.folder.entry(full).shape
             size = self.folder.entry(full).nbytes // max(1, math.prod(shape))
             count = len(data) // max(1, size)
@@ -345,8 +345,14 @@ class _Finder:
 
     def _readings(self, candidate: _Candidate, settings: Mapping[str, Any]) -> list[Reading]:
         format = candidate.format
-        return [each for each in readings(format.detect.get("config"), list(format.params), settings)
-                if each.storage in ("", candidate.fit.storage)]
+        rules = own_rule(format, settings) if same(settings.get("quant_method"), OWN) else format.detect.get("config")
+        return [each for each in readings(rules, list(format.params), settings) if each.storage in ("", candidate.fit.storage)]
+
+    def _is_spoken_of(self, candidate: _Candidate, settings: Mapping[str, Any]) -> bool:
+        """Whether settings of this kind say anything of the format."""
+        if same(settings.get("quant_method"), OWN):
+            return (settings.get("format"), settings.get("storage")) == (candidate.format.name, candidate.fit.storage)
+        return "config" in candidate.format.detect
 
     def _disagreement(self, candidate: _Candidate, settings: Mapping[str, Any]) -> str:
         """What settings say that the tensors do not bear out."""

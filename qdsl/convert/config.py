@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import same
+from qdsl.checkpoint.detect import OWN, same
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, quantization
@@ -69,7 +69,7 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
     """The settings of the new storage, and what to note of them."""
     rule = _rule(plan, method)
     if rule is None:
-        own = {"quant_method": "qdsl", "format": plan.format, "storage": plan.aim.storage, **plan.params[0]}
+        own = {"quant_method": OWN, "format": plan.format, "storage": plan.aim.storage, **plan.params[0]}
         return own, f"no page says how other loaders call {plan.format}.{plan.aim.storage}: the config says qdsl"
     params = plan.params[0]
     if same(method, rule["quant_method"]) and not plan.aim.requantize:
@@ -133,8 +133,9 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
     method = rule["quant_method"]
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
-        named = all(word in params for word in words) and key not in WORDS
-        if key in ("storage", "where") or named or (method == NESTED and key in OF_WEIGHTS):
+        if key in ("storage", "where") or (method == NESTED and key in OF_WEIGHTS):
+            continue
+        if all(word in params for word in words) and key not in WORDS:
             continue
         names = [name for name in new if NAMES.get(method, {}).get(name, name) == key] or [key]
         if not all(any(same(new.get(name), word) for word in words) for name in names):
