@@ -7,9 +7,10 @@
     s      scale_type [ceil(N/bn), ceil(K/bk)]
 
     safetensors: 8.00195 bits per weight with bn = 128, bk = 128
+    torchao: 8.00195 bits per weight with bn = 128, bk = 128
     planar: 8.00195 bits per weight with bn = 128, bk = 128
 
-Built from the spec fp8_block (sha256 350f090b069e4f85) by qdsl 0.1.0.
+Built from the spec fp8_block (sha256 b12c9655895dfe76) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -42,6 +43,22 @@ def pack_safetensors(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     return {
         "weight": q,
         "weight_scale_inv": s,
+    }
+
+
+def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """Fields of qdata float8_e4m3fn [N, K]; scale scale_type [ceil(N/bn), ceil(K/bk)]."""
+    return {
+        "q": qdata,
+        "s": scale,
+    }
+
+
+def pack_torchao(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qdata, scale of the fields; the inverse of unpack_torchao."""
+    return {
+        "qdata": q,
+        "scale": s,
     }
 
 
@@ -202,6 +219,130 @@ def _narrow_safetensors(
     for chunk in tl.range(0, K // 128, num_stages=STAGES):
         sum = narrow.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
         s_g = many.of_rows(weight_scale_inv, narrow.block(n, m, bn, BN), lanes.count(K, bk), chunk * 128, bk, 0)
+        acc += sum * (tl.load(x_scale + (chunk * M + m)) * s_g)
+    sum = acc.to(tl.float32)
+    many.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+
+
+@triton.jit
+def _dequantize_torchao(qdata, scale, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    qdata += n.to(tl.int64) * K
+    scale += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q = device.e4m3(tl.load(qdata + k, live, 0))
+    s = device.scale(tl.load(scale + k // bk, live, 0))
+    w = q * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_torchao(qdata, scale, x, bias, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qdata += n.to(tl.int64) * K
+    scale += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q = device.e4m3(tl.load(qdata + k, live, 0))
+        s = device.scale(tl.load(scale + k // bk, live, 0))
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += q * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_torchao(qdata, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more), lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more
+        + 1)
+
+
+@triton.jit
+def _numbers_torchao(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
+
+
+
+
+@triton.jit
+def _few_torchao(
+    qdata, scale, x, bias, out, M, N, K, tiles,
+    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 128
+    UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 0, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_torchao(qdata, row, K, chunk), SIZE)
+                s_g = lanes.by_group(scale, lanes.blocks(row, bn), lanes.count(K, bk), chunk, SIZE, bk, 0)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_torchao, words, columns, u, j, flip, 8, 0, SIZE, F)
+                    sum *= s_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _narrow_torchao(
+    qdata, scale, x, x_scale, bias, out, M, N, K,
+    bn: tl.constexpr, bk: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):
+    """out[m, n] = sum over k of x_scale[k // 128, m] * x[m, k] * w[n, k], plus bias[n], with w = s * q.
+
+    x is E4M3, or float16 where codes of w are uint8.  A program multiplies BN rows of w with BM rows of x.
+    """
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
+    x += m * K + tl.arange(0, 128)[:, None]
+    w = qdata + (n * K + tl.arange(0, 128)[None, :])
+    acc = narrow.zeros(BN, BM, False)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        sum = narrow.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+        s_g = many.of_rows(scale, narrow.block(n, m, bn, BN), lanes.count(K, bk), chunk * 128, bk, 0)
         acc += sum * (tl.load(x_scale + (chunk * M + m)) * s_g)
     sum = acc.to(tl.float32)
     many.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
@@ -419,6 +560,17 @@ VARIANT = Variant(
                     lanes=Lanes(_few_safetensors, blocks=("bk",), least=128, codes="weight", special=127,
                         narrow=Narrow(_narrow_safetensors, "e4m3", "weight", groups=True))),
         ),
+        "torchao": Storage(
+            tensors={
+                "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+                "scale": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("_weight_scale",),
+                    bits=("s[1@0, 1@1]",)),
+            },
+            unpack=unpack_torchao, pack=pack_torchao,
+            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_torchao, blocks=("bk",), least=128, codes="qdata", special=127,
+                        narrow=Narrow(_narrow_torchao, "e4m3", "qdata", groups=True))),
+        ),
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
@@ -443,10 +595,17 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"bn": (128, 64, 32, 1), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16", "e8m0")},
     sizes={"bn": "N", "bk": "K"},
-    detect={"config": [{"quant_method": "fp8", "weight_block_size": ["bn", "bk"]},
+    detect={"config": [{"quant_method": "fp8", "weight_block_size": ["bn", "bk"], "storage": "safetensors"},
         {"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "block",
-        "block_structure": ["bn", "bk"]}, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}]},
-    digest="350f090b069e4f85",
+        "block_structure": ["bn", "bk"], "storage": "safetensors"},
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "storage": "safetensors"},
+        {"quant_method": "torchao", "storage": "torchao",
+        "with": {"quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
+        "header": [{"_type": "Float8Tensor", "_data.block_size": ["bn", "bk"], "storage": "torchao",
+        "with": {"_data": {"mm_config": "null", "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+        "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
+    digest="b12c9655895dfe76",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

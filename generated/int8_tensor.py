@@ -8,9 +8,10 @@
     s      scale_type []
 
     safetensors: 8 bits per weight
+    torchao: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec int8_tensor (sha256 ad10f0bff4b46171) by qdsl 0.1.0.
+Built from the spec int8_tensor (sha256 088181e397d90541) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -48,6 +49,28 @@ def pack_safetensors(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor
     }
     if z is not None:
         tensors["weight_zero_point"] = z
+    return tensors
+
+
+def unpack_torchao(qdata: Tensor, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
+    """Fields of qdata int8 [N, K]; scale scale_type [1, 1]; zero_point int8 [1, 1]."""
+    fields = {
+        "q": qdata,
+        "s": scale.squeeze(1).squeeze(0),
+    }
+    if zero_point is not None:
+        fields["z"] = zero_point.squeeze(1).squeeze(0)
+    return fields
+
+
+def pack_torchao(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """qdata, scale, zero_point of the fields; the inverse of unpack_torchao."""
+    tensors = {
+        "qdata": q,
+        "scale": s.unsqueeze(-1).unsqueeze(-1),
+    }
+    if z is not None:
+        tensors["zero_point"] = z.unsqueeze(-1).unsqueeze(-1)
     return tensors
 
 
@@ -238,6 +261,152 @@ def _narrow_safetensors(
         z_g = 0.0
     else:
         z_g = lanes.number(tl.load(weight_zero_point), 8)
+    sum += (-z_g) * ones
+    sum *= s_g
+    many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+
+
+@triton.jit
+def _dequantize_torchao(qdata, scale, zero_point, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    qdata += n.to(tl.int64) * K
+    if zero_point is None:
+        z = 0
+    else:
+        z = tl.load(zero_point).to(tl.int32)
+    s = tl.load(scale).to(tl.float32)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q = tl.load(qdata + k, live, 0).to(tl.int32)
+    w = (q - z) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_torchao(qdata, scale, zero_point, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qdata += n.to(tl.int64) * K
+    if zero_point is None:
+        z = 0
+    else:
+        z = tl.load(zero_point).to(tl.int32)
+    s = tl.load(scale).to(tl.float32)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q = tl.load(qdata + k, live, 0).to(tl.int32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_torchao(qdata, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more), lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more
+        + 1)
+
+
+@triton.jit
+def _numbers_torchao(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
+    return lanes.numbers(code, flip, True, F)
+
+
+
+
+@triton.jit
+def _few_torchao(
+    qdata, scale, zero_point, x, bias, out, M, N, K, tiles,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 128
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 8, True, F)
+    acc = lanes.zeros(R, WN * WK)
+    ones = tl.zeros((WN * WK, 16, 8), tl.float32)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            ones += sums[0]
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_torchao(qdata, row, K, chunk), SIZE)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_torchao, words, columns, u, j, flip, 8, 8, SIZE, F)
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        row = lanes.rows(first + 16 * r, N, start)
+        s_g = lanes.number(tl.load(scale), 0)
+        if zero_point is None:
+            z_g = 0.0
+        else:
+            z_g = lanes.number(tl.load(zero_point), 8)
+        sum += lanes.shifted(-z_g, BASE) * ones
+        sum *= s_g
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _narrow_torchao(
+    qdata, scale, zero_point, x, x_scale, x_sum, bias, out, M, N, K,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):
+    """out[m, n] = sum over k of x_scale[0, m] * x[m, k] * w[n, k], plus bias[n], with w = s * (q - z).
+
+    x is int8, and x_sum [1, M] are the sums of its rows.  A program multiplies BN rows of w with BM rows of x.
+    """
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
+    x += m * K + tl.arange(0, 128)[:, None]
+    w = qdata + (n * K + tl.arange(0, 128)[None, :])
+    acc = narrow.zeros(BN, BM, True)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+    sum = acc.to(tl.float32)
+    ones = tl.load(x_sum + m)
+    s_g = lanes.number(tl.load(scale), 0)
+    if zero_point is None:
+        z_g = 0.0
+    else:
+        z_g = lanes.number(tl.load(zero_point), 8)
     sum += (-z_g) * ones
     sum *= s_g
     many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
@@ -443,6 +612,17 @@ VARIANT = Variant(
                     lanes=Lanes(_few_safetensors, blocks=(), least=128, double=True,
                         narrow=Narrow(_narrow_safetensors, "i8", "weight", sums=True))),
         ),
+        "torchao": Storage(
+            tensors={
+                "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+                "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
+                "zero_point": Stored("i8", "1", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[]",)),
+            },
+            unpack=unpack_torchao, pack=pack_torchao,
+            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_torchao, blocks=(), least=128, double=True,
+                        narrow=Narrow(_narrow_torchao, "i8", "qdata", sums=True))),
+        ),
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
@@ -464,8 +644,14 @@ FORMAT = Format(
     source="compressed-tensors int-quantized (tensor)", formula="(q - z) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
-    detect={"config": {"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "tensor"}},
-    digest="ad10f0bff4b46171",
+    detect={"config": [{"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "tensor",
+        "storage": "safetensors"},
+        {"quant_method": "torchao", "storage": "torchao",
+        "with": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
+        "header": [{"_type": "Int8Tensor", "_data.block_size": ["N", "K"], "storage": "torchao",
+        "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
+        "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
+    digest="088181e397d90541",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

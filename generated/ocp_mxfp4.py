@@ -14,7 +14,7 @@
     torchao_swizzled: 4.25 bits per weight
     planar: 4.25 bits per weight
 
-Built from the spec ocp_mxfp4 (sha256 b5c1aaf2409bd4c7) by qdsl 0.1.0.
+Built from the spec ocp_mxfp4 (sha256 435b7e82feb3eb46) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -741,8 +741,24 @@ FORMAT = Format(
     detect={"config": [{"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
         "storage": "compressed_tensors"}, {"quant_method": "mxfp4", "storage": "gpt_oss"},
         {"quant_method": "modelopt", "quant_algo": ["MXFP4", "W4A8_MXFP4_FP8"], "storage": "modelopt"},
-        {"quant_method": "fp8", "expert_dtype": "fp4", "storage": "deepseek"}]},
-    digest="b5c1aaf2409bd4c7",
+        {"quant_method": "fp8", "expert_dtype": "fp4", "storage": "deepseek"},
+        {"quant_method": "torchao", "storage": "torchao",
+        "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
+        "_data": {}}}}},
+        {"quant_method": "torchao", "storage": "torchao_swizzled",
+        "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
+        "_data": {}}}}}],
+        "header": [{"_type": "MXTensor", "_data.elem_dtype._data": "float4_e2m1fn_x2", "_data.block_size": 32,
+        "_data.is_swizzled_scales": False, "storage": "torchao",
+        "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
+        "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}},
+        {"_type": "MXTensor", "_data.elem_dtype._data": "float4_e2m1fn_x2", "_data.block_size": 32,
+        "_data.is_swizzled_scales": True, "storage": "torchao_swizzled",
+        "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
+        "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}}]},
+    digest="435b7e82feb3eb46",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

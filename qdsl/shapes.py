@@ -78,6 +78,11 @@ def axis(text: str) -> Axis:
                 match["some"] is not None)
 
 
+def is_axis(text: str) -> bool:
+    """Whether a text describes an axis."""
+    return _AXIS.match(text) is not None
+
+
 def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], given: Sequence[int] = (),
             ) -> tuple[int, ...] | None:
     """The shape, or None where N or K does not divide as it must.  given: a tensor's own, which decides '?', else 0."""

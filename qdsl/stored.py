@@ -43,7 +43,8 @@ class Stored:
     optional: the field that has its default where the tensor is missing; '' for a tensor that must be there.
     bits: where all its fields lie, as runtime/bits.py reads it; nothing where they do not lie at digits.
     adds: what an element that the file holds has more than the one whose bits these are.
-    padding: the bits of an element that hold nothing, for readers of checkpoints.
+    padding: the bits of an element that hold nothing, for readers of checkpoints.  seen: the axes that files give the tensor,
+    where they are others, for writers of them.
     """
 
     dtype: str
@@ -53,9 +54,10 @@ class Stored:
     bits: tuple[str, ...]
     adds: int
     padding: int
+    seen: tuple[Axis, ...]
 
     def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", bits: Sequence[str] = (),
-                 adds: int = 0, padding: int = 0) -> None:
+                 adds: int = 0, padding: int = 0, seen: Sequence[str] = ()) -> None:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "axes", tuple(map(axis, axes)))
         object.__setattr__(self, "aliases", tuple(aliases))
@@ -63,6 +65,7 @@ class Stored:
         object.__setattr__(self, "bits", tuple(bits))
         object.__setattr__(self, "adds", adds)
         object.__setattr__(self, "padding", padding)
+        object.__setattr__(self, "seen", tuple(map(axis, seen)))
 
     @property
     def text(self) -> str:
@@ -192,7 +195,7 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     solved = _said(layout, label, there, shape) or shape or _solved(layout, label, there)
     found: list[Fit] = []
     nearest = Misfit(0, "")
-    for sizes in _size_choices(format, chosen):
+    for sizes in _open(format, chosen):
         try:
             shapes = _shaped(layout, label, there, solved, format.numbers({**chosen, **sizes}, solved))
         except Misfit as miss:
@@ -279,8 +282,9 @@ def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
     return dims["N"][0], dims["K"][0]
 
 
-def _size_choices(format: Description, given: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
-    names = [name for name in format.sizes if name not in given]
+def _open(format: Description, given: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
+    """All values of parameters that dtypes and names leave open: block sizes, and types of codes in bytes."""
+    names = [name for name in format.params if name not in given]
     for values in product(*(format.params[name] for name in names)):
         yield dict(zip(names, values, strict=True))
 

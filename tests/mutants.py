@@ -62,6 +62,10 @@ EQUAL: dict[str, dict[str, str]] = {
         "marlin.scales: scale_type[g<K / group, u<N / 64 word] -> scale_type[g<K / group, u<ceil(N / 64) word]": ALSO_ELSEWHERE,
         "xpu_int4pack.scales: scale_type[g<K / group, n<N] -> scale_type[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
         "xpu_int4pack.qzeros: i8[g<K / group, n<N] -> i8[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
+        "torchao_plain_int32.scale: scale_type[g<K / group, n<N] -> scale_type[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
+        "torchao_plain_int32.zero_point: i8[g<K / group, n<N] -> i8[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
+        "torchao_int8.qdata.stored: q = q - 128 -> q = q + 128": "modulo 256",
+        "torchao_int8.zero_point.stored: z = z - 128 -> z = z + 128": "modulo 256",
     },
     "ocp_mxfp4": {
         "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=exact)": BY_POWER,
@@ -87,6 +91,10 @@ EQUAL: dict[str, dict[str, str]] = {
         "dims.G: ceil(K / group) -> K / group": "its storages have whole groups alone",
         "tinygemm.scale_and_zero: scale_type[g<K / group, n<N, word] -> bf16[g<K / group, n<N, word]": "it has no other scales",
         "tinygemm.scale_and_zero: scale_type[g<K / group, n<N, word] -> scale_type[g<ceil(K / group), n<N, word]": ALSO_ELSEWHERE,
+        "torchao.qdata: i8[n<N, j<K / 2] -> i8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
+        "torchao.qdata.stored: q = q - 8 -> q = q + 8": "modulo 16",
+        **{f"torchao.{name}: scale_type[g<K / group, n<N] -> {other}": why for name in ("scale", "zero_point") for other, why in (
+            ("bf16[g<K / group, n<N]", "it has no other scales"), ("scale_type[g<ceil(K / group), n<N]", ALSO_ELSEWHERE))},
     },
     "nvfp4_modelopt": {
         NESTED.format("empty=1, least=0.001953125", "empty=1, least=0.001953125, precision=own"): OWN,

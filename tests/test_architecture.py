@@ -27,9 +27,9 @@ ALLOWED: dict[str, set[str]] = {
     "layout": set(), "numbers": set(), "files": set(), "places": set(), "processes": set(), "progress": set(),
     "shapes": set(), "spilled": set(), "stored": {"shapes", "numbers"},
     # the compiler, in its order
-    "spec": {"numbers"},
+    "spec": {"numbers", "shapes"},
     "ir": {"spec", "layout", "numbers"},
-    "passes": {"spec", "ir", "layout", "numbers"},
+    "passes": {"spec", "ir", "layout", "numbers", "shapes"},
     "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
     # the running shore
     "runtime": {"numbers", "shapes", "spilled", "stored", "entropy"},
@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     # what joins them for a user
     "quantize": {"checkpoint", "runtime", "processes"},
     "rewrite": {"checkpoint", "files", "processes", ""},
-    "convert": {"rewrite", "checkpoint", "quantize", "runtime", "generated", "stored"},
+    "convert": {"rewrite", "checkpoint", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime"},

@@ -187,7 +187,11 @@ def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "in", folders.named(weights))
     report = convert(path, tmp_path / "out", "int_group.awq")
     found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert found == {"quant_method": "qdsl", "format": "int_group", "storage": "awq", **weights["up"].params}
+    assert found == {"quant_method": "qdsl", "quantized_layers": {
+        "up": {"format": "int_group", "storage": "awq", **weights["up"].params},
+        "other": {"format": "int8_channel", "storage": "safetensors", **weights["other"].params}}}
+    with Folder(tmp_path / "out") as folder:
+        assert all(layer.problems == () and layer.why == "" for layer in layers(folder).layers)
     assert "no page says how other loaders call int_group.awq: the config says qdsl" in report["notes"]
     with Folder(tmp_path / "out") as folder:
         assert [(layer.format, layer.problems) for layer in layers(folder).layers] == [("int_group", ()), ("int8_channel", ())]

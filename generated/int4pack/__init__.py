@@ -9,6 +9,7 @@
     q      u4         [N, K]
 
     tinygemm at scale_type = bf16: 4.25 bits per weight with group = 128
+    torchao at scale_type = bf16: 4.25 bits per weight with group = 128
     cpu_avx512 at scale_type = bf16: 4.25 bits per weight with group = 128
     cpu_avx512 at scale_type = f32: 4.5 bits per weight with group = 128
     cpu_avx2 at scale_type = bf16: 4.25 bits per weight with group = 128
@@ -18,7 +19,7 @@
     planar at scale_type = bf16: 4.25 bits per weight with group = 128
     planar at scale_type = f32: 4.5 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 8adecd3b93d0b393) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 947a253403309287) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -28,7 +29,7 @@ from . import scale_type_bf16, scale_type_f32
 
 FORMAT = Format(
     name="int4pack", title="torch's int4pack, 4-bit codes with a scale and a zero in floats per group",
-    source="torch native/cuda/int4mm.cu, native/cpu/int4mm_kernel.cpp; torchao _choose_qparams_affine_tinygemm",
+    source="torch native/cuda/int4mm.cu, native/cpu/int4mm_kernel.cpp; torchao _choose_qparams_affine_tinygemm, Int4Tensor",
     formula="(q - 8) * s + z",
     by=("scale_type",),
     variants={
@@ -37,7 +38,15 @@ FORMAT = Format(
     },
     params={"group": (128, 32, 64), "scale_type": ("bf16", "f32")},
     sizes={"group": "K"},
-    digest="8adecd3b93d0b393",
+    detect={"config": [{"quant_method": "torchao", "storage": "torchao",
+        "with": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {}}}}},
+        {"quant_method": "torchao", "storage": "tinygemm",
+        "with": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
+        "header": [{"_type": "Int4Tensor", "_data.block_size": [1, "group"], "_data.shape": ["N", "K"],
+        "storage": "torchao", "with": {"_tensor_data_names": "tensors"}},
+        {"_type": "Int4TilePackedTo4dTensor", "_data.block_size": [1, "group"], "_data.shape": ["N", "K"],
+        "storage": "tinygemm", "with": {"_tensor_data_names": "tensors"}}]},
+    digest="947a253403309287",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,12 +9,13 @@
     q      u4         [N, K]
 
     tinygemm: 4.25 bits per weight with group = 128
+    torchao: 4.25 bits per weight with group = 128
     cpu_avx512: 4.25 bits per weight with group = 128
     cpu_avx2: 4.25 bits per weight with group = 128
     cpu_scalar: 4.25 bits per weight with group = 128
     planar: 4.25 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 8adecd3b93d0b393) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 947a253403309287) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -24,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes,
-        many, pad, spread, workspace)
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, joined,
+        lanes, many, pad, spread, workspace)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -53,6 +54,27 @@ def pack_tinygemm(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     return {
         "qdata": as_type(qdata_bytes, torch.int32),
         "scale_and_zero": as_type(scale_and_zero_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+    }
+
+
+def unpack_torchao(qdata: Tensor, scale: Tensor, zero_point: Tensor) -> dict[str, Tensor]:
+    """Fields of qdata int8 [N, K/2]; scale scale_type [K/group, N]; zero_point scale_type [K/group, N]."""
+    r = qdata.view(torch.uint8)
+    return {
+        "z": zero_point.t(),
+        "s": scale.t(),
+        "q": spread(r, 4).flatten(1) + 8 & 15,
+    }
+
+
+def pack_torchao(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """qdata, scale, zero_point of the fields; the inverse of unpack_torchao."""
+    q_split = (q - 8 & 15).unflatten(-1, (-1, 2))
+    r = joined(q_split, 4).squeeze(-1)
+    return {
+        "qdata": as_type(r, torch.int8),
+        "scale": s.t().contiguous(),
+        "zero_point": z.t().contiguous(),
     }
 
 
@@ -217,6 +239,57 @@ def _linear_tinygemm(qdata, scale_and_zero, x, bias, out, N, K, group, BN: tl.co
             * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15).to(tl.int32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += ((q - 8) * s + z) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_torchao(qdata, scale, zero_point, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 2 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    zero_point += n
+    scale += n
+    qdata += n.to(tl.int64) * (K // 2)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 2)
+    g = t // (group // 2)
+    z = tl.load(zero_point + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    s = tl.load(scale + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    q_word = tl.load(qdata + t, live, 0).to(tl.int32)
+    for h in tl.static_range(2):
+        q = ((q_word >> 4 * h & 15) + 8 & 15).to(tl.int32)
+        w = (q - 8) * s + z
+        tl.store(out + 2 * t + h, w, live)
+
+
+@triton.jit
+def _linear_torchao(qdata, scale, zero_point, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    zero_point += n
+    scale += n
+    qdata += n.to(tl.int64) * (K // 2)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 2, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 2)
+        g = t // (group // 2)
+        z = tl.load(zero_point + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        s = tl.load(scale + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        q_word = tl.load(qdata + t, live, 0).to(tl.int32)
+        for h in tl.static_range(2):
+            q = ((q_word >> 4 * h & 15) + 8 & 15).to(tl.int32)
+            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
+            acc += ((q - 8) * s + z) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
@@ -581,12 +654,23 @@ VARIANT = Variant(
     storages={
         "tinygemm": Storage(
             tensors={
-                "qdata": Stored("i32", "N/8", "K/128", "128", bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
-                "scale_and_zero": Stored("scale_type", "K/group", "N", "2", aliases=("scales_and_zeros",),
-                    bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "qdata": Stored("i32", "N/8", "K/128", "128", aliases=("_weight_qdata",),
+                    bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
+                "scale_and_zero": Stored("scale_type", "K/group", "N", "2",
+                    aliases=("scales_and_zeros", "_weight_scale_and_zero"), bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
             },
             unpack=unpack_tinygemm, pack=pack_tinygemm, where=("g",),
             kernels=Kernels(_dequantize_tinygemm, _linear_tinygemm, rows="N", units="K", last="k"),
+        ),
+        "torchao": Storage(
+            tensors={
+                "qdata": Stored("i8", "N", "K/2", aliases=("_weight_qdata",)),
+                "scale": Stored("scale_type", "K/group", "N", aliases=("_weight_scale",), bits=("s[1@1, 1@0]",)),
+                "zero_point": Stored("scale_type", "K/group", "N", aliases=("_weight_zero_point",),
+                    bits=("z[1@1, 1@0]",)),
+            },
+            unpack=unpack_torchao, pack=pack_torchao, where=("g",),
+            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K/2", last="k"),
         ),
         "cpu_avx512": Storage(
             tensors={

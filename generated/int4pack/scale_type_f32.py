@@ -13,7 +13,7 @@
     cpu_scalar: 4.5 bits per weight with group = 128
     planar: 4.5 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 8adecd3b93d0b393) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 947a253403309287) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

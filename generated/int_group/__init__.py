@@ -36,6 +36,8 @@
     marlin at bits = 4: 4.125 bits per weight with group = 128
     modelopt at bits = 4: 4.125 bits per weight with group = 128
     xpu_int4pack at bits = 4: 4.1875 bits per weight with group = 128
+    torchao_plain_int32 at bits = 4: 4.1875 bits per weight with group = 128
+    torchao_int8 at bits = 8: 8.125 bits per weight with group = 128
     planar at bits = 4: 4.125 bits per weight with group = 128
     planar at bits = 2: 2.125 bits per weight with group = 128
     planar at bits = 3: 3.125 bits per weight with group = 128
@@ -44,7 +46,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 1e7a0d4ec5379889) by qdsl 0.1.0.
+Built from the spec int_group (sha256 5378345b1a67fe73) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -97,7 +99,17 @@ FORMAT = Format(
         {"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "group",
         "group_size": "group", "symmetric": {"weight_zero_point": [False, True]}, "storage": "int_quantized"},
         {"quant_method": "modelopt", "quant_algo": ["W4A16_AWQ", "W4A8_AWQ"], "group_size": "group",
-        "storage": "modelopt"}],
+        "storage": "modelopt"},
+        {"quant_method": "torchao", "storage": "torchao_plain_int32",
+        "with": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {}}}}},
+        {"quant_method": "torchao", "storage": "torchao_int8",
+        "with": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
+        "header": [{"_type": "Int4PlainInt32Tensor", "_data.block_size": [1, "group"], "_data.shape": ["N", "K"],
+        "storage": "torchao_plain_int32", "with": {"_tensor_data_names": "tensors"}},
+        {"_type": "Int8Tensor", "_data.block_size": [1, "group"], "storage": "torchao_int8",
+        "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
+        "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}},
+        {"_type": "IntxUnpackedToInt8Tensor", "_data.block_size": [1, "group"], "storage": "torchao_int8"}],
         "words": [{"bits": 2, "qzeros": "0xaaaaaaaa", "storage": "gptq_v2"},
         {"bits": 4, "qzeros": "0x88888888", "storage": "gptq_v2"},
         {"bits": 8, "qzeros": "0x80808080", "storage": "gptq_v2"},
@@ -105,7 +117,7 @@ FORMAT = Format(
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
         "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="1e7a0d4ec5379889",
+    digest="5378345b1a67fe73",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -15,9 +15,10 @@
     marlin: 4.125 bits per weight with group = 128
     modelopt: 4.125 bits per weight with group = 128
     xpu_int4pack: 4.1875 bits per weight with group = 128
+    torchao_plain_int32: 4.1875 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 1e7a0d4ec5379889) by qdsl 0.1.0.
+Built from the spec int_group (sha256 5378345b1a67fe73) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -224,6 +225,30 @@ def pack_xpu_int4pack(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1),
         "scales": s.t().contiguous(),
         "qzeros": as_type(qzeros_bytes, torch.int8).squeeze(-1).t().contiguous(),
+    }
+
+
+def unpack_torchao_plain_int32(qdata: Tensor, scale: Tensor, zero_point: Tensor) -> dict[str, Tensor]:
+    """Fields of qdata int32 [N, K/8]; scale scale_type [K/group, N]; zero_point int8 [K/group, N]."""
+    qdata_bytes = as_type(qdata, torch.uint8).unflatten(-1, (-1, 4))
+    zero_point_bytes = zero_point.t().view(torch.uint8)
+    return {
+        "q": spread(qdata_bytes, 4).flatten(1),
+        "z": zero_point_bytes & 15,
+        "s": scale.t(),
+    }
+
+
+def pack_torchao_plain_int32(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qdata, scale, zero_point of the fields; the inverse of unpack_torchao_plain_int32."""
+    q_split = q.unflatten(-1, (-1, 4, 2))
+    qdata_bytes = joined(q_split, 4).squeeze(-1)
+    zero_point_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
+    zero_point_bytes[...] = z.unsqueeze(-1)
+    return {
+        "qdata": as_type(qdata_bytes, torch.int32).squeeze(-1),
+        "scale": s.t().contiguous(),
+        "zero_point": as_type(zero_point_bytes, torch.int8).squeeze(-1).t().contiguous(),
     }
 
 
@@ -733,6 +758,58 @@ def _linear_xpu_int4pack(qweight, scales, qzeros, x, bias, out, N, K, group, BN:
 
 
 @triton.jit
+def _dequantize_torchao_plain_int32(qdata, scale, zero_point, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    qdata += n.to(tl.int64) * (K // 8)
+    zero_point += n
+    scale += n
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 8)
+    q_word = tl.load(qdata + t, live, 0)
+    g = t // (group // 8)
+    z = (tl.load(zero_point + g.to(tl.int64) * N, live, 0) & 15).to(tl.int32)
+    s = tl.load(scale + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    for h in tl.static_range(8):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        w = (q - z) * s
+        tl.store(out + 8 * t + h, w, live)
+
+
+@triton.jit
+def _linear_torchao_plain_int32(qdata, scale, zero_point, x, bias, out, N, K, group, BN: tl.constexpr,
+    BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qdata += n.to(tl.int64) * (K // 8)
+    zero_point += n
+    scale += n
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 8, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 8)
+        q_word = tl.load(qdata + t, live, 0)
+        g = t // (group // 8)
+        z = (tl.load(zero_point + g.to(tl.int64) * N, live, 0) & 15).to(tl.int32)
+        s = tl.load(scale + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        for h in tl.static_range(8):
+            q = (q_word >> 4 * h & 15).to(tl.int32)
+            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
 def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -1031,13 +1108,23 @@ VARIANT = Variant(
         ),
         "xpu_int4pack": Storage(
             tensors={
-                "qweight": Stored("i32", "N", "K/8", aliases=("qdata",), bits=("q[1@0, 8:4 1@1]",)),
-                "scales": Stored("scale_type", "K/group", "N", aliases=("scale",), bits=("s[1@1, 1@0]",)),
-                "qzeros": Stored("i8", "K/group", "N", aliases=("zero_point",), bits=("z[1@1, 1@0]",)),
+                "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
+                "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
+                "qzeros": Stored("i8", "K/group", "N", bits=("z[1@1, 1@0]",)),
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",), order="ret_idx",
             kernels=Kernels(_dequantize_xpu_int4pack, _linear_xpu_int4pack, rows="N", units="K/8", last="k"),
+        ),
+        "torchao_plain_int32": Storage(
+            tensors={
+                "qdata": Stored("i32", "N", "K/8", aliases=("_weight_qdata",), bits=("q[1@0, 8:4 1@1]",)),
+                "scale": Stored("scale_type", "K/group", "N", aliases=("_weight_scale",), bits=("s[1@1, 1@0]",)),
+                "zero_point": Stored("i8", "K/group", "N", aliases=("_weight_zero_point",), bits=("z[1@1, 1@0]",)),
+            },
+            unpack=unpack_torchao_plain_int32, pack=pack_torchao_plain_int32, where=("g",), always=("z",),
+            kernels=Kernels(_dequantize_torchao_plain_int32, _linear_torchao_plain_int32, rows="N", units="K/8",
+                last="k"),
         ),
         "planar": Storage(
             tensors={

@@ -12,9 +12,10 @@
     gptq_v1: 8.1875 bits per weight with group = 128
     pack_quantized: 8.125 bits per weight with group = 128
     int_quantized: 8.125 bits per weight with group = 128
+    torchao_int8: 8.125 bits per weight with group = 128
     planar: 8.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 1e7a0d4ec5379889) by qdsl 0.1.0.
+Built from the spec int_group (sha256 5378345b1a67fe73) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -149,6 +150,28 @@ def pack_int_quantized(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tens
     }
     if z is not None:
         tensors["weight_zero_point"] = (z - 128 & 255).view(torch.int8)
+    return tensors
+
+
+def unpack_torchao_int8(qdata: Tensor, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
+    """Fields of qdata int8 [N, K]; scale scale_type [N, ceil(K/group)]; zero_point int8 [N, ceil(K/group)]."""
+    fields = {
+        "q": qdata.view(torch.uint8) + 128 & 255,
+        "s": scale,
+    }
+    if zero_point is not None:
+        fields["z"] = zero_point.view(torch.uint8) + 128 & 255
+    return fields
+
+
+def pack_torchao_int8(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """qdata, scale, zero_point of the fields; the inverse of unpack_torchao_int8."""
+    tensors = {
+        "qdata": (q - 128 & 255).view(torch.int8),
+        "scale": s,
+    }
+    if z is not None:
+        tensors["zero_point"] = (z - 128 & 255).view(torch.int8)
     return tensors
 
 
@@ -471,6 +494,65 @@ def _linear_int_quantized(weight, weight_scale, weight_zero_point, x, bias, out,
 
 
 @triton.jit
+def _dequantize_torchao_int8(qdata, scale, zero_point, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    qdata += n.to(tl.int64) * K
+    if zero_point is None:
+        z = 128
+    else:
+        zero_point += n.to(tl.int64) * tl.cdiv(K, group)
+    scale += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q_word = tl.load(qdata + k, live, 0).to(tl.int32)
+    q = ((q_word) + 128 & 255).to(tl.int32)
+    g = k // group
+    if zero_point is not None:
+        z_word = tl.load(zero_point + g, live, 0).to(tl.int32)
+        z = ((z_word) + 128 & 255).to(tl.int32)
+    s = tl.load(scale + g, live, 0).to(tl.float32)
+    w = (q - z) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_torchao_int8(qdata, scale, zero_point, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qdata += n.to(tl.int64) * K
+    if zero_point is None:
+        z = 128
+    else:
+        zero_point += n.to(tl.int64) * tl.cdiv(K, group)
+    scale += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q_word = tl.load(qdata + k, live, 0).to(tl.int32)
+        q = ((q_word) + 128 & 255).to(tl.int32)
+        g = k // group
+        if zero_point is not None:
+            z_word = tl.load(zero_point + g, live, 0).to(tl.int32)
+            z = ((z_word) + 128 & 255).to(tl.int32)
+        s = tl.load(scale + g, live, 0).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
 def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -748,6 +830,15 @@ VARIANT = Variant(
             unpack=unpack_int_quantized, pack=pack_int_quantized, where=("g",), omits=("z",), options={"rounds": "sum",
                 "span": "full"},
             kernels=Kernels(_dequantize_int_quantized, _linear_int_quantized, rows="N", units="K", last="k"),
+        ),
+        "torchao_int8": Storage(
+            tensors={
+                "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",)),
+                "scale": Stored("scale_type", "N", "ceil(K/group)", aliases=("_weight_scale",), bits=("s[1@0, 1@1]",)),
+                "zero_point": Stored("i8", "N", "ceil(K/group)", aliases=("_weight_zero_point",), optional="z"),
+            },
+            unpack=unpack_torchao_int8, pack=pack_torchao_int8, where=("g",),
+            kernels=Kernels(_dequantize_torchao_int8, _linear_torchao_int8, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={

@@ -3,15 +3,17 @@
     w = e * q
     float32, rounded after each operation
 
-    e      e8m0 [N, K/32]
+    e      e8m0 [N, ceil(K/32)]
     q      code [N, K]
 
     compressed_tensors at code = e2m3: 6.25 bits per weight
     compressed_tensors at code = e3m2: 6.25 bits per weight
     torchao at code = e2m3: 8.25 bits per weight
     torchao at code = e3m2: 8.25 bits per weight
+    torchao_swizzled at code = e2m3: 8.25 bits per weight
+    torchao_swizzled at code = e3m2: 8.25 bits per weight
 
-Built from the spec ocp_mxfp6 (sha256 157bf5f171693b45) by qdsl 0.1.0.
+Built from the spec ocp_mxfp6 (sha256 f5ea02e9787cfb96) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -29,8 +31,30 @@ FORMAT = Format(
     },
     params={"code": ("e2m3", "e3m2")},
     detect={"config": [{"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized",
-        "storage": "compressed_tensors"}]},
-    digest="157bf5f171693b45",
+        "storage": "compressed_tensors"},
+        {"quant_method": "torchao", "storage": "torchao",
+        "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
+        "_data": {}}}}},
+        {"quant_method": "torchao", "storage": "torchao_swizzled",
+        "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
+        "_data": {}}}}}],
+        "header": [{"_type": "MXTensor", "_data.elem_dtype": "fp6_e2m3", "_data.block_size": 32,
+        "_data.is_swizzled_scales": False, "storage": "torchao", "where": {"code": "e2m3"},
+        "with": {"_data": {"orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}},
+        {"_type": "MXTensor", "_data.elem_dtype": "fp6_e2m3", "_data.block_size": 32, "_data.is_swizzled_scales": True,
+        "storage": "torchao_swizzled", "where": {"code": "e2m3"},
+        "with": {"_data": {"orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}},
+        {"_type": "MXTensor", "_data.elem_dtype": "fp6_e3m2", "_data.block_size": 32,
+        "_data.is_swizzled_scales": False, "storage": "torchao", "where": {"code": "e3m2"},
+        "with": {"_data": {"orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}},
+        {"_type": "MXTensor", "_data.elem_dtype": "fp6_e3m2", "_data.block_size": 32, "_data.is_swizzled_scales": True,
+        "storage": "torchao_swizzled", "where": {"code": "e3m2"},
+        "with": {"_data": {"orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}}]},
+    digest="f5ea02e9787cfb96",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

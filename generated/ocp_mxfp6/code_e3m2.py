@@ -3,13 +3,14 @@
     w = e * q
     float32, rounded after each operation
 
-    e      e8m0 [N, K/32]
+    e      e8m0 [N, ceil(K/32)]
     q      code [N, K]
 
     compressed_tensors: 6.25 bits per weight
     torchao: 8.25 bits per weight
+    torchao_swizzled: 8.25 bits per weight
 
-Built from the spec ocp_mxfp6 (sha256 157bf5f171693b45) by qdsl 0.1.0.
+Built from the spec ocp_mxfp6 (sha256 f5ea02e9787cfb96) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -21,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, device, integer
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, device, integer, pad
 from qdsl.runtime.numbers import e3m2, e8m0
 
 
@@ -67,11 +68,33 @@ def pack_torchao(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
+def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of qdata uint8 [N, K]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
+    scale_bytes = as_type(scale, torch.uint8)
+    return {
+        "e": scale_bytes.view(torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
+            2).flatten(1)[:N, :cdiv(K, 32)],
+        "q": qdata & 63,
+    }
+
+
+def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """qdata, scale of the fields; the inverse of unpack_torchao_swizzled."""
+    qdata_bytes = torch.zeros(q.shape[0], q.shape[1], 1, dtype=torch.uint8, device=q.device)
+    qdata_bytes[...] = q.unsqueeze(-1)
+    scale_bytes = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
+        (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
+    return {
+        "qdata": qdata_bytes.squeeze(-1),
+        "scale": as_type(scale_bytes, torch.float8_e8m0fnu),
+    }
+
+
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = e * q.  e [N, K/32], q [N, K]."""
-    out = out if out is None else out.unflatten(1, (-1, 32))
+    """Weights [N, K], float32 rounded after each operation: w = e * q.  e [N, ceil(K/32)], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (e.shape[1], -1))
+    q = e3m2(q).unflatten(1, (e.shape[1], -1))
     e = e8m0(e).unsqueeze(-1)
-    q = e3m2(q).unflatten(1, (-1, 32))
     return torch.mul(e, q, out=out).flatten(1)
 
 
@@ -168,11 +191,54 @@ def _linear_torchao(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.c
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
 
+@triton.jit
+def _dequantize_torchao_swizzled(qdata, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    scale += 512 * (n // 128).to(tl.int64) * tl.cdiv(K, 128)
+    qdata += n.to(tl.int64) * K
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32)
+        + k // 32 % 4, live, 0))
+    q = device.e3m2(tl.load(qdata + k, live, 0) & 63)
+    w = e * q
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_torchao_swizzled(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    scale += 512 * (n // 128).to(tl.int64) * tl.cdiv(K, 128)
+    qdata += n.to(tl.int64) * K
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32)
+            + k // 32 % 4, live, 0))
+        q = device.e3m2(tl.load(qdata + k, live, 0) & 63)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += e * q * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
     fields={
-        "e": Field("e8m0", "N", "K/32"),
+        "e": Field("e8m0", "N", "ceil(K/32)"),
         "q": Field("code", "N", "K"),
     },
     storages={
@@ -192,8 +258,18 @@ VARIANT = Variant(
             unpack=unpack_torchao, pack=pack_torchao,
             kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k"),
         ),
+        "torchao_swizzled": Storage(
+            tensors={
+                "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
+                    bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
+            },
+            unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, needs_shape=True,
+            kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K", last="k"),
+        ),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
+    cuts=("N", "ceil(K/32)"),
 )

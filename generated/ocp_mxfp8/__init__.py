@@ -15,7 +15,7 @@
     planar at code = e4m3: 8.25 bits per weight
     planar at code = e5m2: 8.25 bits per weight
 
-Built from the spec ocp_mxfp8 (sha256 89e792d9bf1d4551) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 e512c348d9a29ed7) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -34,8 +34,34 @@ FORMAT = Format(
     params={"code": ("e4m3", "e5m2")},
     detect={"config": [{"quant_method": "compressed-tensors", "format": "mxfp8-quantized",
         "storage": "compressed_tensors"}, {"quant_method": "mxfp8", "storage": "compressed_tensors"},
-        {"quant_method": "modelopt", "quant_algo": "MXFP8", "storage": "compressed_tensors"}]},
-    digest="89e792d9bf1d4551",
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "storage": "compressed_tensors"},
+        {"quant_method": "torchao", "storage": "torchao",
+        "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
+        "_data": {}}}}},
+        {"quant_method": "torchao", "storage": "torchao_swizzled",
+        "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
+        "_data": {}}}}}],
+        "header": [{"_type": "MXTensor", "_data.elem_dtype._data": "float8_e4m3fn", "_data.block_size": 32,
+        "_data.is_swizzled_scales": False, "storage": "torchao", "where": {"code": "e4m3"},
+        "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
+        "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}},
+        {"_type": "MXTensor", "_data.elem_dtype._data": "float8_e4m3fn", "_data.block_size": 32,
+        "_data.is_swizzled_scales": True, "storage": "torchao_swizzled", "where": {"code": "e4m3"},
+        "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
+        "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}},
+        {"_type": "MXTensor", "_data.elem_dtype._data": "float8_e5m2", "_data.block_size": 32,
+        "_data.is_swizzled_scales": False, "storage": "torchao", "where": {"code": "e5m2"},
+        "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
+        "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}},
+        {"_type": "MXTensor", "_data.elem_dtype._data": "float8_e5m2", "_data.block_size": 32,
+        "_data.is_swizzled_scales": True, "storage": "torchao_swizzled", "where": {"code": "e5m2"},
+        "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
+        "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}}]},
+    digest="e512c348d9a29ed7",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -124,7 +124,8 @@ def lines(found: Mapping[str, Any]) -> list[str]:
                 for each in found.get("quantization", [])]
     types = [[each["type"], str(each["tensors"]), str(each["weights"]), _bits(each["bits_per_weight"]), _size(each["nbytes"])]
              for each in found["types"]]
-    metadata = [[escaped(key), value["type"], _value(value)] for key, value in found["metadata"].items()]
+    said = {each["name"] for each in found["tensors"]} | {f"{each['name']}.weight" for each in found.get("layers", [])}
+    metadata = [[escaped(key), value["type"], _value(value)] for key, value in found["metadata"].items() if key not in said]
     return [head, *(f"note: {escaped(note)}" for note in found["notes"]),
             *([f"{found['problems']} tensors cannot be read"] if found["problems"] else []),
             *_block(["metadata", "type", "value"], metadata, ""),

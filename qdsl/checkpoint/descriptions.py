@@ -29,4 +29,4 @@ def described(data: dict[str, Any]) -> Description:
 
 def _stored(data: dict[str, Any]) -> Stored:
     return Stored(data["dtype"], *data["axes"], aliases=data.get("aliases", ()), optional=data.get("optional", ""),
-                  padding=data.get("padding", 0))
+                  padding=data.get("padding", 0), seen=data.get("seen", ()))

@@ -1,6 +1,6 @@
 """What settings mean for a format, by the rules that its spec lists under `detect`.
 
-Settings are those of a checkpoint's config, or numbers in small tensors beside a weight.
+Settings are those of a checkpoint's config, of a header's metadata, or numbers in small tensors beside a weight.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from qdsl.stored import Description
 
 EXTENTS = ("N", "K")
 OWN = "qdsl"                                                     # the quant_method of settings that are no producer's
+SPOKEN = ("storage", "where", "with")                            # what a rule itself says, no setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any]) -
 
     rules: one mapping or a list of them.  names: what settings may give values, parameters and N and K.  In a rule a setting
     is a word that it must be, a list of words of which it must be one, 'null' if it must be absent, or names, which take its
-    values; 'storage' and 'where', values of parameters, say what the rule speaks of.  What follows from a tensor, another
-    mapping, says nothing here.
+    values, in a list beside words; dots lead to settings within settings.  'storage' and 'where', values of parameters, say what
+    the rule speaks of.  What follows from a tensor, another mapping, says nothing here, nor what stands under 'with'.
     """
     for rule in rules if isinstance(rules, list) else [rules] if isinstance(rules, dict) else []:
         reading = _reading(rule, names, settings)
@@ -57,21 +58,31 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
     keys: dict[str, str] = {}
     weak = False
     for key, wanted in rule.items():
-        if key == "storage" or isinstance(wanted, Mapping):
+        if key in SPOKEN or isinstance(wanted, Mapping):
             continue
-        value = settings.get(key)
+        value = at(settings, key)
         words = wanted if isinstance(wanted, list) else [wanted]
         if any(same(value, word) for word in words):
             weak |= value is None and len(words) > 1
             continue
-        if not all(word in names for word in words):
-            return None
         many = value if isinstance(value, list) else [value]
-        if value is None or len(many) != len(words):
+        if value is None or isinstance(value, list) != isinstance(wanted, list) or len(many) != len(words):
             return None
-        values |= dict(zip(words, many, strict=True))
-        keys |= dict.fromkeys(words, key)
+        if not all(word in names or same(each, word) for word, each in zip(words, many, strict=True)):
+            return None
+        given = {word: each for word, each in zip(words, many, strict=True) if word in names}
+        values |= given
+        keys |= dict.fromkeys(given, key)
     return Reading(str(rule.get("storage", "")), values, keys, weak)
+
+
+def at(settings: Mapping[str, Any], key: str) -> Any:
+    """The setting of a name, or where its dots lead; None where there is none."""
+    if key in settings:
+        return settings[key]
+    head, _, rest = key.partition(".")
+    inner = settings.get(head)
+    return at(inner, rest) if rest and isinstance(inner, Mapping) else None
 
 
 def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ INDEX = "model.safetensors.index.json"
 INDICES = "*.safetensors.index.json"                             # diffusers' are called after its weights
 INDEX_LIMIT = 100_000_000
 CONFIG_LIMIT = 16 << 20
+PICKLES = (".bin", ".pt", ".pth")
 _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 
 
@@ -141,7 +142,9 @@ class Folder:
             return [self.path]
         found = sorted(path for path in self.path.glob("*.safetensors") if not path.name.startswith("."))
         if not found:
-            raise CheckpointError(f"{self.path}: no .safetensors file in this folder")
+            pickles = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLES)
+            told = f"; {pickles[0]} is a pickle, whose code would run when it is read: only safetensors are" if pickles else ""
+            raise CheckpointError(f"{self.path}: no .safetensors file in this folder{told}")
         return found
 
     def _add(self, file: TensorFile) -> None:

@@ -20,6 +20,7 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import Group, groups
 from qdsl.checkpoint.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json, torch_name
+from qdsl.checkpoint.stated import PREFIX, Stated, flat
 from qdsl.spilled import LOST, is_spilled
 from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, named
 
@@ -27,6 +28,7 @@ SMALL = 1 << 16                                                  # bytes of a te
 ENOUGH = 64                                                      # elements in which nothing is no chance
 LISTED = 1 << 10                                                 # bytes of a tensor of numbers that says something
 TOLD = 100                                                       # how near a miss comes that a tensor itself tells of
+UNKNOWN = -1                                                     # and one whose format is not the one that a header speaks of
 NUMBERS = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}
 WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes of numbers that bytes may be held in
 PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
@@ -114,7 +116,8 @@ class _Finder:
         self.formats = formats
         self.found = list(found)
         self.says = found[0] if found else None
-        self.leaves = _Leaves(formats)
+        self.stated = Stated(folder)
+        self.leaves = _Leaves(formats, self.stated)
         self.saying: dict[str, object] = {leaf: None for each in formats for storages in each.variants.values()
                                           for layout in storages.values() for leaf, stored in layout.items()
                                           if stored.dtype == "shape"}
@@ -141,14 +144,17 @@ class _Finder:
         """The module as a layer; None where it holds plain tensors alone."""
         there = {leaf: full for leaf, full in tensors.items() if full not in self.folder.missing}
         try:
-            candidates = self._candidates(there)
+            stated = self.stated.settings(name, there)
+            candidates = self._candidates(there, stated)
         except CheckpointError as error:                         # what should be JSON is none
             return Layer(name, others=there, why=str(error))
         if candidates is None:
             return None
         scheme = self.says.scheme(name) if self.says else Scheme({})
         if isinstance(candidates, Misfit):
-            return Layer(name, others=there, by=scheme.by, why=self._lost(tensors) or str(candidates))
+            unknown = candidates.reached == UNKNOWN
+            why = f"quantized in a way that is not known: {_told_of(stated or {})}" if unknown else str(candidates)
+            return Layer(name, others=there, by=scheme.by, why=self._lost(tensors) or why)
         return self._chosen(name, there, candidates, scheme)
 
     def _remains(self, name: str, tensors: Mapping[str, str], used: Container[tuple[str, str, int]]) -> Layer | None:
@@ -156,7 +162,7 @@ class _Finder:
         there = {leaf: full for leaf, full in tensors.items() if full not in self.folder.missing}
         if not any(self._kind(leaf, full) in used for leaf, full in there.items()):
             return None
-        return Layer(name, others=there, why=self._lost(tensors) or str(self._nearest(self._given(there), {})))
+        return Layer(name, others=there, why=self._lost(tensors) or str(self._nearest(self._given(there), {}, None)))
 
     def _lost(self, tensors: Mapping[str, str]) -> str:
         """What of a module lies in files that are not there."""
@@ -195,18 +201,18 @@ class _Finder:
 
     # -- what fits ----------------------------------------------------------------------------------------------------
 
-    def _candidates(self, tensors: Mapping[str, str]) -> list[_Candidate] | Misfit | None:
+    def _candidates(self, tensors: Mapping[str, str], stated: Mapping[str, Any] | None) -> list[_Candidate] | Misfit | None:
         """Every way to read a module's tensors, or why there is none; None where they are plain."""
         given = self._given(tensors)
-        if all(tensor.dtype in PLAIN or leaf not in self.leaves.names for leaf, tensor in given.items()):
+        if stated is None and all(tensor.dtype in PLAIN or leaf not in self.leaves.names for leaf, tensor in given.items()):
             return None
         contents = self._contents(tensors)
         given |= {leaf: replace(given[leaf], values=tuple(content)) for leaf, content in contents.items()
                   if isinstance(content, list)}
         key = (*sorted(given.items(), key=lambda item: item[0]),
-               *((leaf, repr(_without_numbers(content))) for leaf, content in contents.items()))
+               *((leaf, repr(_without_numbers(content))) for leaf, content in contents.items()), repr(stated))
         if key not in self.fitting:
-            self.fitting[key] = self._ways(given, contents) or self._nearest(given, contents)
+            self.fitting[key] = self._ways(given, contents, stated) or self._nearest(given, contents, stated)
         return self.fitting[key]
 
     def _contents(self, tensors: Mapping[str, str]) -> dict[str, Any]:
@@ -226,20 +232,21 @@ class _Finder:
         entries = {leaf: self.folder.entry(full) for leaf, full in tensors.items()}
         return {leaf: Given(torch_name(entry.dtype), entry.shape) for leaf, entry in entries.items()}
 
-    def _ways(self, given: Mapping[str, Given], contents: Mapping[str, Any]) -> list[_Candidate]:
-        """All formats' ways, or those that a tensor of settings speaks of."""
+    def _ways(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
+              ) -> list[_Candidate]:
+        """All formats' ways, or those that a tensor of settings or a header speaks of."""
         found: list[_Candidate] = []
         for format in self.formats:
             with suppress(Misfit):
-                found += _ways(format, given, contents)
+                found += _ways(format, given, contents, stated)
         return [each for each in found if contents.keys() & each.format.detect.get("tensors", {}).keys()] or found
 
-    def _nearest(self, given: Mapping[str, Given], contents: Mapping[str, Any]) -> Misfit:
+    def _nearest(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None) -> Misfit:
         """Why tensors are of no format, by the one that they come nearest to."""
         misses: list[tuple[int, int, Misfit]] = []
         for format in self.formats:
             try:
-                _ways(format, given, contents)
+                _ways(format, given, contents, stated)
             except Misfit as miss:
                 misses.append((miss.reached, _nearness(format, given), miss))
         return max(misses, key=lambda each: each[:2], default=(0, 0, Misfit(0, "no format is known")))[2]
@@ -364,18 +371,56 @@ class _Finder:
         return f"{self.says.source} says {_brief(settings)}; the tensors fit {candidate.label}"
 
 
-def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str, Any]) -> list[_Candidate]:
-    """Every way to read tensors as a format's, as one weight or as those of experts.  Raises Misfit."""
+def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
+          ) -> list[_Candidate]:
+    """Every way to read tensors as a format's, with what is stated of them alone.  Raises Misfit."""
     shape, params, numbers = _told(format, contents)
     given = {**dict.fromkeys(numbers, Given("float32", ())), **given}
     if any(isinstance(content, Mapping) for content in contents.values()):
         given = {leaf: _as_bytes(tensor) if leaf in format.in_bytes else tensor for leaf, tensor in given.items()}
+    if stated is None:
+        return _fitting(format, given, shape, None, params)
+    found: list[_Candidate] = []
+    nearest = Misfit(UNKNOWN, f"{format.name}: the header speaks of something else")
+    for reading in readings(format.detect.get("header"), [*format.params, *EXTENTS], stated):
+        extents = [reading.values.get(dim) for dim in EXTENTS]
+        whole = [each for each in extents if type(each) is int and each >= 0]
+        try:
+            fit = _fitting(format, given, (whole[0], whole[1]) if len(whole) == 2 else shape, reading.storage or None, params)
+        except Misfit as miss:
+            nearest = max(nearest, miss, key=lambda each: each.reached)
+            continue
+        found += [each for each in fit if _is_stated(each, reading)]
+        other = Misfit(TOLD, f"the header says {_told_of(stated)}; the tensors fit {fit[0].label}")
+        nearest = max(nearest, other, key=lambda each: each.reached)
+    if not found:
+        raise nearest
+    return found
+
+
+def _is_stated(candidate: _Candidate, reading: Reading) -> bool:
+    """Whether N, K and parameters are those that a header says."""
+    (n, k), params = candidate.fit.shape, candidate.fit.params
+    own: Mapping[str, object] = {**params, **candidate.format.numbers(params, (n, k)), "N": n, "K": k}
+    return all(type(value) is type(own[name]) and value == own[name] for name, value in reading.values.items())
+
+
+def _told_of(stated: Mapping[str, Any]) -> str:
+    """What a header says of a weight, in a few words."""
+    known = {key: value for key, value in flat(stated).items() if isinstance(value, int | str)
+             or (isinstance(value, list) and all(isinstance(each, int) for each in value))}
+    return ", ".join(f"{key} = {str(value)[:60]}" for key, value in list(known.items())[:8])
+
+
+def _fitting(format: Description, given: Mapping[str, Given], shape: tuple[int, int] | None, storage: str | None,
+             params: Mapping[str, int | str]) -> list[_Candidate]:
+    """Every way to read tensors as a format's, as one weight or as those of experts.  Raises Misfit."""
     for experts in _experts(format, given):
         with suppress(Misfit):
             return [_Candidate(format, fit, experts) for fit in fits(format, {
                 leaf: replace(tensor, shape=tensor.shape[1:]) if tensor.shape[:1] == (experts,) else tensor
-                for leaf, tensor in given.items()}, shape, params=params)]
-    return [_Candidate(format, fit, None) for fit in fits(format, given, shape, params=params)]
+                for leaf, tensor in given.items()}, shape, storage, params)]
+    return [_Candidate(format, fit, None) for fit in fits(format, given, shape, storage, params)]
 
 
 def _told(format: Description, contents: Mapping[str, Any],
@@ -482,15 +527,18 @@ def _alike(name: str) -> str:
 class _Leaves:
     """The last parts of names by which tensors belong to a module, such as 'weight_scale' or 'weight.absmax'.
 
-    names: all.  heads: the first parts of those that have several.  tails: those that begin with '_', the ends of a last part.
+    names: all.  heads: the first parts of those that have several.  tails: those that begin with '_', the ends of a last part,
+    but for those of a weight called 'weight', which stand for those of any name that a header has.
     """
 
-    def __init__(self, formats: Iterable[Description]) -> None:
+    def __init__(self, formats: Iterable[Description], stated: Stated) -> None:
+        self.stated = stated
         layouts = [layout for each in formats for storages in each.variants.values() for layout in storages.values()]
         self.names = {name for layout in layouts for key, stored in layout.items() for name in (key, *stored.aliases)}
         self.names |= {name for each in formats for name in each.detect.get("tensors", {})}
         self.heads = {name.partition(".")[0] for name in self.names if "." in name}
-        self.tails = tuple(sorted((name for name in self.names if name.startswith("_")), key=len, reverse=True))
+        tails = (name for name in self.names if name.startswith("_") and not name.startswith(PREFIX))
+        self.tails = tuple(sorted(tails, key=len, reverse=True))
 
     def modules(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """Tensors by module: modules(...)['model.layers.0.mlp.up_proj']['weight_scale'] is the whole name."""
@@ -506,6 +554,8 @@ class _Leaves:
             if parts[place] in self.heads:
                 return ".".join(parts[:place]), ".".join(parts[place:])
         module, _, leaf = name.rpartition(".")
+        if (cut := self.stated.cut(module, leaf)) is not None:
+            return cut
         if leaf.endswith(self.tails) and leaf not in self.tails:
             tail = next(each for each in self.tails if leaf.endswith(each))
             return name[:-len(tail)], tail

@@ -79,7 +79,7 @@ class Quantization:
         if self.only is not None and self.only.first(module) is None:
             return Scheme(None, "not in modules_in_block_to_quantize (suffix)")
         if module in self.layers:
-            return Scheme(self.layers[module], f"{module} (exact)")
+            return Scheme(self.layers[module], "its own settings")
         if not self.groups:
             mixed = "quantized_layers" in self.settings
             return Scheme(None, "not in quantized_layers (exact)") if mixed else Scheme(self.settings)

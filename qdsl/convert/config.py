@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import OWN, same
+from qdsl.checkpoint.detect import OWN, SPOKEN, same
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, quantization
@@ -23,7 +23,7 @@ NESTED = "compressed-tensors"                                    # whose setting
 OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic")
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
-           "bitsandbytes": "llm_int8_skip_modules"}
+           "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert"}
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
@@ -69,14 +69,25 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
     """The settings of the new storage, and what to note of them."""
     rule = _rule(plan, method)
     if rule is None:
-        own = {"quant_method": OWN, "format": plan.format, "storage": plan.aim.storage, **plan.params[0]}
-        return own, f"no page says how other loaders call {plan.format}.{plan.aim.storage}: the config says qdsl"
+        return _ours(plan), f"no page says how other loaders call {plan.format}.{plan.aim.storage}: the config says qdsl"
     params = plan.params[0]
     if same(method, rule["quant_method"]) and not plan.aim.requantize:
         return _changed(old, rule, params), ""
     plain, wrong = ignored(folder, layers, rule["quant_method"])
     note = f"{IGNORED['awq']} of the config cannot name {', '.join(wrong)}" if wrong else ""
     return _made(dict(_given(rule, params)), plain), note
+
+
+def _ours(plan: Plan) -> dict[str, Any]:
+    """The settings as we call them: of the whole, or where layers differ of each."""
+    names = [layer.name for layer in (*plan.changed, *plan.kept)]
+    labels = [(plan.format if plan.aim.requantize else layer.format, plan.aim.storage) for layer in plan.changed]
+    labels += [(layer.format, layer.storage) for layer in plan.kept]
+    said = {name: {"format": format, "storage": storage, **params}
+            for name, (format, storage), params in zip(names, labels, plan.params, strict=True)}
+    first = said[names[0]]
+    alike = all(each == first for each in said.values())
+    return {"quant_method": OWN, **(first if alike else {"quantized_layers": said})}
 
 
 def _rule(plan: Plan, method: str) -> dict[str, Any] | None:
@@ -98,7 +109,8 @@ def _rule(plan: Plan, method: str) -> dict[str, Any] | None:
 
 def _says_blocks(rule: Mapping[str, Any], sizes: Iterable[str], params: Mapping[str, int | str]) -> bool:
     """Whether it gives the extents of blocks, and none of those that are whole axes."""
-    named = [word for wanted in rule.values() for word in (wanted if isinstance(wanted, list) else [wanted])]
+    named = [word for key, wanted in rule.items() if key not in SPOKEN
+             for word in (wanted if isinstance(wanted, list) else [wanted])]
     return all((params[size] == -1) != (size in named) for size in sizes)
 
 
@@ -106,7 +118,7 @@ def _followed(rule: Mapping[str, Any], plan: Plan) -> dict[str, Any] | None:
     """A rule with the words that follow from tensors; None where layers differ in one."""
     found = dict(rule)
     for key, wanted in rule.items():
-        if isinstance(wanted, dict) and key != "where":
+        if isinstance(wanted, dict) and key not in SPOKEN:
             [(tensor, words)] = wanted.items()
             there = {tensor in names for names in plan.tensors}
             if len(there) > 1:
@@ -119,12 +131,13 @@ def _given(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator
     """Settings that make a rule hold: its words, the first of several, and values of parameters."""
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
-        if key in ("storage", "where") or words == ["null"]:
+        if key in SPOKEN or words == ["null"]:
             continue
         if all(word in params for word in words) and key not in WORDS:
             yield key, [params[word] for word in words] if isinstance(wanted, list) else params[wanted]
         else:
             yield key, words[0]
+    yield from rule.get("with", {}).items()
 
 
 def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[str, int | str]) -> dict[str, Any]:
@@ -133,7 +146,7 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
     method = rule["quant_method"]
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
-        if key in ("storage", "where") or (method == NESTED and key in OF_WEIGHTS):
+        if key in SPOKEN or (method == NESTED and key in OF_WEIGHTS):
             continue
         if all(word in params for word in words) and key not in WORDS:
             continue

@@ -18,6 +18,8 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import module_of, unread
 from qdsl.checkpoint.layers import Layer, Layers
 from qdsl.checkpoint.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
+from qdsl.checkpoint.stated import Stated
+from qdsl.convert import header
 from qdsl.rewrite import RewriteError
 from qdsl.rewrite.shards import Copy, Shard, Step, copy, identity, in_order, key
 from qdsl.stored import Description
@@ -172,9 +174,22 @@ def plan(folder: Folder, layers: Layers, aim: Aim) -> Plan:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise RewriteError(f"{folder.path}: two tensors would be called {shown(twice)}")
+    kept = tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer))
+    said = _stated(folder, files.values(), kept, aim)
     sources = {path: identity(path) for path in folder.shards}
-    shards = tuple(_shard(folder, file, aim, sources) for file in files.values() if file.tensors)
-    return Plan(aim, shards, tuple(changed), tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer)))
+    shards = tuple(_shard(folder, file, said[path], aim, sources) for path, file in files.items() if file.tensors)
+    return Plan(aim, shards, tuple(changed), kept)
+
+
+def _stated(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim: Aim) -> dict[Path, dict[str, str]]:
+    """The metadata of the files, which say in each what all weights are, where producers want that."""
+    changed = {layer.name: header.said(layer, target(layer, aim).name, aim.storage, params_in(layer, aim), list(names))
+               for file in files for layer, names in file.layers}
+    ours = {full for layer in kept for full in layer.tensors.values()}
+    ours |= {full for file in files for _, names in file.layers for full in names.values()}
+    plain = [name for file in files for name in file.tensors if name not in ours]
+    new = header.texts(Stated(folder), changed, kept, plain)
+    return {file.old.path: header.renewed(file.old.header.metadata, new, list(changed), plain) for file in files}
 
 
 def _refuse(problems: Sequence[str], advice: str = "") -> None:
@@ -191,9 +206,16 @@ def _place(files: Mapping[Path, _File], folder: Folder, layer: Layer, aim: Aim) 
     dtypes = {dtype: name for name, dtype in torch_dtypes().items()}
     layouts = [layout for storages in description(target(layer, aim).name).variants.values() for layout in storages.values()]
     aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
+    format, params = target(layer, aim).name, params_in(layer, aim)
+    stated = header.rule(format, aim.storage, params) is not None
+    if stated and layer.experts is not None:
+        raise RewriteError(f"{folder.path}: layer {shown(layer.name)} ({layer.format}.{layer.storage}) cannot be {aim.storage}: "
+                           "what headers say of experts there is not known")
     names = {}
     for name, (dtype, shape) in tensors_in(folder, layer, aim).items():
-        names[name] = full_name(layer, name, aliases.get(name, ()))
+        shape = header.seen(format, aim.storage, name, layer.shape) or shape
+        names[name] = f"{layer.name}.{header.called(format, aim.storage, name)}" if stated else \
+            full_name(layer, name, aliases.get(name, ()))
         if names[name] in file.tensors:
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: there is a tensor {shown(names[name])} already")
         file.tensors[names[name]] = (dtypes[dtype], shape)
@@ -209,9 +231,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     from qdsl.runtime.packed import FormatError
 
     where = f"{folder.path}: layer {shown(layer.name)} ({layer.format}.{layer.storage}) cannot be {aim.storage}"
-    format = target(layer, aim)
-    params = layer.params if aim.exact(layer) else format.complete(
-        {name: value for name, value in aim.params.items() if name in format.params})
+    format, params = target(layer, aim), params_in(layer, aim)
     variants = description(format.name).variants
     if aim.storage in format.storages and all(aim.storage not in storages for storages in variants.values()):
         raise RewriteError(f"{where}, which is made when a checkpoint is loaded")
@@ -259,6 +279,13 @@ def target(layer: Layer, aim: Aim) -> Format:
     return found
 
 
+def params_in(layer: Layer, aim: Aim) -> Mapping[str, int | str]:
+    """The parameters of that format that it will have."""
+    format = target(layer, aim)
+    return layer.params if aim.exact(layer) else format.complete(
+        {name: value for name, value in aim.params.items() if name in format.params})
+
+
 def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
     """A weight's first rows as they will be.  Raises FormatError where some rows cannot be so."""
     least = math.lcm(weight.step("N"), other.step("N"))
@@ -304,15 +331,15 @@ def full_name(layer: Layer, name: str, aliases: Sequence[str] = ()) -> str:
     return f"{layer.name}.{name}" if layer.name and not name.startswith("_") else layer.name + name
 
 
-def _shard(folder: Folder, file: _File, aim: Aim, known: Mapping[Path, list[Any]]) -> Shard:
+def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, known: Mapping[Path, list[Any]]) -> Shard:
     path = file.old.path
-    start, header = laid_out(path, file.tensors, file.old.header.metadata)
-    places = header.tensors
+    start, head = laid_out(path, file.tensors, metadata)
+    places = head.tensors
     steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
     steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}, _settings(folder, target(layer, aim)))
               for layer, names in file.layers]
     ordered = in_order(steps)
-    return Shard(path.name, start, header.size, tuple(places), ordered, _key(folder, file, start, ordered, known))
+    return Shard(path.name, start, head.size, tuple(places), ordered, _key(folder, file, start, ordered, known))
 
 
 def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], known: Mapping[Path, list[Any]]) -> str:

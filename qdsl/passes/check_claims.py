@@ -1,12 +1,14 @@
-"""What the author says of the format's size, against the layout."""
+"""What the author says of the format's size and of shapes in files, against the layout."""
 
 from __future__ import annotations
 
 from fractions import Fraction
+from math import prod
 
 from qdsl.ir.program import Program
-from qdsl.passes.samples import divisor_of, size_axis
+from qdsl.passes.samples import divisor_of, samples, size_axis
 from qdsl.passes.streams import STREAMS
+from qdsl.shapes import axis, extents
 from qdsl.spec.source import Problems
 
 
@@ -23,7 +25,24 @@ def check_claims(program: Program, problems: Problems) -> Program:
         if found != Fraction(str(claim.value)):
             problems.add(claim.name.span, f"the spec claims {claim.value:g} {claim.name}, and '{program.storage}' has "
                                           f"{float(found):g}")
+    _check_seen(program, problems)
     return program
+
+
+def _check_seen(program: Program, problems: Problems) -> None:
+    """A tensor has as many elements in the shape that files give it as in its own."""
+    items = {item.name.value: item for storage in program.spec.storages if storage.name.value == program.storage
+             for item in storage.tensors if item.seen}
+    for tensor in program.tensors:
+        if tensor.name in items:
+            seen = items[tensor.name].seen
+            for sample in samples(program, [var.extent for var in tensor.vars]):
+                own = prod(var.extent(sample) for var in tensor.vars) * tensor.words
+                shape = extents([axis(each.value) for each in seen], sample["N"], sample["K"], sample)
+                if shape is None or prod(shape) != own:
+                    problems.add(seen[0].span, f"'{tensor.name}' has {own} elements for N = {sample['N']}, K = {sample['K']}, "
+                                               f"and {'none so' if shape is None else prod(shape)} in this shape")
+                    break
 
 
 def bits_text(program: Program) -> str:

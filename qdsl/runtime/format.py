@@ -25,7 +25,8 @@ from qdsl.shapes import Axis, axis, extents
 from qdsl.spilled import LOST, is_spilled
 from qdsl.stored import Description
 
-OF_X = ("pre_quant_scale",)                                      # tensors of a layer without which its weight is another one
+# Tensors of a layer without which its weight is another one.
+OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale")
 PLANAR = "planar"                                                # the storage that the compiler derives
 
 

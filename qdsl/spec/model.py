@@ -64,7 +64,7 @@ class Stored:
 class Tensor:
     """One tensor of a storage.  `run` is the shorthand of record tensors: a record holds consecutive elements of that axis.
 
-    `stream` is the entropy code that holds its elements, in tensors of its own.
+    `stream` is the entropy code that holds its elements, in tensors of its own.  seen: the shape that files give it.
     """
 
     name: Text
@@ -77,6 +77,7 @@ class Tensor:
     stored: tuple[Stored, ...]
     stream: Apply | None = None
     omitted: bool = False
+    seen: tuple[Text, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

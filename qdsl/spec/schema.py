@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qdsl.numbers import FLOATS
+from qdsl.shapes import is_axis
 from qdsl.spec import grammar, marked
 from qdsl.spec.marked import Mapping, Node, Sequence
 from qdsl.spec.model import Claim, Data, Dim, Field, Param, Spec, Storage, Stored, Table, Tensor
@@ -59,6 +60,7 @@ DETECT_KEYS = {
     "gguf": "the name of the GGML type",
     "safetensors": "the dtype of a safetensors file",
     "config": "settings that a checkpoint's quantization_config must have",
+    "header": "what the JSON that a header's metadata have under a weight's name must say",
     "tensors": "small tensors beside a weight that say its parameters and shape",
     "words": "words that tell storages apart which fit alike",
     "spills": "fields that a producer lost, by the words that it wrote then",
@@ -71,6 +73,7 @@ TENSOR_KEYS = {
     "optional": "the tensor may be missing; the expression is then its field's value",
     "omit": "true: a quantizer leaves the optional tensor out where its field has that value",
     "aliases": "other names that checkpoints use for the tensor",
+    "seen": "the shape that files give the tensor, where it is not that of its axes",
     "stored": "a reversible operation between what the record packs and what the file holds",
     "stream": "the entropy code that holds the tensor's elements, and what its tensors are called",
 }
@@ -371,6 +374,10 @@ class _Reader:
         for alias in aliases:
             if not _ALIAS.match(alias.value):
                 self.problems.add(alias.span, f"alias {alias.value!r} is not a name of letters, digits, '_' and '.'")
+        seen = self.texts(parts.get("seen"), "seen")
+        for extent in seen:
+            if not is_axis(extent.value):
+                self.problems.add(extent.span, f"{extent.value!r} is no extent such as 16*ceil(K/128)")
         omit = self.text(parts.get("omit"), "omit")
         if omit is not None and (omit.value != "true" or "optional" not in parts):
             self.problems.add(omit.span, "omit is true, for an optional tensor")
@@ -380,7 +387,7 @@ class _Reader:
                       self.text(parts.get("run"), "run"), record or (), record_text,
                       self.parsed(grammar.expression, self.text(parts.get("optional"), "optional")),
                       aliases, tuple(rule for item in rules if (rule := self.stored(item)) is not None),
-                      self.parsed(grammar.call, self.text(parts.get("stream"), "stream")), omit is not None)
+                      self.parsed(grammar.call, self.text(parts.get("stream"), "stream")), omit is not None, seen)
 
     def counted(self, text: Text) -> bool:
         if not _INTEGER.match(text.value) or int(text.value) < 1:
@@ -416,10 +423,11 @@ class _Reader:
         `spills` of tensors and their fields' bits.
         """
         known = [storage.name.value for storage in storages]
+        params = list(params)
         tensors = {tensor.name.value for storage in storages for tensor in storage.tensors}
         listed = [(key.value, rule) for key, value in (node.items if isinstance(node, Mapping) else ())
                   for rule in (value.items if isinstance(value, Sequence) else (value,))
-                  if key.value in ("config", "words", "spills")]
+                  if key.value in ("config", "header", "words", "spills")]
         for key, rule in listed:
             if not isinstance(rule, Mapping):
                 self.problems.add(rule.span, f"a rule of '{key}' is a mapping")
@@ -428,9 +436,9 @@ class _Reader:
                 word = value.value if isinstance(value, Text) else ""
                 if name.value == "storage" and word not in known:
                     self.problems.add(value.span, f"there is no storage '{word}'{did_you_mean(word, known)}")
-                elif key == "config" and name.value == "where":
+                elif key in ("config", "header") and name.value == "where":
                     self.chosen(value, params)
-                elif key == "config" and isinstance(value, Mapping):
+                elif key in ("config", "header") and name.value != "with" and isinstance(value, Mapping):
                     self.following(value, tensors)
                 elif key == "words" and name.value in tensors and not _HEX.match(word):
                     self.problems.add(value.span, "a word has 32 bits, as 0x88888888")
