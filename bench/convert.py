@@ -50,8 +50,9 @@ def convert(source: str, result: str, act_order: bool = False, threads: int = 1)
     return lambda: form.convert(weight, result).tensors
 
 
-def adopt(source: str) -> Callable[[], dict[str, Tensor]]:
+def adopt(source: str, threads: int = 1) -> Callable[[], dict[str, Tensor]]:
     """A change to torch's int4pack, all checks included; every number has to stay."""
+    torch.set_num_threads(threads)
     form, other, weight = format_of("int_group"), format_of("int4pack"), packed("int_group", source, **PARAMS)
     made = other.convert(weight, "cpu_avx512")
     if not torch.equal(other.dequantize(made, torch.float32), form.dequantize(weight, torch.float32)):

@@ -19,6 +19,8 @@ from bench.weights import BF16_BYTES, SHAPE, floats, format_of, packed
 THREADS = 2
 CONVERTED: dict[tuple[str, str], float | None] = {
     ("gptq_v2", "xpu_int4pack"): 10000.0, ("awq", "gptq_v2"): 6000.0, ("gptq_v2", "awq"): 6000.0}         # goals: MB/s
+GATHERED = 2500.0                                                # of GPTQ with act-order for XPU
+ADOPTED = {"gptq_v2": 4000.0, "awq": 1500.0}                     # by torch's int4pack for CPUs
 DECODED: dict[str, tuple[str, dict[str, Any], float | None]] = {
     "GPTQ": ("int_group", {"storage": "gptq_v2", **convert.PARAMS}, 2500.0),
     "AWQ": ("int_group", {"storage": "awq", **convert.PARAMS}, 2500.0),
@@ -34,6 +36,11 @@ def figures(rounds: int) -> Iterator[Figure]:
     for (source, result), goal in CONVERTED.items():
         side = Side(convert.convert, {"source": source, "result": result, "threads": THREADS})
         yield from _figure(f"convert int4 {source} to {result}", side, goal, rounds)
+    gathered = Side(convert.convert, {"source": "gptq_v2", "result": "xpu_int4pack", "act_order": True, "threads": THREADS})
+    yield from _figure("convert int4 gptq_v2 with act-order to xpu_int4pack", gathered, GATHERED, rounds)
+    for source, goal in ADOPTED.items():
+        side = Side(convert.adopt, {"source": source, "threads": THREADS})
+        yield from _figure(f"convert int4 {source} to int4pack for CPUs", side, goal, rounds)
     for title, (name, params, goal) in DECODED.items():
         yield from _figure(f"dequantize {title} to bf16, out=", Side(decode, {"name": name, "params": params}), goal, rounds)
     for title, (name, options, goal) in QUANTIZED.items():
