@@ -267,8 +267,20 @@ def test_a_weight_with_something_wrong_is_encoded_no_further(monkeypatch: pytest
     weight = torch.zeros(8, 256)
     weight[5] = 3e38
     with refused(r"the scale .* of block \[5, 0\] does not fit f16"):
-        tiles.encode_rows(variant, weight, {}, {})
+        list(tiles.encode_rows(variant, weight, {}, {}))
     assert rows == [1] * 6
+
+
+@pytest.mark.parametrize("case", list({(case.path, case.storage): case for case in reversed(QUANTIZED)}.values()), ids=str)
+def test_tiles_of_rows_make_the_weight_that_is_made_at_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, k = smallest(case)
+    weight = torch.randn(3 * n, 2 * k, generator=torch.Generator().manual_seed(0)).bfloat16()
+    at_once = case.module.quantize(weight, storage=case.storage, **case.choice)
+    monkeypatch.setattr(tiles, "TILE", 1)
+    by_tiles = case.module.quantize(weight, storage=case.storage, **case.choice)
+    assert by_tiles.shape == at_once.shape == weight.shape
+    assert by_tiles.tensors.keys() == at_once.tensors.keys()
+    assert all(same_bits(tensor, at_once.tensors[name]) for name, tensor in by_tiles.tensors.items())
 
 
 def test_quantize_refuses_what_it_cannot_do() -> None:

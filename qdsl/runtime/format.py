@@ -384,15 +384,34 @@ class Format:
         types = {key: value for key, value in params.items() if isinstance(value, str)}
         given = {} if importance is None else {"importance": self._importance(importance, weight)}
         chosen = {**layout.options, **rest, **(given if variant.importance else {})}
-        fields = tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **chosen})
-        for key, field in variant.fields.items():
-            if field.type == "index" and key not in (*layout.where, *layout.omits):
-                fields[key] = self.default(variant, key, shape, sizes, weight.device)
+        index = {key: self.default(variant, key, shape, sizes, weight.device) for key, field in variant.fields.items()
+                 if field.type == "index" and key not in (*layout.where, *layout.omits)}
         free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have what any may need
-        for key in layout.omits:
-            if not free and key in fields and self.is_default(variant, key, fields[key], sizes):
-                del fields[key]
-        return self.pack(fields, storage=name, **params)
+        usual = set() if free else {*layout.omits}
+        whole, start = self._unfilled(name, shape, params), 0
+        for fields in tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N")):
+            usual = {key for key in usual if key not in fields or self.is_default(variant, key, fields[key], sizes)}
+            part = self.pack({**fields, **index}, storage=name, **params)
+            if part.shape == shape:
+                whole = part
+                break
+            if start == 0:
+                whole.tensors = {key: empty(whole.tensors[key].shape, tensor.dtype, weight.device) if key != layout.shape
+                                 else said(shape, weight.device) for key, tensor in part.tensors.items()}
+            for key, tensor in whole.cut("N", start, start + part.shape[0]).tensors.items():
+                tensor.copy_(part.tensors[key])
+            start += part.shape[0]
+        return self._packed(name, {key: tensor for key, tensor in whole.tensors.items()
+                                   if layout.tensors[key].optional not in usual}, shape, params)
+
+    def _unfilled(self, storage: str, shape: tuple[int, int], params: Mapping[str, int | str]) -> PackedWeight:
+        """A weight of all the tensors that a storage can have, on meta.  Raises FormatError for a shape that does not fit."""
+        layout = self.variant(params).storages[storage]
+        self._check_shape(storage, layout.opened, shape, self.sizes(params, shape), ())
+        packed = PackedWeight(self, storage, {}, shape, params)
+        packed.tensors = {key: torch.empty(whole, dtype=dtype, device="meta")
+                          for key, (dtype, whole) in self.stored(packed).items()}
+        return packed
 
     def _importance(self, importance: Tensor, weight: Tensor) -> Tensor:
         """float32 [K], on the weight's device."""

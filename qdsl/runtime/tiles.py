@@ -68,8 +68,9 @@ def _flat_piece(field: Field, values: Tensor, start: int, stop: int, sizes: Mapp
     return values[start // by[0]:-(-stop // by[0])] if by else values
 
 
-def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The fields that a variant's encode scheme chooses, a tile of whole blocks of rows at a time.
+def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], options: Mapping[str, Any], step: int = 1,
+                ) -> Iterator[dict[str, Tensor]]:
+    """The fields that a variant's encode scheme chooses, for a tile of rows after the other: whole blocks, multiples of `step`.
 
     Raises FormatError for a weight that is not finite, and where encode does.
     """
@@ -78,26 +79,23 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
     at_once = variant.cuts[1] == "1"
     if not weight.numel():
         whole = math.lcm(*(max(1, each.by(sizes)) for field in variant.fields.values() for each in field.axes)) if at_once else 1
-        return _nothing(variant, variant.encode(weight.new_zeros(max(n, 1), max(k, 1) * whole), **options), sizes, (n, k))
+        yield _nothing(variant, variant.encode(weight.new_zeros(max(n, 1), max(k, 1) * whole), **options), sizes, (n, k))
+        return
     chosen = [field for field in variant.fields.values() if field.type != "index"]
     blocks = [granule(field.axes, "N", sizes, k) if field.axes and field.axes[0].dim in ("N", "N*K") and not at_once else n
               for field in chosen]
-    least = max(1, math.lcm(*blocks))
+    least = max(1, math.lcm(step, *blocks))
     rows = max(1, TILE // max(1, k) // least) * least
-    if rows >= n:
-        _check_finite(weight)
-        return dict(variant.encode(weight, **options))
-    parts: list[dict[str, Tensor]] = []
     for start in range(0, n, rows):
         part = weight[start:start + rows]
         _check_finite(part, start)
         try:
-            parts.append(variant.encode(part, **options))
+            fields = dict(variant.encode(part, **options))
         except Misfit as error:
             if any(field.axes and field.axes[0].dim == "N*K" for field in chosen):
-                return dict(variant.encode(weight, **options))   # blocks of the flat position: it says which
+                variant.encode(weight, **options)                # blocks of the flat position: it says which
             raise error.after(start // max(blocks)) from None    # what does not fit is of the blocks of most rows, the scale's
-    return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+        yield fields
 
 
 def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], shape: tuple[int, int],
@@ -108,11 +106,6 @@ def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str,
         for place, each in enumerate(variant.fields[name].axes):
             found[name] = found[name].narrow(place, 0, min(field.shape[place], each.extent(*shape, sizes) or 0))
     return found
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    whole = empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype, parts[0].device)
-    return torch.cat(parts, out=whole)
 
 
 def _check_finite(weight: Tensor, start: int = 0) -> None:
