@@ -192,6 +192,18 @@ def test_files_that_differ_in_what_they_say(tmp_path: Path) -> None:
     assert layer.why.endswith("other.safetensors says something else") and layer.format == ""
 
 
+@pytest.mark.parametrize(("shape", "why"), [
+    ("[16, 896]", "the format needs [N/8, K/128, 128] = [2, 7, 128]"), ("[13, 1024]", "N = 13 must be a multiple of 8")])
+def test_padded_tiles_are_not_taken_for_whole_ones(tmp_path: Path, shape: str, why: str) -> None:
+    """torchao pads rows to 8 and columns to 1024; what the header says is smaller than the tensors then."""
+    with TensorFile(DATA / "int4.safetensors") as file:
+        tensors = {name: file.tensor(name) for name in file.names() if name.startswith("model.tile_packed.")}
+        text = file.header.metadata["model.tile_packed.weight"]
+    write(tmp_path / "model.safetensors", tensors, {"model.tile_packed.weight": text.replace("[16, 1024]", shape)})
+    (layer,) = read(tmp_path).layers
+    assert layer.format == "" and why in layer.why
+
+
 def test_tensors_of_a_type_that_nobody_knows(tmp_path: Path) -> None:
     """Even where their names are no format's."""
     write(tmp_path / "model.safetensors", {"a._weight_codes": torch.zeros(4, 4), "b.weight": torch.zeros(4, 4)},

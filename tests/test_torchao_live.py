@@ -6,6 +6,7 @@ Needs that package: `make live` installs it into an environment of its own; with
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import module_of, weights
 from qdsl.checkpoint.layers import layers
@@ -125,3 +127,20 @@ def test_it_loads_what_is_written(tmp_path: Path, format: Any, storage: str, to:
         found, rest = unflatten_tensor_state_dict({name: file.tensor(name) for name in file.names()}, file.header.metadata)
     assert rest == {} and found.keys() == {"m.a.weight", "m.norm.weight"} and found["m.a.weight"].shape == (96, 192)
     assert same_bits(found["m.a.weight"].dequantize(torch.float32), format.dequantize(packed, torch.float32))
+
+
+def test_its_configs_are_what_pages_say() -> None:
+    """The quant_type that is written becomes an object of theirs, of the version that they have."""
+    from torchao.core.config import config_from_dict
+
+    said = [rule["with"]["quant_type"]["default"] for each in descriptions() for rule in _rules(each.detect.get("config"))
+            if "quant_type" in rule.get("with", {})]
+    assert {each["_type"] for each in said} >= {"Int8WeightOnlyConfig", "MXDynamicActivationMXWeightConfig"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")                           # of another version
+        for each in said:
+            assert type(config_from_dict(each)).__name__ == each["_type"]
+
+
+def _rules(rules: Any) -> list[dict[str, Any]]:
+    return rules if isinstance(rules, list) else [rules] if rules else []
