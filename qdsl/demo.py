@@ -179,7 +179,7 @@ def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapp
     fields: dict[str, Tensor] = {}
     for name, field in format.variant(chosen).fields.items():
         sizes = format.sizes(chosen, (shape[0], shape[1]))
-        extents = [-(-shape[axis.dim == "K"] // axis.by(sizes)) for axis in field.axes]
+        extents = [axis.rounded(shape[0], shape[1], sizes) for axis in field.axes]
         kind = str(chosen.get(field.type, field.type))
         known = number(kind)
         drawn = torch.randn(extents) if known is None or known.is_float else \
