@@ -388,10 +388,11 @@ class Format:
                  if field.type == "index" and key not in (*layout.where, *layout.omits)}
         free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have what any may need
         usual = set() if free else {*layout.omits}
-        whole, start = self._unfilled(name, shape, params), 0
+        whole, start, finite = self._unfilled(name, shape, params), 0, True
         for fields in tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N")):
             usual = {key for key in usual if key not in fields or self.is_default(variant, key, fields[key], sizes)}
             part = self.pack({**fields, **index}, storage=name, **params)
+            finite = finite and part.finite
             if part.shape == shape:
                 whole = part
                 break
@@ -401,8 +402,9 @@ class Format:
             for key, tensor in whole.cut("N", start, start + part.shape[0]).tensors.items():
                 tensor.copy_(part.tensors[key])
             start += part.shape[0]
-        return self._packed(name, {key: tensor for key, tensor in whole.tensors.items()
-                                   if layout.tensors[key].optional not in usual}, shape, params)
+        kept = {key: tensor for key, tensor in whole.tensors.items() if layout.tensors[key].optional not in usual}
+        return PackedWeight(self, name, kept, shape, params, in_order=part.in_order & kept.keys(), finite=finite,
+                            facts=part.facts)
 
     def _unfilled(self, storage: str, shape: tuple[int, int], params: Mapping[str, int | str]) -> PackedWeight:
         """A weight of all the tensors that a storage can have, on meta.  Raises FormatError for a shape that does not fit."""
