@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -386,25 +386,12 @@ class Format:
         chosen = {**layout.options, **rest, **(given if variant.importance else {})}
         index = {key: self.default(variant, key, shape, sizes, weight.device) for key, field in variant.fields.items()
                  if field.type == "index" and key not in (*layout.where, *layout.omits)}
+        whole = self._unfilled(name, shape, params)
+        made = _stacked(whole, (self.pack({**fields, **index}, storage=name, **params) for fields in tiles.encode_rows(
+            variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N"))))
         free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have what any may need
-        usual = set() if free else {*layout.omits}
-        whole, start, finite = self._unfilled(name, shape, params), 0, True
-        for fields in tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N")):
-            usual = {key for key in usual if key not in fields or self.is_default(variant, key, fields[key], sizes)}
-            part = self.pack({**fields, **index}, storage=name, **params)
-            finite = finite and part.finite
-            if part.shape == shape:
-                whole = part
-                break
-            if start == 0:
-                whole.tensors = {key: empty(whole.tensors[key].shape, tensor.dtype, weight.device) if key != layout.shape
-                                 else said(shape, weight.device) for key, tensor in part.tensors.items()}
-            for key, tensor in whole.cut("N", start, start + part.shape[0]).tensors.items():
-                tensor.copy_(part.tensors[key])
-            start += part.shape[0]
-        kept = {key: tensor for key, tensor in whole.tensors.items() if layout.tensors[key].optional not in usual}
-        return PackedWeight(self, name, kept, shape, params, in_order=part.in_order & kept.keys(), finite=finite,
-                            facts=part.facts)
+        left = set() if free else convert.omitted(made, layout)
+        return made.derive({key: tensor for key, tensor in made.tensors.items() if key not in left}) if left else made
 
     def _unfilled(self, storage: str, shape: tuple[int, int], params: Mapping[str, int | str]) -> PackedWeight:
         """A weight of all the tensors that a storage can have, on meta.  Raises FormatError for a shape that does not fit."""
@@ -594,6 +581,22 @@ class Format:
     def _own(self, packed: PackedWeight) -> None:
         if packed.format is not self:
             raise FormatError(f"this is a weight of {packed.format.name}, not of {self.name}")
+
+
+def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight:
+    """The weight whose rows are those of the parts, one after the other.  whole: one of its shape, without numbers."""
+    start, finite = 0, True
+    for part in parts:
+        if part.shape == whole.shape:
+            return part
+        if start == 0:
+            whole.tensors = {key: empty(whole.tensors[key].shape, tensor.dtype, part.device) if key != whole.layout.shape
+                             else said(whole.shape, part.device) for key, tensor in part.tensors.items()}
+        for key, tensor in whole.cut("N", start, start + part.shape[0]).tensors.items():
+            tensor.copy_(part.tensors[key])
+        start, finite = start + part.shape[0], finite and part.finite
+    return PackedWeight(whole.format, whole.storage, whole.tensors, whole.shape, whole.params, in_order=part.in_order,
+                        finite=finite)
 
 
 def _are_finite(lanes: Lanes | None, tensors: Mapping[str, Tensor]) -> bool:

@@ -24,6 +24,8 @@ def entries(rows: Tensor, codes: Tensor) -> Tensor:
     """
     if isinstance(codes, FakeTensor):
         raise RuntimeError("rows are not looked up in a program that is traced")
+    if rows.device.type == "cpu":                                # numpy copies short rows twice as fast
+        return torch.from_numpy(np.take(rows.numpy(), codes.numpy().astype(np.intp), 0, mode="clip"))
     return rows.index_select(0, codes.flatten().to(torch.int32)).view(*codes.shape, -1)
 
 
@@ -72,9 +74,8 @@ class Table:
             return self.pairs().index_select(0, words.to(torch.int32)).view(values.dtype).view(codes.shape)
         if values.dim() > 1 and values.dtype == torch.int8 and values.shape[1] in WORDS:
             values = values.view(WORDS[values.shape[1]]).flatten()          # a row is a word: looked up ten times as fast
-        elif values.dim() > 1 and values.device.type == "cpu":              # numpy copies short rows twice as fast
-            rows = np.take(values.numpy(), codes.numpy().astype(np.intp), 0, mode="clip")
-            return torch.from_numpy(rows)
+        elif values.dim() > 1:
+            return entries(values, codes)
         found = values.index_select(0, codes.flatten().to(torch.int32))
         return found.view(self.values.dtype).view(*codes.shape, *self.values.shape[1:])
 
