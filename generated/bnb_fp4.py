@@ -50,7 +50,7 @@ def pack_bitsandbytes(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, s: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; s float32 [N, K/block]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 8, 2))
@@ -346,7 +346,7 @@ VARIANT = Variant(
                 "weight": Stored("u8", "ceil(N*K/2)", "1"),
                 "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
             },
-            unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, needs_shape=True,
+            unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"),
             kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k",
                 tables=(LEVELS,)),
         ),
@@ -355,7 +355,7 @@ VARIANT = Variant(
                 "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
                 "s": Stored("f32", "N", "K/block"),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True, extents=("N", "K", "block"),
+            unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "block"),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                 tables=(LEVELS,),
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("block",))),

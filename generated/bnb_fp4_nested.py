@@ -198,7 +198,7 @@ VARIANT = Variant(
                 "weight_nested_absmax": Stored("f32", "ceil(N*K/256*block)", aliases=("weight.nested_absmax",)),
                 "weight_nested_offset": Stored("f32", aliases=("nested_offset",)),
             },
-            unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, needs_shape=True,
+            unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"),
             kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k",
                     tables=(LEVELS, STEPS,)),
         ),

@@ -23,7 +23,7 @@ from qdsl.runtime import Field, Format, Kernels, Pairs, Storage, Stored, Stream,
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def unpack_fix4(exponents: Tensor, sign_mantissa: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_fix4(exponents: Tensor, sign_mantissa: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of exponents uint8 [N, K]; sign_mantissa uint8 [N, 8*ceil(K/8)]."""
     sign_mantissa_bytes = sign_mantissa.unflatten(-1, (-1, 8))
     v_low = (sign_mantissa_bytes.unflatten(-1, (2, 2, 2)) & 127).permute(0, 1, 2, 4, 3).flatten(1)[:, :K]
@@ -141,7 +141,7 @@ VARIANT = Variant(
                 "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
                 "weight_shape": Stored("shape", "2"),
             },
-            unpack=unpack_fix4, pack=pack_fix4, needs_shape=True, streams={"exponents": Stream("window",
+            unpack=unpack_fix4, pack=pack_fix4, reads=("K",), streams={"exponents": Stream("window",
                 Stored("u8", "N", "K"), codes="codes", base="base", start="patch_start", index="patch_index",
                 value="patch_exponent")}, shape="weight_shape",
             kernels=Kernels(_dequantize_fix4, _linear_fix4, rows="N", units="K", last="k",

@@ -62,7 +62,7 @@ def pack_torchao(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, s: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [N]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     return {
@@ -540,7 +540,7 @@ VARIANT = Variant(
                 "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
                 "s": Stored("scale_type", "N", bits=("s[1@0]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, many=_many_planar, blocks=(), codes="q", special=127)),
         ),

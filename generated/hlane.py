@@ -23,7 +23,7 @@ from qdsl.runtime import Field, Format, Kernels, Pairs, Storage, Stored, Stream,
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def unpack_hlane(exponents: Tensor, sign_mantissa: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_hlane(exponents: Tensor, sign_mantissa: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of exponents uint8 [N, K]; sign_mantissa uint8 [N, 8*ceil(K/8)]."""
     sign_mantissa_bytes = sign_mantissa.unflatten(-1, (-1, 8))
     v_low = (sign_mantissa_bytes.unflatten(-1, (2, 2, 2)) & 127).permute(0, 1, 2, 4, 3).flatten(1)[:, :K]
@@ -139,7 +139,7 @@ VARIANT = Variant(
                 "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
                 "weight_shape": Stored("shape", "2"),
             },
-            unpack=unpack_hlane, pack=pack_hlane, needs_shape=True, streams={"exponents": Stream("huffman_lanes",
+            unpack=unpack_hlane, pack=pack_hlane, reads=("K",), streams={"exponents": Stream("huffman_lanes",
                 Stored("u8", "N", "K"), words="words", starts="starts", table="table")}, shape="weight_shape",
             kernels=Kernels(_dequantize_hlane, _linear_hlane, rows="N", units="K", last="k",
                     pairs=Pairs(_pairs_hlane, "bf16", "exponents", 7, "sign_mantissa")),

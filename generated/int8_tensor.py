@@ -74,7 +74,7 @@ def pack_torchao(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     return tensors
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type []; z int8 []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     fields = {
@@ -629,7 +629,7 @@ VARIANT = Variant(
                 "s": Stored("scale_type", bits=("s[]",)),
                 "z": Stored("i8", optional="z", bits=("z[]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, many=_many_planar, blocks=(), double=True)),
         ),

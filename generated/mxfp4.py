@@ -51,7 +51,7 @@ def pack_gguf(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, e: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 8, 2))
@@ -371,7 +371,7 @@ VARIANT = Variant(
                 "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
                 "e": Stored("e8m0h", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                 tables=(LEVEL,),
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),

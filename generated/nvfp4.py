@@ -58,7 +58,7 @@ def pack_gguf(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
     return tensors
 
 
-def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, K/16]; s float32 []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 8, 2))
@@ -381,7 +381,7 @@ VARIANT = Variant(
                 "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
                 "s": Stored("f32", optional="s", bits=("s[]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                 tables=(LEVEL,),
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("16",))),

@@ -51,7 +51,7 @@ def pack_compressed_tensors(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor
     }
 
 
-def unpack_planar(q: Tensor, g: Tensor, s: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, g: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; g float32 []; s float8_e4m3fn [N, K/16]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
@@ -327,7 +327,7 @@ VARIANT = Variant(
                 "g": Stored("f32", bits=("g[]",)),
                 "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("16",))),
         ),

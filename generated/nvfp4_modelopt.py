@@ -108,7 +108,7 @@ def pack_torchao_swizzled(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, T
     return tensors
 
 
-def unpack_planar(q: Tensor, g: Tensor | None, s: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, g: Tensor | None, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; g float32 []; s float8_e4m3fn [N, K/16]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
@@ -518,7 +518,7 @@ VARIANT = Variant(
                     bits=("s[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
                 "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional="g", bits=("g[]",)),
             },
-            unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, needs_shape=True,
+            unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
             kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K/2", last="k"),
         ),
         "planar": Storage(
@@ -527,7 +527,7 @@ VARIANT = Variant(
                 "g": Stored("f32", optional="g", bits=("g[]",)),
                 "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("16",))),
         ),

@@ -62,7 +62,7 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N,
     K/16].
     """
@@ -383,7 +383,7 @@ VARIANT = Variant(
                 "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
                 "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("256", "16"))),
         ),

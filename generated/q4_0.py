@@ -49,7 +49,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, d: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, d: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
@@ -356,7 +356,7 @@ VARIANT = Variant(
                 "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
                 "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),

@@ -53,7 +53,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/32]."""
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
@@ -380,7 +380,7 @@ VARIANT = Variant(
                 "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
                 "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),

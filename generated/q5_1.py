@@ -54,7 +54,7 @@ def pack_gguf(d: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, m: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, m: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/32]; m float16 [N,
     K/32].
     """
@@ -405,7 +405,7 @@ VARIANT = Variant(
                 "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
                 "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",))),
         ),

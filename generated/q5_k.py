@@ -72,7 +72,7 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
     }
 
 
-def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *, N: int,
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *,
         K: int) -> dict[str, Tensor]:
     """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N,
     K/32]; dmin float16 [N, K/256]; mn uint8 [N, K/32].
@@ -467,7 +467,7 @@ VARIANT = Variant(
                 "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
                 "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256", "32"))),
         ),

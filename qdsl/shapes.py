@@ -9,7 +9,7 @@ from functools import cache
 from math import gcd, lcm
 
 _AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\((?:(?P<some>\d+)\*)?)?(?P<dim>N\*K|N|K|1|\?|[a-z][a-z0-9_]*)"
-                   r"(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\))\Z")
+                   r"(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\)(?:/(?P<over>[a-z0-9_*]+))?)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class Axis:
 
     `dim` is 'N', 'K', 'N*K', '1' or a size parameter, or '?' for an extent that these do not decide; `step` is a product of
     integers and size parameters.  short: not the quotient but the whole is rounded up, as 'ceil(3*K/32)': the last step has no
-    more words than it needs.
+    more words than it needs.  over: what these elements are divided by, exactly, as '1024*ceil(K/1024)/group', where a step is
+    longer than what an element stands for.
     """
 
     dim: str
@@ -27,20 +28,20 @@ class Axis:
     exact: bool
     text: str
     short: bool = False
+    over: tuple[int | str, ...] = ()
 
     def by(self, sizes: Mapping[str, int]) -> int:
         """The step, as a number."""
-        value = 1
-        for part in self.step:
-            value *= sizes[part] if isinstance(part, str) else part
-        return value
+        return _product(self.step, sizes)
 
     def extent(self, n: int, k: int, sizes: Mapping[str, int]) -> int | None:
         """How many elements the axis has; None where an exact step does not divide, and where N and K do not decide it."""
         if self.dim == "?":
             return None
         whole = self.whole(n, k, sizes)
-        return None if self.exact and whole % self.by(sizes) else self.elements(whole, sizes)
+        by = self.by(sizes)
+        left = whole % by if self.exact else -(-whole // by) * self.words % _product(self.over, sizes)
+        return None if left else self.elements(whole, sizes)
 
     def rounded(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
         """How many elements the axis has where the last step may be short."""
@@ -49,7 +50,7 @@ class Axis:
     def elements(self, whole: int, sizes: Mapping[str, int]) -> int:
         """How many elements so much of the dim takes, rounded up."""
         by = self.by(sizes)
-        return -(-whole * self.words // by) if self.short else -(-whole // by) * self.words
+        return -(-whole * self.words // by) if self.short else -(-whole // by) * self.words // _product(self.over, sizes)
 
     def whole(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
         """The dim, as a number."""
@@ -69,13 +70,23 @@ class Axis:
 
 @cache
 def axis(text: str) -> Axis:
-    """The axis that a text such as 'N', '18*K/32', 'ceil(K/group)', 'ceil(3*K/32)' or '256' describes."""
+    """The axis that a text describes: 'N', '18*K/32', 'ceil(K/group)', 'ceil(3*K/32)', '1024*ceil(K/1024)/group' or '256'."""
     match = _AXIS.match(f"{text}*1" if text.isdecimal() else text)
     if match is None:
         raise ValueError(f"not an axis: {text!r}")
-    step = tuple(int(part) if part.isdigit() else part for part in (match["by"] or "1").split("*") if part != "1")
-    return Axis(match["dim"], step, int(match["words"] or match["some"] or 1), match["ceil"] is None, text,
-                match["some"] is not None)
+    return Axis(match["dim"], _factors(match["by"]), int(match["words"] or match["some"] or 1), match["ceil"] is None, text,
+                match["some"] is not None, _factors(match["over"]))
+
+
+def _factors(text: str | None) -> tuple[int | str, ...]:
+    return tuple(int(part) if part.isdigit() else part for part in (text or "1").split("*") if part != "1")
+
+
+def _product(factors: tuple[int | str, ...], sizes: Mapping[str, int]) -> int:
+    value = 1
+    for part in factors:
+        value *= sizes[part] if isinstance(part, str) else part
+    return value
 
 
 def is_axis(text: str) -> bool:

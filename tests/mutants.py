@@ -90,6 +90,8 @@ EQUAL: dict[str, dict[str, str]] = {
     "int4pack": {
         "dims.G: ceil(K / group) -> K / group": "its storages have whole groups alone",
         "tinygemm.scale_and_zero: scale_type[g<K / group, n<N, word] -> bf16[g<K / group, n<N, word]": "it has no other scales",
+        "tile_packed.scale_and_zero: scale_type[g<(ceil(K / 1024) * 1024) / group, n<ceil(N / 8) * 8, word] -> "
+        "bf16[g<(ceil(K / 1024) * 1024) / group, n<ceil(N / 8) * 8, word]": "it has no other scales",
         "tinygemm.scale_and_zero: scale_type[g<K / group, n<N, word] -> scale_type[g<ceil(K / group), n<N, word]": ALSO_ELSEWHERE,
         "torchao.qdata: i8[n<N, j<K / 2] -> i8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
         "torchao.qdata.stored: q = q - 8 -> q = q + 8": "modulo 16",
@@ -106,8 +108,6 @@ EQUAL: dict[str, dict[str, str]] = {
         NESTED.format("empty=0.125, precision=own", "empty=0.125, precision=f32"): OWN,
         "compressed_tensors.weight_packed: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
     },
-    **{name: {"dims.P: 1024 / group -> ceil(1024 / group)": "every group divides 1024"}
-       for name in ("awq_gemv", "awq_gemv_fast")},
     "q2_k": {
         "decode: ((d * sc) * q) - (dmin * mn) -> (d * (sc * q)) - (dmin * mn)":
             "11 bits of d, 4 of sc and 2 of q: every product is exact in float32, and a zero has the sign of d either way",

@@ -35,7 +35,8 @@ def format_of(path: Path) -> Any:
         kind = {"nf4": "nf4", "fp4": "bnb_fp4", None: "bnb_int8"}[about.get("quant_type")]
         name = f"{kind}_nested" if about.get("nested") else kind
     else:
-        name = {"hqq": "hqq" if about.get("axis") else "hqq_axis0", "aqlm": "aqlm_2x8"}.get(about["format"], about["format"])
+        name = {"hqq": "hqq" if about.get("axis") else "hqq_axis0", "aqlm": "aqlm_2x8", "awq_gemv": "int_group"}.get(
+            about["format"], about["format"])
     return module(ROOT / "specs" / f"{name}.yaml")
 
 

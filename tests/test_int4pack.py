@@ -41,6 +41,24 @@ def test_tinygemm() -> None:
     assert all(same_bits(made.tensors[name].flatten(), tensor.flatten()) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize(("n", "k"), [(16, 1024), (13, 1024), (16, 896), (1, 64)])
+def test_padded_tiles(n: int, k: int) -> None:
+    """Tiles of a whole weight hold one that ends anywhere; what is packed has zeros behind it."""
+    whole = int4pack.quantize(torch.randn(16, 1024, generator=torch.Generator().manual_seed(0)), "tinygemm", group=64)
+    rows = -(-n // 8)
+    tensors = {"qdata": whole.tensors["qdata"][:rows], "scale_and_zero": whole.tensors["scale_and_zero"][:, :8 * rows]}
+    packed = int4pack.wrap(tensors, (n, k), "tile_packed", group=64)
+    weight = int4pack.dequantize(whole, torch.float32)
+    assert same_bits(int4pack.dequantize(packed, torch.float32), weight[:n, :k].contiguous())
+    again = int4pack.pack(int4pack.unpack(packed), "tile_packed", **packed.params)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    fields = int4pack.unpack(int4pack.wrap({**again.tensors}, (8 * rows, 1024), "tile_packed", group=64))
+    for name, field in int4pack.unpack(packed).items():
+        assert torch.equal(fields[name][:n, :field.shape[1]], field)
+        assert not fields[name][n:].any() and not fields[name][:, field.shape[1]:].any()
+    assert {name: tensor.shape for name, tensor in again.tensors.items()} == {name: each.shape for name, each in zeros.items()}
+
+
 @pytest.mark.parametrize("path", sorted(DATA.glob("torch_*.npz")), ids=lambda path: path.stem)
 def test_tiles_of_cpus(path: Path) -> None:
     known, about = read(path)

@@ -81,7 +81,7 @@ def test_every_block_size(case: Case) -> None:
             params = {**case.choice, size: value}
             if not is_held(case, params):
                 continue
-            shape = next(shapes(case, (32, 64, 72), (96, 320, 512, 1024, 4096), params))
+            shape = next(shapes(case, (32, 64, 72), (96, 320, 512, 1024, 4096, 128), params))
             packed = random_packed(case, shape, params=params).open().to(DEVICE)
             assert same_bits(dequantized(packed).cpu(), case.module.dequantize(packed.to("cpu"), torch.float32)), params
 
@@ -181,12 +181,12 @@ def has_codes(case: Case) -> bool:
 BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4-group128-scale_typef16", "planes.planes",
              "planes.rows", "q6_k.planar",
              *(f"int_group.planar-bits{bits}-group128-scale_typef16" for bits in (3, 5, 6, 7)),
-             *(f"awq_gemv_fast.gemv_fast-group{group}" for group in (32, 64, 128)),
+             "awq_gemv_fast.gemv_fast-group128",
              *(f"{name}.transformers-scale_typebf16" for name in ("bitnet", "bitnet_offline")),
              *(f"{name}.bitsandbytes-block64" for name in ("nf4", "nf4_nested", "bnb_fp4", "bnb_fp4_nested")),
              *(f"{name}.hqq-bits{bits}-group64-scale_typef16" for name in ("hqq", "hqq_axis0") for bits in (4, 2, 1)),
              *(f"{name}-bits3-group64-scale_typef16" for name in ("hqq_axis0.hqq_3bit", "hqq.planar")),
-             "int4pack.tinygemm-group128-scale_typebf16",
+             *(f"int4pack.{tiles}-group128-scale_typebf16" for tiles in ("tinygemm", "tile_packed")),
              *(f"int4pack.cpu_{isa}-group128-scale_type{kind}" for isa in ("avx512", "avx2", "scalar")
                for kind in ("bf16", "f32")),
              "q3_k.planar", "q5_0.gguf", "q5_0.planar",

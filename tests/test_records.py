@@ -41,7 +41,7 @@ class Bits:
         self.field_at = _starts(self.widths, self.fields)
         storage = next(s for s in case.spec.storages if s.name.value == case.storage)
         sizes = case.module.FORMAT.sizes(params, shape)
-        self.extents = {name: {**sizes, "N": shape[0], "K": shape[1]}[name] for name in self.layout.extents}
+        self.extents = {**sizes, "N": shape[0], "K": shape[1]}
         env = oracle.environment(case.spec, *shape, params, sizes)
         self.source = np.full(self.field_at[""], -1)             # for each field bit, the storage bit that holds it
         for name, element, bit, (field, index, low) in oracle.bits(case.spec, storage, env, params):
@@ -59,8 +59,7 @@ class Bits:
     def unpack(self, bits: np.ndarray) -> np.ndarray:
         """Storage bits through the generated unpack."""
         tensors = {name: _from_bits(bits[self.stored_at[name]:], t) for name, t in self.tensors.items()}
-        extra = {"N": self.shape[0], "K": self.shape[1]} if self.layout.needs_shape else {}
-        fields = self.layout.unpack(*(tensors.get(name) for name in self.layout.coded), **extra)
+        fields = self.layout.fields_of((tensors.get(name) for name in self.layout.coded), self.extents)
         return np.concatenate([_to_bits(fields[name], self.widths[name]) for name in self.fields])
 
     def pack(self, bits: np.ndarray) -> np.ndarray:
@@ -73,7 +72,7 @@ class Bits:
             if field.dtype == torch.int8:                        # signed codes are held with their sign in every bit above
                 wide[:, width:] = wide[:, width - 1:width]
             fields[name] = _from_bits(wide.ravel(), field)
-        tensors = self.layout.pack(**fields, **self.extents)
+        tensors = self.layout.tensors_of(fields, self.extents)
         return np.concatenate([_to_bits(tensors[name], 8 * t.element_size()) for name, t in self.tensors.items()])
 
 

@@ -44,7 +44,7 @@ FOUND: dict[str, dict[str, tuple[str, dict[str, int | str]]]] = {
         ("fp6_e2m3", "ocp_mxfp6", {"code": "e2m3"}), ("fp6_e3m2", "ocp_mxfp6", {"code": "e3m2"}), ("fp4", "ocp_mxfp4", {}))},
     "nvfp4": {f"{name}{end}": (f"nvfp4_modelopt.torchao{end}", {}) for end in ("", "_swizzled") for name in ("plain", "scaled")},
     "int4": {"plain_int32": ("int_group.torchao_plain_int32", {"bits": 4, "group": 32}),
-             "tile_packed": ("int4pack.tinygemm", {"group": 128}), "plain": ("int4pack.torchao", {"group": 64})},
+             "tile_packed": ("int4pack.tile_packed", {"group": 128}), "plain": ("int4pack.torchao", {"group": 64})},
 }
 
 
@@ -192,15 +192,27 @@ def test_files_that_differ_in_what_they_say(tmp_path: Path) -> None:
     assert layer.why.endswith("other.safetensors says something else") and layer.format == ""
 
 
-@pytest.mark.parametrize(("shape", "why"), [
-    ("[16, 896]", "the format needs [N/8, K/128, 128] = [2, 7, 128]"), ("[13, 1024]", "N = 13 must be a multiple of 8")])
-def test_padded_tiles_are_not_taken_for_whole_ones(tmp_path: Path, shape: str, why: str) -> None:
-    """torchao pads rows to 8 and columns to 1024; what the header says is smaller than the tensors then."""
+def padded(path: Path, shape: str) -> Layers:
+    """The tiles of 16 rows and 1024 columns as those of another weight, which torchao pads to 8 rows and 1024 columns."""
     with TensorFile(DATA / "int4.safetensors") as file:
         tensors = {name: file.tensor(name) for name in file.names() if name.startswith("model.tile_packed.")}
         text = file.header.metadata["model.tile_packed.weight"]
-    write(tmp_path / "model.safetensors", tensors, {"model.tile_packed.weight": text.replace("[16, 1024]", shape)})
-    (layer,) = read(tmp_path).layers
+    write(path / "model.safetensors", tensors, {"model.tile_packed.weight": text.replace("[16, 1024]", shape)})
+    return read(path)
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 896), (13, 1024), (9, 120)])
+def test_padded_tiles(tmp_path: Path, n: int, k: int) -> None:
+    (layer,) = padded(tmp_path, f"[{n}, {k}]").layers
+    assert (layer.format, layer.storage, layer.shape) == ("int4pack", "tile_packed", (n, k))
+    assert same(decoded(tmp_path), {"model.tile_packed": expected("int4")["model.tile_packed"][:n, :k]})
+
+
+@pytest.mark.parametrize(("shape", "why"), [
+    ("[8, 1024]", "the format needs [ceil(N/8), 8*ceil(K/1024), 128] = [1, 8, 128]"),
+    ("[16, 1152]", "the format needs [ceil(N/8), 8*ceil(K/1024), 128] = [2, 16, 128]")])
+def test_tiles_of_another_weight(tmp_path: Path, shape: str, why: str) -> None:
+    (layer,) = padded(tmp_path, shape).layers
     assert layer.format == "" and why in layer.why
 
 

@@ -55,7 +55,7 @@ def pack_hqq_3bit(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int
     }
 
 
-def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; s scale_type [N, K/group]; z
     scale_type [N, K/group].
     """
@@ -342,7 +342,7 @@ VARIANT = Variant(
                 "scale": Stored("scale_type", "N*K/group", "1", bits=("s[1@0]",)),
                 "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
             },
-            unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, needs_shape=True, extents=("N", "K", "group"), whole=True,
+            unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
             kernels=Kernels(_dequantize_hqq_3bit, _linear_hqq_3bit, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
@@ -354,7 +354,7 @@ VARIANT = Variant(
                 "s": Stored("scale_type", "N", "K/group"),
                 "z": Stored("scale_type", "N", "K/group"),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True, extents=("N", "K", "group"),
+            unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "group"),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("group",))),
         ),

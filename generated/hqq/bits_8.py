@@ -46,7 +46,7 @@ def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> 
     }
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [N, K/group]; z scale_type [N, K/group]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     return {
@@ -309,7 +309,7 @@ VARIANT = Variant(
                 "scale": Stored("scale_type", "N*K/group", "1", bits=("s[1@0]",)),
                 "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
             },
-            unpack=unpack_hqq, pack=pack_hqq, needs_shape=True, extents=("N", "K", "group"), whole=True,
+            unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
             kernels=Kernels(_dequantize_hqq, _linear_hqq, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
@@ -318,7 +318,7 @@ VARIANT = Variant(
                 "s": Stored("scale_type", "N", "K/group"),
                 "z": Stored("scale_type", "N", "K/group"),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True, extents=("N", "K", "group"),
+            unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "group"),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, blocks=("group",), double=True)),
         ),

@@ -129,7 +129,7 @@ VARIANT = Variant(
                 "scale": Stored("scale_type", "1", "N*K/group"),
                 "zero": Stored("scale_type", "1", "N*K/group"),
             },
-            unpack=unpack_hqq, pack=pack_hqq, needs_shape=True, extents=("N", "K", "group"), whole=True,
+            unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
             kernels=Kernels(_dequantize_hqq, _linear_hqq, rows="N", units="K", last="k"),
         ),
     },

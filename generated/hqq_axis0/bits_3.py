@@ -138,7 +138,7 @@ VARIANT = Variant(
                 "scale": Stored("scale_type", "1", "N*K/group"),
                 "zero": Stored("scale_type", "1", "N*K/group"),
             },
-            unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, needs_shape=True, extents=("N", "K", "group"), whole=True,
+            unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
             kernels=Kernels(_dequantize_hqq_3bit, _linear_hqq_3bit, rows="N", units="K", last="k"),
         ),
     },

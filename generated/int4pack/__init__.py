@@ -9,6 +9,7 @@
     q      u4         [N, K]
 
     tinygemm at scale_type = bf16: 4.25 bits per weight with group = 128
+    tile_packed at scale_type = bf16: 4.25 bits per weight with group = 128
     torchao at scale_type = bf16: 4.25 bits per weight with group = 128
     cpu_avx512 at scale_type = bf16: 4.25 bits per weight with group = 128
     cpu_avx512 at scale_type = f32: 4.5 bits per weight with group = 128
@@ -19,7 +20,7 @@
     planar at scale_type = bf16: 4.25 bits per weight with group = 128
     planar at scale_type = f32: 4.5 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 947a253403309287) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 d53315d1f04e4964) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -40,13 +41,13 @@ FORMAT = Format(
     sizes={"group": "K"},
     detect={"config": [{"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {}}}}},
-        {"quant_method": "torchao", "storage": "tinygemm",
+        {"quant_method": "torchao", "storage": "tile_packed",
         "with": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
         "header": [{"_type": "Int4Tensor", "_data.block_size": [1, "group"], "_data.shape": ["N", "K"],
         "storage": "torchao", "with": {"_tensor_data_names": "tensors"}},
         {"_type": "Int4TilePackedTo4dTensor", "_data.block_size": [1, "group"], "_data.shape": ["N", "K"],
-        "storage": "tinygemm", "with": {"_tensor_data_names": "tensors"}}]},
-    digest="947a253403309287",
+        "storage": "tile_packed", "with": {"_tensor_data_names": "tensors"}}]},
+    digest="d53315d1f04e4964",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

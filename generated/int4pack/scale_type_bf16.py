@@ -9,13 +9,14 @@
     q      u4         [N, K]
 
     tinygemm: 4.25 bits per weight with group = 128
+    tile_packed: 4.25 bits per weight with group = 128
     torchao: 4.25 bits per weight with group = 128
     cpu_avx512: 4.25 bits per weight with group = 128
     cpu_avx2: 4.25 bits per weight with group = 128
     cpu_scalar: 4.25 bits per weight with group = 128
     planar: 4.25 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 947a253403309287) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 d53315d1f04e4964) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -25,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, joined,
-        lanes, many, pad, spread, workspace)
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
+        joined, lanes, many, pad, spread, workspace)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -51,6 +52,39 @@ def pack_tinygemm(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     scale_and_zero_bytes = empty((s.shape[0], s.shape[1], 4), torch.uint8, s.device)
     scale_and_zero_bytes[..., 0:2] = as_type(s.unsqueeze(-1), torch.uint8)
     scale_and_zero_bytes[..., 2:4] = as_type(z.unsqueeze(-1), torch.uint8)
+    return {
+        "qdata": as_type(qdata_bytes, torch.int32),
+        "scale_and_zero": as_type(scale_and_zero_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+    }
+
+
+def unpack_tile_packed(qdata: Tensor, scale_and_zero: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
+    """Fields of qdata int32 [ceil(N/8), 8*ceil(K/1024), 128]; scale_and_zero scale_type [1024*ceil(K/1024)/group,
+    8*ceil(N/8), 2].
+    """
+    qdata_bytes = as_type(qdata, torch.uint8)
+    q_bytes = qdata_bytes.unflatten(-1, (8, 4, 4, 2, 2))
+    scale_and_zero_bytes = as_type(scale_and_zero.permute(1, 0, 2), torch.uint8)
+    return {
+        "z": as_type(scale_and_zero_bytes, scale_and_zero.dtype)[..., 1][:N, :cdiv(K, group)],
+        "s": as_type(scale_and_zero_bytes, scale_and_zero.dtype)[..., 0][:N, :cdiv(K, group)],
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 2, 1, 5, 7, 3, 4, 6).flatten(0, 1).flatten(1)[:N,
+            :K],
+    }
+
+
+def pack_tile_packed(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
+    """qdata, scale_and_zero of the fields; the inverse of unpack_tile_packed."""
+    q_split = pad(q, (0, 1024 * cdiv(K, 1024) - K, 0, 8 * cdiv(N, 8) - N)).unflatten(-1,
+        (-1, 4, 2, 2, 4, 2)).unflatten(0, (-1, 8))
+    qdata_bytes = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 2, 1, 5, 3, 6, 4).flatten(2)
+    scale_and_zero_bytes = empty((8 * cdiv(N, 8), 1024 * cdiv(K, 1024) // group, 4), torch.uint8, s.device)
+    scale_and_zero_bytes[...,
+        0:2] = as_type(pad(s,
+        (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 8 * cdiv(N, 8) - N)).unsqueeze(-1), torch.uint8)
+    scale_and_zero_bytes[...,
+        2:4] = as_type(pad(z,
+        (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 8 * cdiv(N, 8) - N)).unsqueeze(-1), torch.uint8)
     return {
         "qdata": as_type(qdata_bytes, torch.int32),
         "scale_and_zero": as_type(scale_and_zero_bytes, s.dtype).permute(1, 0, 2).contiguous(),
@@ -147,7 +181,7 @@ def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z scale_type [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
@@ -235,6 +269,53 @@ def _linear_tinygemm(qdata, scale_and_zero, x, bias, out, N, K, group, BN: tl.co
         g = k // group
         z = tl.load(scale_and_zero + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
         s = tl.load(scale_and_zero + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
+        q = (tl.load(qdata + 128 * (k // 128) + 16 * (n % 8) + 4 * (k % 128 // 2 % 4) + k % 128 // 32, live, 0) >> 16
+            * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15).to(tl.int32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += ((q - 8) * s + z) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_tile_packed(qdata, scale_and_zero, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    scale_and_zero += 2 * n
+    qdata += 1024 * (n // 8).to(tl.int64) * tl.cdiv(K, 1024)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    g = k // group
+    z = tl.load(scale_and_zero + 16 * g.to(tl.int64) * tl.cdiv(N, 8) + 1, live, 0).to(tl.float32)
+    s = tl.load(scale_and_zero + 16 * g.to(tl.int64) * tl.cdiv(N, 8), live, 0).to(tl.float32)
+    q = (tl.load(qdata + 128 * (k // 128) + 16 * (n % 8) + 4 * (k % 128 // 2 % 4) + k % 128 // 32, live, 0) >> 16
+        * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15).to(tl.int32)
+    w = (q - 8) * s + z
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_tile_packed(qdata, scale_and_zero, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    scale_and_zero += 2 * n
+    qdata += 1024 * (n // 8).to(tl.int64) * tl.cdiv(K, 1024)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        g = k // group
+        z = tl.load(scale_and_zero + 16 * g.to(tl.int64) * tl.cdiv(N, 8) + 1, live, 0).to(tl.float32)
+        s = tl.load(scale_and_zero + 16 * g.to(tl.int64) * tl.cdiv(N, 8), live, 0).to(tl.float32)
         q = (tl.load(qdata + 128 * (k // 128) + 16 * (n % 8) + 4 * (k % 128 // 2 % 4) + k % 128 // 32, live, 0) >> 16
             * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15).to(tl.int32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
@@ -654,13 +735,23 @@ VARIANT = Variant(
     storages={
         "tinygemm": Storage(
             tensors={
-                "qdata": Stored("i32", "N/8", "K/128", "128", aliases=("_weight_qdata",),
-                    bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
-                "scale_and_zero": Stored("scale_type", "K/group", "N", "2",
-                    aliases=("scales_and_zeros", "_weight_scale_and_zero"), bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "qdata": Stored("i32", "N/8", "K/128", "128", bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
+                "scale_and_zero": Stored("scale_type", "K/group", "N", "2", aliases=("scales_and_zeros",),
+                    bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
             },
             unpack=unpack_tinygemm, pack=pack_tinygemm, where=("g",),
             kernels=Kernels(_dequantize_tinygemm, _linear_tinygemm, rows="N", units="K", last="k"),
+        ),
+        "tile_packed": Storage(
+            tensors={
+                "qdata": Stored("i32", "ceil(N/8)", "8*ceil(K/1024)", "128", aliases=("_weight_qdata",),
+                    bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
+                "scale_and_zero": Stored("scale_type", "1024*ceil(K/1024)/group", "8*ceil(N/8)", "2",
+                    aliases=("_weight_scale_and_zero",), bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+            },
+            unpack=unpack_tile_packed, pack=pack_tile_packed, where=("g",), reads=("N", "K", "group"), extents=("N",
+                "K", "group"),
+            kernels=Kernels(_dequantize_tile_packed, _linear_tile_packed, rows="N", units="K", last="k"),
         ),
         "torchao": Storage(
             tensors={
@@ -706,7 +797,7 @@ VARIANT = Variant(
                 "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
                 "order": Stored("i32", "K", optional="order"),
             },
-            unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",
+            unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),

@@ -13,7 +13,7 @@
     cpu_scalar: 4.5 bits per weight with group = 128
     planar: 4.5 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 947a253403309287) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 d53315d1f04e4964) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -99,7 +99,7 @@ def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z scale_type [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
@@ -540,7 +540,7 @@ VARIANT = Variant(
                 "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
                 "order": Stored("i32", "K", optional="order"),
             },
-            unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",
+            unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),

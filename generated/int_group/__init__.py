@@ -21,6 +21,7 @@
     gptq_p at bits = 6: 6.17188 bits per weight with group = 128
     gptq_p at bits = 7: 7.17969 bits per weight with group = 128
     awq at bits = 4: 4.15625 bits per weight with group = 128
+    awq_gemv at bits = 4: 4.15625 bits per weight with group = 128
     pack_quantized at bits = 4: 4.125 bits per weight with group = 128
     pack_quantized at bits = 2: 2.125 bits per weight with group = 128
     pack_quantized at bits = 3: 3.125 bits per weight with group = 128
@@ -46,7 +47,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 5378345b1a67fe73) by qdsl 0.1.0.
+Built from the spec int_group (sha256 850d61087086cce7) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -79,6 +80,7 @@ FORMAT = Format(
         {"quant_method": "gptq", "checkpoint_format": "marlin", "bits": "bits", "group_size": "group",
         "storage": "marlin"},
         {"quant_method": "awq", "version": ["gemm", "null"], "bits": "bits", "group_size": "group", "storage": "awq"},
+        {"quant_method": "awq", "version": "gemv", "bits": "bits", "group_size": "group", "storage": "awq_gemv"},
         {"quant_method": "awq", "version": "marlin", "bits": "bits", "group_size": "group", "storage": "marlin"},
         {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": "bits", "group_size": "group",
         "storage": "gptq_v1"},
@@ -117,7 +119,7 @@ FORMAT = Format(
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
         "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="5378345b1a67fe73",
+    digest="850d61087086cce7",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

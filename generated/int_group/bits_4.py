@@ -11,6 +11,7 @@
     gptq_v2: 4.15625 bits per weight with group = 128
     gptq_v1: 4.15625 bits per weight with group = 128
     awq: 4.15625 bits per weight with group = 128
+    awq_gemv: 4.15625 bits per weight with group = 128
     pack_quantized: 4.125 bits per weight with group = 128
     marlin: 4.125 bits per weight with group = 128
     modelopt: 4.125 bits per weight with group = 128
@@ -18,7 +19,7 @@
     torchao_plain_int32: 4.1875 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 5378345b1a67fe73) by qdsl 0.1.0.
+Built from the spec int_group (sha256 850d61087086cce7) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -30,8 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, joined,
-        lanes, many, pad, spread)
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, integer,
+        joined, lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -124,6 +125,32 @@ def pack_awq(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
         "qweight": integer(qweight_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
         "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
         "scales": s.t().contiguous(),
+    }
+
+
+def unpack_awq_gemv(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, K: int, group: int) -> dict[str, Tensor]:
+    """Fields of qweight int32 [N, K/8]; qzeros int32 [N, 128*ceil(K/1024)/group]; scales scale_type [N,
+    1024*ceil(K/1024)/group].
+    """
+    qweight_bytes = as_type(qweight, torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = as_type(qzeros, torch.uint8).unflatten(-1, (-1, 4))
+    return {
+        "q": spread(qweight_bytes, 4).flatten(1),
+        "z": spread(qzeros_bytes, 4).flatten(1)[:, :cdiv(K, group)],
+        "s": scales[:, :cdiv(K, group)],
+    }
+
+
+def pack_awq_gemv(q: Tensor, z: Tensor, s: Tensor, *, K: int, group: int) -> dict[str, Tensor]:
+    """qweight, qzeros, scales of the fields; the inverse of unpack_awq_gemv."""
+    q_split = q.unflatten(-1, (-1, 4, 2))
+    qweight_bytes = joined(q_split, 4).squeeze(-1)
+    z_split = pad(z, (0, 8 * (128 * cdiv(K, 1024) // group) - cdiv(K, group), 0, 0)).unflatten(-1, (-1, 4, 2))
+    qzeros_bytes = joined(z_split, 4).squeeze(-1)
+    return {
+        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1),
+        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1),
+        "scales": pad(s, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 0)),
     }
 
 
@@ -252,7 +279,7 @@ def pack_torchao_plain_int32(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tenso
     }
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
@@ -522,6 +549,57 @@ def _linear_awq(qweight, qzeros, scales, x, bias, out, N, K, group, BN: tl.const
     device.store_sums(out, bias, 8 * r + 5, N, tl.sum(acc5, 0))
     device.store_sums(out, bias, 8 * r + 6, N, tl.sum(acc6, 0))
     device.store_sums(out, bias, 8 * r + 7, N, tl.sum(acc7, 0))
+
+
+@triton.jit
+def _dequantize_awq_gemv(qweight, qzeros, scales, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    qweight += n.to(tl.int64) * (K // 8)
+    qzeros += n.to(tl.int64) * (128 * tl.cdiv(K, 1024) // group)
+    scales += n.to(tl.int64) * (1024 * tl.cdiv(K, 1024) // group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 8)
+    q_word = tl.load(qweight + t, live, 0)
+    g = t // (group // 8)
+    z = (tl.load(qzeros + g // 8, live, 0) >> 4 * (g % 8) & 15).to(tl.int32)
+    s = tl.load(scales + g, live, 0).to(tl.float32)
+    for h in tl.static_range(8):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        w = (q - z) * s
+        tl.store(out + 8 * t + h, w, live)
+
+
+@triton.jit
+def _linear_awq_gemv(qweight, qzeros, scales, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    qweight += n.to(tl.int64) * (K // 8)
+    qzeros += n.to(tl.int64) * (128 * tl.cdiv(K, 1024) // group)
+    scales += n.to(tl.int64) * (1024 * tl.cdiv(K, 1024) // group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 8, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 8)
+        q_word = tl.load(qweight + t, live, 0)
+        g = t // (group // 8)
+        z = (tl.load(qzeros + g // 8, live, 0) >> 4 * (g % 8) & 15).to(tl.int32)
+        s = tl.load(scales + g, live, 0).to(tl.float32)
+        for h in tl.static_range(8):
+            q = (q_word >> 4 * h & 15).to(tl.int32)
+            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
 
 @triton.jit
@@ -1074,6 +1152,16 @@ VARIANT = Variant(
             unpack=unpack_awq, pack=pack_awq, where=("g",), always=("z",),
             kernels=Kernels(_dequantize_awq, _linear_awq, rows="N/8", units="K", last="n", sums=8),
         ),
+        "awq_gemv": Storage(
+            tensors={
+                "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
+                "qzeros": Stored("i32", "N", "128*ceil(K/1024)/group", bits=("z[1@0, 8:4 1@1]",)),
+                "scales": Stored("scale_type", "N", "1024*ceil(K/1024)/group", bits=("s[1@0, 1@1]",)),
+            },
+            unpack=unpack_awq_gemv, pack=pack_awq_gemv, where=("g",), always=("z",), reads=("K",
+                "group"), extents=("K", "group"),
+            kernels=Kernels(_dequantize_awq_gemv, _linear_awq_gemv, rows="N", units="K/8", last="k"),
+        ),
         "pack_quantized": Storage(
             tensors={
                 "weight_packed": Stored("i32", "N", "ceil(K/8)", bits=("q[1@0, 8:4 1@1]",)),
@@ -1084,7 +1172,7 @@ VARIANT = Variant(
                 "weight_shape": Stored("shape", "2"),
             },
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
-                "span": "full"}, needs_shape=True, shape="weight_shape",
+                "span": "full"}, reads=("N", "K"), shape="weight_shape",
             kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/8)", last="k"),
         ),
         "marlin": Storage(
@@ -1133,7 +1221,7 @@ VARIANT = Variant(
                 "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
                 "order": Stored("i32", "K", optional="order"),
             },
-            unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",
+            unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),

@@ -13,7 +13,7 @@
     pack_quantized_0_17: 8.125 bits per weight with group = 128
     planar: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 5378345b1a67fe73) by qdsl 0.1.0.
+Built from the spec int_group (sha256 850d61087086cce7) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -170,8 +170,7 @@ def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: T
     return tensors
 
 
-def unpack_planar(q_0: Tensor, q_1: Tensor, q_2: Tensor, s: Tensor, z: Tensor | None, *, N: int,
-        K: int) -> dict[str, Tensor]:
+def unpack_planar(q_0: Tensor, q_1: Tensor, q_2: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
     """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/256)]; q_2 int32 [N, 16*ceil(K/512)]; s
     scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)].
     """
@@ -784,7 +783,7 @@ VARIANT = Variant(
                 "weight_shape": Stored("shape", "2"),
             },
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
-                "span": "full"}, needs_shape=True, shape="weight_shape",
+                "span": "full"}, reads=("N", "K"), shape="weight_shape",
             kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/32)", last="k"),
         ),
         "pack_quantized_0_17": Storage(
@@ -797,7 +796,7 @@ VARIANT = Variant(
                 "weight_shape": Stored("shape", "2"),
             },
             unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z",
-                "g"), options={"rounds": "sum", "span": "full"}, needs_shape=True, shape="weight_shape",
+                "g"), options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape",
             kernels=Kernels(_dequantize_pack_quantized_0_17, _linear_pack_quantized_0_17, rows="N", units="ceil(K/4)",
                     last="k"),
         ),
@@ -810,7 +809,7 @@ VARIANT = Variant(
                 "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
                 "order": Stored("i32", "K", optional="order"),
             },
-            unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",
+            unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),

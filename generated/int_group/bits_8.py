@@ -15,7 +15,7 @@
     torchao_int8: 8.125 bits per weight with group = 128
     planar: 8.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 5378345b1a67fe73) by qdsl 0.1.0.
+Built from the spec int_group (sha256 850d61087086cce7) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -175,7 +175,7 @@ def pack_torchao_int8(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tenso
     return tensors
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     fields = {
@@ -818,7 +818,7 @@ VARIANT = Variant(
                 "weight_shape": Stored("shape", "2"),
             },
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
-                "span": "full"}, needs_shape=True, shape="weight_shape",
+                "span": "full"}, reads=("N", "K"), shape="weight_shape",
             kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/4)", last="k"),
         ),
         "int_quantized": Storage(
@@ -847,7 +847,7 @@ VARIANT = Variant(
                 "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
                 "order": Stored("i32", "K", optional="order"),
             },
-            unpack=unpack_planar, pack=pack_planar, where=("g",), needs_shape=True, order="order",
+            unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",), double=True)),
         ),

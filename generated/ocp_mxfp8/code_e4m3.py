@@ -82,7 +82,7 @@ def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, e: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; e float8_e8m0fnu [N, ceil(K/32)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     return {
@@ -468,7 +468,7 @@ VARIANT = Variant(
                 "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
                     bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
             },
-            unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, needs_shape=True,
+            unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
             kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
@@ -476,7 +476,7 @@ VARIANT = Variant(
                 "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
                 "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("32",), codes="q",
                         special=127)),

@@ -29,6 +29,8 @@ def axis_text(extent: Index, words: int = 1) -> str:
             inner, times = top.terms[0] if len(top.terms) == 1 and not top.const else (None, 1)
             if inner is not None and inner.op == "exact":        # a quotient that divides, rounded up again
                 top, by = inner.args[0] * times, inner.args[1] * by
+            elif inner is not None and inner.op == "ceil" and atom.op == "exact":
+                return f"{axis_text(top, words)}/{str(by).replace(' ', '')}"
             whole = axis_text(top)
             if "/" in whole:
                 raise Unsupported(f"the extent {extent} is a dim over two steps")

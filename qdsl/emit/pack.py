@@ -58,6 +58,8 @@ def _plain(program: Program, tensor: Tensor) -> Chain:
         cast = "to" if (field_dtype(field), tensor_dtype(tensor)) == ("int32", "int16") else "view"
         text += f".{cast}(torch.{tensor_dtype(tensor)})"
     placement = tensor.placements[0]
+    if any(var.spare for var in tensor.vars):
+        text = _padded(tensor, placement, field, text)
     chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(placement.digits))))
     for axis in reversed(range(len(placement.digits))):
         names = [name for name in placement.digits[axis] if name]
@@ -115,7 +117,7 @@ def _allocate(tensor: Tensor, name: str, size: int, filled: bool) -> str:
     lengths: dict[str, str] = {}
     for placement in sorted(tensor.placements, key=count):
         for axis, digits in enumerate(placement.digits):
-            if len(digits) > 2 or not placement.plain:
+            if len(digits) > 2 or not placement.plain or any(tensor.var(var).spare for var in digits if var):
                 lengths.update({var: ix.text(tensor.var(var).extent) for var in digits if var})
                 continue
             var, tile = placement.tiles[axis]
@@ -189,7 +191,7 @@ def _padded(tensor: Tensor, placement: Placement, field: Field, text: str) -> st
              for digits, tile in zip(placement.digits, placement.extents, strict=True)]
     if not any(tiles):
         return text
-    if not placement.plain:
+    if not placement.plain or any(tensor.var(name).spare for name in placement.vars):
         whole = [ix.text(_times([tensor.var(name).extent for name in digits if name], tile)) if tile else "" for digits, tile in
                  zip(placement.digits, tiles, strict=True)]
         amounts = [f"0, {total} - {'N * K' if placement.flat else ix.text(field.extents[axis])}" if total else "0, 0"

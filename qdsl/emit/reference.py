@@ -22,8 +22,8 @@ from qdsl.passes.schemes import SCHEMES
 def unpack_function(program: Program) -> list[str]:
     optional = {tensor.name for tensor in program.tensors if tensor.optional}
     arguments = [f"{t.name}: Tensor{' | None' if t.name in optional else ''}" for t in program.tensors]
-    if needs_shape(program):
-        arguments += ["*", "N: int", "K: int"]
+    extents = unpack_extents(program)
+    arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
     stored = "; ".join(f"{t.name} {t.kind if t.kind in program.params else tensor_dtype(t)} [{', '.join(tensor_axes(t))}]"
                        for t in program.tensors)
     return [*wrapped(f"def unpack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
@@ -43,15 +43,19 @@ def pack_function(program: Program) -> list[str]:
 
 def pack_extents(program: Program) -> list[str]:
     """Which of N, K and the sizes pack must be told, because the fields' shapes do not say where digits of a coordinate end."""
-    read = {node.id for node in ast.walk(ast.parse("\n".join(["def pack():", *indent(pack_body(program))])))
-            if isinstance(node, ast.Name)}
+    return _read(program, pack_body(program))
+
+
+def unpack_extents(program: Program) -> list[str]:
+    """Which of them unpack must be told: the last record may be padded, or rows lie one after the other."""
+    return _read(program, unpack_body(program))
+
+
+def _read(program: Program, body: list[str]) -> list[str]:
+    """The extents that statements read."""
+    tree = ast.parse("\n".join(["def body():", *indent(body)]))
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return [word for word in ("N", "K", *program.sizes) if word in read]
-
-
-def needs_shape(program: Program) -> bool:
-    """Whether unpack must be told N and K: the last record may be padded, or rows lie one after the other."""
-    return any(placement.flat for tensor in program.tensors for placement in tensor.placements) or \
-        any(not var.exact for tensor in program.tensors for var in tensor.vars)
 
 
 def decode_function(programs: Sequence[Program], decoded: Decode) -> list[str]:

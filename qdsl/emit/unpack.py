@@ -77,7 +77,7 @@ def _plain(tensor: Tensor, field: Field) -> str:
     chain = in_order(tensor)
     for axis, digits in enumerate(tensor.placements[0].digits):
         chain = chain.flatten(axis, sum(map(bool, digits)), f"axis {axis}")
-    text = chain.text
+    text = _cropped(tensor, tensor.placements[0], field, chain.text)
     if tensor_dtype(tensor) == "int16" and field_dtype(field) == "int32":
         text = f"({text}.to(torch.int32) & 65535)"
     elif tensor_dtype(tensor) != field_dtype(field):

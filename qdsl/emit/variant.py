@@ -14,7 +14,7 @@ from qdsl.emit.lanes import Plan, plan
 from qdsl.emit.lines import indent, wrapped
 from qdsl.emit.literals import literal, quoted, tupled
 from qdsl.emit.pairs import paired
-from qdsl.emit.reference import needs_shape, pack_extents
+from qdsl.emit.reference import pack_extents, unpack_extents
 from qdsl.emit.tensors import is_plain
 from qdsl.ir import index as ix
 from qdsl.ir.program import Placement, Program, Stream, Tensor
@@ -145,14 +145,14 @@ def _facts(program: Program, always: Sequence[str]) -> list[str]:
     omitted = [tensor.placements[0].field for tensor in program.tensors if tensor.omitted]
     fewest = [f"{quoted(axis_text(program.dims[key.value]))}: {extent}" for key, extent in authored.least]
     given = [f"{quoted(key.value)}: {literal(word.value)}" for key, word in authored.options]
-    extents = pack_extents(program)
+    reads, extents = unpack_extents(program), pack_extents(program)
     streams = [f"{quoted(tensor.name)}: {_stream(program, tensor, tensor.stream)}" for tensor in program.tensors if tensor.stream]
     told = [f"where={tupled(list(program.where))}" if program.where else "",
             f"always={tupled(always)}" if always else "",
             f"omits={tupled(omitted)}" if omitted else "",
             f"least={{{', '.join(fewest)}}}" if fewest else "",
             f"options={{{', '.join(given)}}}" if given else "",
-            "needs_shape=True" if needs_shape(program) else "",
+            f"reads={tupled(reads)}" if reads else "",
             f"extents={tupled(extents)}" if extents else "",
             "whole=True" if _is_whole(program) else "",
             f'order="{order}"' if order else "",

@@ -44,11 +44,15 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """A digit of a tensor's axis: `t < extent`.  `exact` says that the extent divides evenly, so nothing is padding."""
+    """A digit of a tensor's axis: `t < extent`.  `exact` says that the extent divides evenly, so nothing is padding.
+
+    spare: whole records may be padding, `ceil(K/1024)*8` of 128 columns each.
+    """
 
     name: str
     extent: Index
     exact: bool
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)

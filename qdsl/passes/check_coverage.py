@@ -7,9 +7,11 @@ Does not: look for strides (infer_layouts).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
+from qdsl.ir.index import Index
 from qdsl.ir.program import Field, Placement, Program, Tensor
 from qdsl.layout import Clash, coverage, walk
 from qdsl.passes.samples import samples
@@ -102,6 +104,7 @@ def _where(field: Field, placement: Placement, clash: Clash) -> list[str]:
 def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tensor:
     """The digits of a coordinate count its elements, exactly or (ceil) with padding at the end, and no more than they must."""
     exact = {var.name: True for var in tensor.vars}
+    spare: set[str] = set()
     used = {name for placement in tensor.placements for name in placement.vars}
     for var in tensor.vars:
         if var.name not in used:
@@ -125,7 +128,11 @@ def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tens
                 records = prod(counts)
                 if tile * records != elements:
                     exact.update(dict.fromkeys(filter(None, digits), False))
-                less = min((records - records // count for count in counts if count), default=0)
+                steps = [_step(each, sample) for each in have]
+                less = min((records - records // count * step for count, step in zip(counts, steps, strict=True) if count),
+                           default=0)
+                if max(steps, default=1) > 1 and tile * (records - 1) >= elements:
+                    spare.update(filter(None, digits))
                 if tile * records < elements or (tile * less >= elements and records):
                     sizes = ", ".join(f"{size} = {value}" for size, value in sample.items())
                     problems.add(tensor.span, f"'{tensor.name}' has {records} records of {tile} '{field.name}' along "
@@ -135,4 +142,13 @@ def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tens
             if not tried:
                 problems.add(tensor.span, f"there are no N and K at which the extents of '{program.storage}' divide")
                 return tensor
-    return replace(tensor, vars=tuple(replace(var, exact=exact[var.name]) for var in tensor.vars))
+    return replace(tensor, vars=tuple(replace(var, exact=exact[var.name], spare=var.name in spare) for var in tensor.vars))
+
+
+def _step(extent: Index, sample: Mapping[str, int]) -> int:
+    """How many records come at once: of `8 * ceil(K / 1024)` and of `1024 * ceil(K / 1024) / 128`, eight."""
+    by = 1
+    if len(extent.terms) == 1 and extent.terms[0][0].op == "exact":
+        extent, divisor = extent.terms[0][0].args[0] * extent.terms[0][1], extent.terms[0][0].args[1]
+        by = divisor(sample)
+    return extent.terms[0][1] // by if len(extent.terms) == 1 and extent.terms[0][0].op == "ceil" else 1

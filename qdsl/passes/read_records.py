@@ -133,6 +133,11 @@ class _TensorReader:
             self.problems.add(item.name.span, f"elements of a tensor are u8, i8, i16, i32 or floats of 8 bits and more, not "
                               f"{element.name}", "let the record pack codes into these")
             return None
+        part = next((part for line in lines for part in line.items if element.is_float and part.width != element.bits), None)
+        if part is not None:
+            self.problems.add(item.record_text.span, f"an element of '{item.name}' is a whole {element.name}, and the record has "
+                                                     f"{part.width} bits of {part.field or 'padding'}", "words hold parts")
+            return None
         bits = sum(part.step for line in lines for part in line.items
                    for _ in range(prod(extent for _, extent in line.loops)))
         placements = tuple(self.placement(field, forms, lines, variables) for field, forms in self.used.items())

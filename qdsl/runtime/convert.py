@@ -54,8 +54,7 @@ def _unpacked(packed: PackedWeight, spared: Callable[[set[str]], bool]) -> dict[
     for name in packed.layout.coded:
         tensor, held = packed.tensors.get(name), {piece.field for piece in pieces(packed.layout.tensors[name].bits)}
         given.append(tensor.to("meta") if tensor is not None and held and spared(held) else tensor)
-    n, k = packed.shape
-    return packed.layout.unpack(*given, **({"N": n, "K": k} if packed.layout.needs_shape else {}))
+    return packed.layout.fields_of(given, packed.extents)
 
 
 # -- by words ---------------------------------------------------------------------------------------------------------
@@ -219,14 +218,13 @@ class _Change:
     def rest(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors that are left, by way of their fields; what is moved is without numbers there."""
         done = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
-        n, k = self.packed.shape
         fields = _unpacked(self.packed, lambda held: held <= done)
-        extents = {key: value for key, value in {**self.packed.sizes, "N": n, "K": k}.items() if key in self.other.layout.extents}
-        fields |= {name: self.packed.format.default(self.packed.variant, name, (n, k), self.packed.sizes, self.packed.device)
+        packed = self.packed
+        fields |= {name: packed.format.default(packed.variant, name, packed.shape, packed.sizes, packed.device)
                    for name in self.other.layout.always if name not in fields and self.turned is None}
         fields = fields if self.turned is None else self.turned.all(fields)
-        made = self.other.layout.pack(**{name: fields.get(name) for name in self.other.variant.fields
-                                         if name not in self.other.layout.where}, **extents)
+        made = self.other.layout.tensors_of({name: fields.get(name) for name in self.other.variant.fields
+                                             if name not in self.other.layout.where}, self.packed.extents)
         return {name: tensor.contiguous() for name, tensor in made.items() if name not in moved}
 
 

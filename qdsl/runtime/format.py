@@ -238,8 +238,7 @@ class Format:
         """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; missing optional ones absent."""
         packed = packed.open()
         layout = packed.layout
-        shape = {"N": packed.shape[0], "K": packed.shape[1]} if layout.needs_shape else {}
-        fields = layout.unpack(*(packed.tensors.get(name) for name in layout.coded), **shape)
+        fields = layout.fields_of((packed.tensors.get(name) for name in layout.coded), packed.extents)
         if packed.order is None:
             return fields
         fields = _moved(packed.variant, fields, order.places(packed.order))
@@ -273,8 +272,7 @@ class Format:
         if missing:
             raise FormatError(f"{self.name}: field '{missing[0]}' is missing; given are {', '.join(fields)}")
         self._check_shape(name, layout.opened, shape, sizes, held)
-        extents = {key: value for key, value in {**sizes, "N": shape[0], "K": shape[1]}.items() if key in layout.extents}
-        made = layout.pack(**{key: held.get(key) for key in stored}, **extents)
+        made = layout.tensors_of({key: held.get(key) for key in stored}, {**sizes, "N": shape[0], "K": shape[1]})
         tensors = {key: made[key].contiguous() for key in layout.opened.tensors if key in made}
         with damage(self.name):
             tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -141,8 +141,8 @@ class Storage:
 
     where: fields that are not stored because here they always have their default; always: those that are stored, default or
     not, although other storages may leave them out; omits: those that a quantizer leaves out where they have their default.
-    needs_shape: unpack takes N and K, because the last records may hold padding.
-    extents: which of N, K and the size parameters pack takes.  whole: no row lies by itself, so that nothing can be cut.
+    reads, extents: which of N, K and the size parameters unpack and pack take.  whole: no row lies by itself, so that nothing
+    can be cut.
     order: the tensor that may say in which order columns are stored (runtime/order.py); all else then is of that weight.
     streams: tensors that unpack takes and pack makes, and that the storage holds in an entropy code.
     shape: the tensor that says N and K, int64 [2].  options: those of `encode` that its producers choose.
@@ -156,7 +156,7 @@ class Storage:
     where: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
     omits: tuple[str, ...] = ()
-    needs_shape: bool = False
+    reads: tuple[str, ...] = ()
     extents: tuple[str, ...] = ()
     whole: bool = False
     order: str = ""
@@ -172,6 +172,14 @@ class Storage:
         tensors = {inside.get(name, name): self.streams[inside[name]].plain if name in inside else stored
                    for name, stored in self.tensors.items()}
         return replace(self, tensors=tensors, streams={})
+
+    def fields_of(self, tensors: Iterable[torch.Tensor | None], extents: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """What unpack makes of the tensors in `coded`; extents: N, K and the size parameters."""
+        return self.unpack(*tensors, **{name: extents[name] for name in self.reads})
+
+    def tensors_of(self, fields: Mapping[str, torch.Tensor | None], extents: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """What pack makes of all fields that it takes, None where one is missing."""
+        return self.pack(**fields, **{name: extents[name] for name in self.extents})
 
     @property
     def coded(self) -> list[str]:

@@ -72,6 +72,7 @@ class PackedWeight:
         self.facts = facts
         self.layout: Storage = self.variant.storages[storage].opened if opened else self.variant.storages[storage]
         self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
+        self.extents = {**self.sizes, "N": shape[0], "K": shape[1]}
         self._steps: dict[str, int] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -195,7 +196,7 @@ class PackedWeight:
             if dim == "K":
                 raise FormatError(f"{self.format.name}.{self.storage} stores rows one after the other; only rows can be cut")
             start, stop = start * self.shape[1], stop * self.shape[1]
-        first = start // each.by(self.sizes) * each.words
+        first = each.elements(start, self.sizes)
         return first, each.elements(stop, self.sizes) - first
 
 

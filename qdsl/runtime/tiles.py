@@ -122,8 +122,7 @@ def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     layout = packed.layout
     assert packed.order is None, "tiles are decoded with columns as they are stored"
     tensors = [packed.tensors.get(name) if name not in packed.in_order else None for name in layout.coded]
-    extra = {"N": packed.shape[0], "K": packed.shape[1]} if layout.needs_shape else {}
-    return layout.unpack(*tensors, **extra)
+    return layout.fields_of(tensors, packed.extents)
 
 
 def _indices(variant: Variant) -> set[str]:

@@ -33,7 +33,7 @@ ABOUT = {
     "weight": "step * h / 2, h = low + (two bytes, little-endian) mod (high - low + 1); h is low where k mod 16 is "
               "8 * (n mod 2), and high 8 columns from there; rows with n mod 4 = 3 are 0 in even columns and -0 in odd ones",
     "says": "the tensor that holds the shape",
-    "refused": "shapes that the storage cannot hold",
+    "refused": "shapes that the storage cannot hold; refused whole: with groups of whole rows",
     "NaN": "told as 7fc00000",
     "results": "what quantize makes by default, and which tensors become others ('': none) by an option, by an importance of "
                "columns, (1 + byte) / 64 from seed 7, of the weight times 2^-140, of the weight times 1 + (5 * n + k // 16) mod "
@@ -139,9 +139,10 @@ def _stored(case: Answers, format: Format) -> Iterator[str]:
     yield from _compared(f"{name}: pack", case["packed" if "packed" in case else "tensors"], packed_again(packed, fields))
     weight = canonical(format.dequantize(packed, torch.float32))
     yield from _compared(f"{name}: dequantize", {"weight": case["weight"]}, {"weight": weight})
-    for n, k in case["refused"]:
-        if not refuses(format, case["storage"], case["params"], (n, k)):
-            yield f"{name}: [{n}, {k}] is not refused"
+    for key, params in ("refused", case["params"]), ("refused whole", whole(format, case["params"])):
+        for n, k in case.get(key, ()):
+            if not refuses(format, case["storage"], params, (n, k)):
+                yield f"{name}: [{n}, {k}] is not {key}"
 
 
 def _quantized(case: Answers, format: Format) -> Iterator[str]:
@@ -153,6 +154,11 @@ def _quantized(case: Answers, format: Format) -> Iterator[str]:
         made = format.quantize(changed_weight(weight, key, few), storage=case["storage"], **case["params"], **options(key, k))
         wanted = {name: text for name, text in {**case["results"][""], **other}.items() if text}
         yield from _compared(f"{label(case)}: quantize({key})", wanted, made.tensors)
+
+
+def whole(format: Format, params: Mapping[str, int | str]) -> dict[str, int | str]:
+    """The parameters with the whole axis for every block that may be that."""
+    return {**params, **{name: -1 for name in format.size_axes if -1 in format.params[name]}}
 
 
 def refuses(format: Format, storage: str, params: Mapping[str, int | str], shape: tuple[int, int]) -> bool:

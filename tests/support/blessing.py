@@ -185,8 +185,16 @@ def _stored(case: Case, params: dict[str, int | str], optional: bool, seed: int)
     made["fields"] = told_all(fields)
     made |= {"packed": told_all(again)} if told_all(again) != made["tensors"] else {}
     made["weight"] = told(prove_decoded(read, packed, fields))
-    made["refused"] = [list(other) for other in beside(case, params, shape) if prove_refused(replace(read, shape=other), format)]
+    made["refused"] = _refused(case, params, shape)
+    if any(-1 in format.params[name] for name in format.size_axes) and not layout.least:
+        made["refused whole"] = _refused(case, known.whole(format, params), shape)
     return made
+
+
+def _refused(case: Case, params: Mapping[str, int | str], shape: tuple[int, int]) -> list[list[int]]:
+    """The shapes beside this one that are refused."""
+    return [list(other) for other in beside(case, params, shape)
+            if prove_refused(reading(case, params, other), case.module.FORMAT)]
 
 
 def _quantized(case: Case, params: dict[str, int | str], step: float, seed: int) -> Answers:

@@ -1,185 +1,169 @@
-"""awq_gemv at group = 128: AWQ for gemv kernels, 4-bit codes with a zero point and a scale per group, groups padded to 1024 columns.
+"""awq_gemv_fast: AWQ for fast gemv kernels and llm-awq, 4-bit codes with a scale and a scaled zero in floats per group.
 
-    w = (q - z) * s
+    w = q * s + z
     float32, rounded after each operation
 
+    z      f16 [N, ceil(K/group)]
+    s      f16 [N, ceil(K/group)]
     q      u4  [N, K]
-    z      u4  [N, ceil(K/128)]
-    s      f16 [N, ceil(K/128)]
 
-    gemv: 4.15625 bits per weight
-    planar: 4.1875 bits per weight
+    gemv_fast: 4.25 bits per weight with group = 128
+    planar: 4.25 bits per weight with group = 128
 
-Built from the spec awq_gemv (sha256 9e88c9fd36608e2d) by qdsl 0.1.0.
+Built from the spec awq_gemv_fast (sha256 f0b8bf6aeccccfe8) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, joined,
-        lanes, many, pad, spread)
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device,
+        lanes, many, pad, workspace)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def unpack_gemv(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of qweight int32 [N, K/8]; qzeros int32 [N, ceil(K/1024)]; scales float16 [N, 8*ceil(K/1024)]."""
-    qweight_bytes = as_type(qweight, torch.uint8).unflatten(-1, (-1, 4))
-    qzeros_bytes = as_type(qzeros, torch.uint8).unflatten(-1, (-1, 4))
-    scales_bytes = as_type(scales, torch.uint8).unflatten(-1, (-1, 16))
+def unpack_gemv_fast(qweight: Tensor, scales: Tensor, qzeros: Tensor, *, K: int, group: int) -> dict[str, Tensor]:
+    """Fields of qweight int16 [N/4, 64*K/64]; scales float16 [1024*ceil(K/1024)/group, N]; qzeros float16
+    [1024*ceil(K/1024)/group, N].
+    """
+    r = as_type(qweight, torch.uint8).unflatten(-1, (-1, 128))
+    q_bytes = r.unflatten(-1, (4, 2, 8, 2))
     return {
-        "q": spread(qweight_bytes, 4).flatten(1),
-        "z": spread(qzeros_bytes, 4).flatten(1)[:, :cdiv(K, 128)],
-        "s": as_type(scales_bytes, torch.float16).flatten(1)[:, :cdiv(K, 128)],
+        "z": qzeros.t()[:, :cdiv(K, group)],
+        "s": scales.t()[:, :cdiv(K, group)],
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -3).permute(0, 2, 1, 3, 6, 4, 5).flatten(0, 1).flatten(1),
     }
 
 
-def pack_gemv(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
-    """qweight, qzeros, scales of the fields; the inverse of unpack_gemv."""
-    q_split = q.unflatten(-1, (-1, 4, 2))
-    qweight_bytes = joined(q_split, 4).squeeze(-1)
-    z_split = pad(z, (0, -z.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 4, 2))
-    qzeros_bytes = joined(z_split, 4).squeeze(-1)
-    scales_bytes = as_type(pad(s, (0, -s.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 8)).unsqueeze(-1),
-        torch.uint8).flatten(2)
+def pack_gemv_fast(z: Tensor, s: Tensor, q: Tensor, *, K: int, group: int) -> dict[str, Tensor]:
+    """qweight, scales, qzeros of the fields; the inverse of unpack_gemv_fast."""
+    q_split = q.unflatten(-1, (-1, 2, 2, 2, 8)).unflatten(0, (-1, 4))
+    r = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 2, 1, 3, 5, 4).flatten(2)
     return {
-        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1),
-        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1),
-        "scales": as_type(scales_bytes, torch.float16).flatten(1),
+        "qweight": as_type(r, torch.int16).flatten(1),
+        "scales": pad(s, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 0)).t().contiguous(),
+        "qzeros": pad(z, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 0)).t().contiguous(),
     }
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; s float16 [N, ceil(K/128)]; z uint8 [N, ceil(K/128)]."""
-    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
-    q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; s float16 [N, ceil(K/group)]; z float16 [N, ceil(K/group)]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
     return {
-        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-        "z": z & 15,
+        "z": z,
         "s": s,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
     }
 
 
-def pack_planar(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_planar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
-    q_bytes = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
-    z_bytes[...] = z.unsqueeze(-1)
+    r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     return {
-        "q": as_type(q_bytes, torch.int32).flatten(1),
+        "q": as_type(r, torch.int32).flatten(1),
         "s": s,
-        "z": z_bytes.squeeze(-1),
+        "z": z,
     }
 
 
-def decode(q: Tensor, z: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], z [N, ceil(K/128)], s [N,
-    ceil(K/128)].
+def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = q * s + z.  z [N, ceil(K/group)], s [N,
+    ceil(K/group)], q [N, K].
     """
     out = out if out is None else out.unflatten(1, (z.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (z.shape[1], -1))
-    z = z.view(torch.int8).unsqueeze(-1)
+    q = q.unflatten(1, (z.shape[1], -1))
+    z = z.float().unsqueeze(-1)
     s = s.float().unsqueeze(-1)
-    return torch.mul(as_float(q - z, out), s, out=out).flatten(1)
-
-
-def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, symmetric, rounds, span.
-    """
-    q, z, s = minmax(weight, code="u4", zero="u4", scale="f16", rows=1, columns=128, axes=2, **options)
-    return {"q": q, "z": z, "s": s}
+    space = workspace(out)
+    w = torch.mul(as_float(q, out), s, out=space)
+    return torch.add(w, z, out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _dequantize_gemv(qweight, qzeros, scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+def _dequantize_gemv_fast(qweight, scales, qzeros, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
-    A program makes BN rows by BK units of 8 weights.
+    A program makes BN rows by BK weights.
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    qweight += n.to(tl.int64) * (K // 8)
-    qzeros += n.to(tl.int64) * tl.cdiv(K, 1024)
-    scales += 8 * n.to(tl.int64) * tl.cdiv(K, 1024)
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    qzeros += n
+    scales += n
+    qweight += 64 * (n // 4).to(tl.int64) * (K // 64)
     out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 8)
-    q_word = tl.load(qweight + t, live, 0)
-    z = (tl.load(qzeros + t // 16 // 8, live, 0) >> 4 * (t // 16 % 8) & 15).to(tl.int32)
-    s = tl.load(scales + 8 * (t // 16 // 8) + t // 16 % 8, live, 0).to(tl.float32)
-    for h in tl.static_range(8):
-        q = (q_word >> 4 * h & 15).to(tl.int32)
-        w = (q - z) * s
-        tl.store(out + 8 * t + h, w, live)
+    live = (n < N) & (k < K)
+    z = tl.load(qzeros + (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+    s = tl.load(scales + (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+    q = tl.load(qweight + 64 * (k // 64) + 16 * (n % 4) + 8 * (k % 64 // 32)
+        + k % 64 % 8, live, 0) >> 4 * (k % 64 // 8 % 4) & 15
+    w = q * s + z
+    tl.store(out + k, w, live)
 
 
 @triton.jit
-def _linear_gemv(qweight, qzeros, scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+def _linear_gemv_fast(qweight, scales, qzeros, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
-    qweight += n.to(tl.int64) * (K // 8)
-    qzeros += n.to(tl.int64) * tl.cdiv(K, 1024)
-    scales += 8 * n.to(tl.int64) * tl.cdiv(K, 1024)
+    qzeros += n
+    scales += n
+    qweight += 64 * (n // 4).to(tl.int64) * (K // 64)
     acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 8, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 8)
-        q_word = tl.load(qweight + t, live, 0)
-        z = (tl.load(qzeros + t // 16 // 8, live, 0) >> 4 * (t // 16 % 8) & 15).to(tl.int32)
-        s = tl.load(scales + 8 * (t // 16 // 8) + t // 16 % 8, live, 0).to(tl.float32)
-        for h in tl.static_range(8):
-            q = (q_word >> 4 * h & 15).to(tl.int32)
-            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        z = tl.load(qzeros + (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+        s = tl.load(scales + (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+        q = tl.load(qweight + 64 * (k // 64) + 16 * (n % 4) + 8 * (k % 64 // 32)
+            + k % 64 % 8, live, 0) >> 4 * (k % 64 // 8 % 4) & 15
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q * s + z) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
 
 @triton.jit
-def _dequantize_planar(q, s, z, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
     A program makes BN rows by BK units of 8 weights.
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    z += n.to(tl.int64) * tl.cdiv(K, group)
+    s += n.to(tl.int64) * tl.cdiv(K, group)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    z += n.to(tl.int64) * tl.cdiv(K, 128)
-    s += n.to(tl.int64) * tl.cdiv(K, 128)
     out += n.to(tl.int64) * K
     t = u // 16
     j = u // 4 % 4
     c = u % 4
     live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    z1 = tl.load(z + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
+    s1 = tl.load(s + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-    z1 = (tl.load(z + t, live, 0) & 15).to(tl.int32)
-    s1 = tl.load(s + t, live, 0).to(tl.float32)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
             inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-            q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
-            w = (q1 - z1) * s1
+            q1 = q_word >> 16 * i + 4 * h & 15
+            w = q1 * s1 + z1
             tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
 
 
 @triton.jit
-def _linear_planar(q, s, z, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
     A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
@@ -187,9 +171,9 @@ def _linear_planar(q, s, z, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constex
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
+    z += n.to(tl.int64) * tl.cdiv(K, group)
+    s += n.to(tl.int64) * tl.cdiv(K, group)
     q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    z += n.to(tl.int64) * tl.cdiv(K, 128)
-    s += n.to(tl.int64) * tl.cdiv(K, 128)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 16 * tl.cdiv(K, 128), BK):
         u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
@@ -197,15 +181,15 @@ def _linear_planar(q, s, z, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constex
         j = u // 4 % 4
         c = u % 4
         live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+        z1 = tl.load(z + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
+        s1 = tl.load(s + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
         q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-        z1 = (tl.load(z + t, live, 0) & 15).to(tl.int32)
-        s1 = tl.load(s + t, live, 0).to(tl.float32)
         for h in tl.static_range(4):
             for i in tl.static_range(2):
                 inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-                q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
+                q1 = q_word >> 16 * i + 4 * h & 15
                 x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += (q1 - z1) * s1 * x_k
+                acc += (q1 * s1 + z1) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
@@ -230,15 +214,15 @@ def _numbers_planar(
 @triton.jit
 def _few_planar(
     q, s, z, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q + z.
 
     A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
     EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
     w and bias have N rows for every expert, and a row of x meets those of its own.
     """
-    SIZE: tl.constexpr = 128
+    SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     BASE: tl.constexpr = 0 if F == tl.float16 else 128
     w, g, c = lanes.warps(WN * WK)
@@ -259,13 +243,15 @@ def _few_planar(
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N, start)
                 words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-                s_g = lanes.by_group(s, row, lanes.count(K, 128), chunk, SIZE, 128, 0)
-                z_g = lanes.by_group(z, row, lanes.count(K, 128), chunk, SIZE, 128, 4)
+                s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
+                z_g = lanes.by_group(z, row, lanes.count(K, group), chunk, SIZE, group, 0)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
                     sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 4, 4, SIZE, F)
-                    sum += lanes.shifted(-z_g[u], BASE) * sums[u]
+                    if BASE != 0:
+                        sum -= BASE * sums[u]
                     sum *= s_g[u]
+                    sum += sums[u] * z_g[u]
                     total += sum
                 new = new + (total,)
             acc = new
@@ -277,13 +263,13 @@ def _few_planar(
 @triton.jit
 def _row_planar(
     q, s, z, x, bias, out, N, K,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
-    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * q + z.
 
     One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
     """
-    STEP: tl.constexpr = 64
+    STEP: tl.constexpr = min(64, group)
     TRIP: tl.constexpr = max(2, STEP // 16)
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
     BASE: tl.constexpr = 0 if F == tl.float16 else 128
@@ -303,10 +289,12 @@ def _row_planar(
                 for t in tl.static_range(STEP // 16):
                     words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
                 sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 4, 4, F)
-                s_g = lanes.by_column(s, row, lanes.count(K, 128), chunk, K, STEP, 128, 0)
-                z_g = lanes.by_column(z, row, lanes.count(K, 128), chunk, K, STEP, 128, 4)
-                sum += lanes.shifted(-z_g, BASE) * sums
+                s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, STEP, group, 0)
+                z_g = lanes.by_column(z, row, lanes.count(K, group), chunk, K, STEP, group, 0)
+                if BASE != 0:
+                    sum -= BASE * sums
                 sum *= s_g
+                sum += sums * z_g
                 new = new + (acc[r] + sum,)
             acc = new
     for r in tl.static_range(R):
@@ -317,17 +305,17 @@ def _row_planar(
 @triton.jit
 def _many_planar(
     q, s, z, x, bias, out, M, N, K,
-    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    group: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
     WHOLE: tl.constexpr, F: tl.constexpr,
 ):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q + z.
 
     A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
     UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
     """
-    SIZE: tl.constexpr = 128
+    SIZE: tl.constexpr = 128 if group >= 128 else 32
     UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = 0
+    ZERO: tl.constexpr = 0 if F == tl.float16 else -128
     if WHOLE:
         K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
@@ -343,11 +331,13 @@ def _many_planar(
             words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
-                point = many.points(z, row, lanes.count(K, 128), chunk * 128 + u * SIZE, 128, SIZE, F)
                 sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
-                                         point, 4, 4, SIZE, F)
-                s_g = many.of_rows(s, n, lanes.count(K, 128), chunk * 128 + u * SIZE, 128, 0)
+                                         None, 4, 4, SIZE, F)
+                sums = many.column_sums(columns[u], 16 * W, UNIT, F)
+                s_g = many.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
+                z_g = many.of_rows(z, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
                 sum *= s_g
+                sum += sums * z_g
                 total += sum
             new = new + (total,)
         acc = new
@@ -360,33 +350,54 @@ def _many_planar(
 
 VARIANT = Variant(
     fields={
+        "z": Field("f16", "N", "ceil(K/group)"),
+        "s": Field("f16", "N", "ceil(K/group)"),
         "q": Field("u4", "N", "K"),
-        "z": Field("u4", "N", "ceil(K/128)"),
-        "s": Field("f16", "N", "ceil(K/128)"),
     },
     storages={
-        "gemv": Storage(
+        "gemv_fast": Storage(
             tensors={
-                "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
-                "qzeros": Stored("i32", "N", "ceil(K/1024)", bits=("z[1@0, 8:4 1@1]",)),
-                "scales": Stored("f16", "N", "8*ceil(K/1024)", bits=("s[1@0, 8:1@1 8@1]",)),
+                "qweight": Stored("i16", "N/4", "64*K/64", bits=("q[4:16@1 1@0, 8:1@1 4:4 2:8@1 64@1]",)),
+                "scales": Stored("f16", "1024*ceil(K/1024)/group", "N", bits=("s[1@1, 1@0]",)),
+                "qzeros": Stored("f16", "1024*ceil(K/1024)/group", "N", aliases=("scaled_zeros",),
+                    bits=("z[1@1, 1@0]",)),
             },
-            unpack=unpack_gemv, pack=pack_gemv, needs_shape=True,
-            kernels=Kernels(_dequantize_gemv, _linear_gemv, rows="N", units="K/8", last="k"),
+            unpack=unpack_gemv_fast, pack=pack_gemv_fast, reads=("K", "group"), extents=("K", "group"),
+            kernels=Kernels(_dequantize_gemv_fast, _linear_gemv_fast, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "s": Stored("f16", "N", "ceil(K/128)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("u8", "N", "ceil(K/128)", bits=("z[1@0, 1@1]",)),
+                "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "z": Stored("f16", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
             },
-            unpack=unpack_planar, pack=pack_planar, needs_shape=True,
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
-                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("128",))),
+                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),
     },
-    decode=decode, encode=encode,
-    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
-        "span": ("found", "full")},
-    cuts=("N", "ceil(K/128)"),
+    decode=decode, cuts=("N", "ceil(K/group)"),
 )
+
+FORMAT = Format(
+    name="awq_gemv_fast", title="AWQ for fast gemv kernels and llm-awq, 4-bit codes with a scale and a scaled zero in floats per group",
+    source="autoawq WQLinear_GEMVFast.from_linear, llm-awq quantize/qmodule.py pack_intweight", formula="q * s + z",
+    variants={(): VARIANT},
+    params={"group": (128, 64, 32)},
+    sizes={"group": "K"},
+    detect={"config": {"quant_method": "awq", "version": "gemv_fast", "bits": 4, "group_size": "group"}},
+    digest="f0b8bf6aeccccfe8",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+requantize = FORMAT.requantize
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear
+Embedding = FORMAT.Embedding
