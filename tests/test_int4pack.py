@@ -17,6 +17,7 @@ from tests.support.formats import ROOT, same_bits
 
 DATA = ROOT / "tests" / "data" / "int4pack"
 STORAGES = {"AVX512": "cpu_avx512", "AVX2": "cpu_avx2", "DEFAULT": "cpu_scalar"}
+TILES = {"AVX512": 64, "AVX2": 32, "DEFAULT": 32}
 CAPABILITY = torch.backends.cpu.get_cpu_capability()             # which kernels torch picked, and with them the layout
 
 
@@ -61,14 +62,19 @@ def test_padded_tiles(n: int, k: int) -> None:
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("torch_*.npz")), ids=lambda path: path.stem)
 def test_tiles_of_cpus(path: Path) -> None:
+    """Whole tiles, and behind them the rows that fill none."""
     known, about = read(path)
-    tensors = {"weight": known["packed"], "scales_and_zeros": known["scales_and_zeros"]}
-    packed = int4pack.wrap(tensors, (about["N"], about["K"]), STORAGES[about["isa"]], group=about["group"])
-    fields = int4pack.unpack(packed)
-    assert torch.equal(fields["q"], known["codes"])
-    made = int4pack.pack(fields, storage=packed.storage, **packed.params)
-    assert all(same_bits(made.tensors[name].flatten(), tensor.flatten()) for name, tensor in tensors.items())
-    assert torch.allclose(int4pack.linear(known["x"], packed), known["y"], rtol=0, atol=2e-5)
+    (n, k), data = (about["N"], about["K"]), known["packed"].flatten()
+    whole = n // TILES[about["isa"]] * TILES[about["isa"]]
+    for storage, start, stop in ((STORAGES[about["isa"]], 0, whole), ("cpu_rest", whole, n)):
+        if start < stop:
+            tensors = {"weight": data[start * k // 2:stop * k // 2], "scales_and_zeros": known["scales_and_zeros"][:, start:stop]}
+            packed = int4pack.wrap(tensors, (stop - start, k), storage, group=about["group"])
+            fields = int4pack.unpack(packed)
+            assert torch.equal(fields["q"], known["codes"][start:stop])
+            made = int4pack.pack(fields, storage=packed.storage, **packed.params)
+            assert all(same_bits(made.tensors[name].flatten(), tensor.flatten()) for name, tensor in tensors.items())
+            assert torch.allclose(int4pack.linear(known["x"], packed), known["y"][:, start:stop], rtol=0, atol=2e-5)
 
 
 def gptq(storage: str = "gptq_v2", scale_type: str = "f16", **options: Any) -> PackedWeight:
@@ -87,20 +93,18 @@ def test_torch_packs_alike_and_multiplies_it() -> None:
 
 @pytest.mark.skipif(CAPABILITY not in STORAGES, reason="torch packs otherwise on this machine")
 @pytest.mark.parametrize("n", [16, 48, 80, 112])
-def test_rows_that_fill_no_tile_are_refused(n: int) -> None:
-    """Torch has them by twos behind whole tiles, [K, rows / 2], which no storage says; and those of no 16 rows nowhere."""
+def test_rows_that_fill_no_tile(n: int) -> None:
+    """Torch has them behind whole tiles; and those of no 16 rows nowhere."""
     codes = torch.randint(16, (n, 64), dtype=torch.uint8)
     torchs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1).flatten()
-    tile = 64 if CAPABILITY == "AVX512" else 32
-    whole = n // tile * tile
-    fields = {"q": codes, "s": torch.ones(n, 2), "z": torch.zeros(n, 2)}
-    if whole:
-        first = {name: field[:whole] for name, field in fields.items()}
-        packed = int4pack.pack(first, STORAGES[CAPABILITY], group=32)
-        assert torch.equal(packed.tensors["weight"].flatten(), torchs[:whole * 32])
-    assert torch.equal((codes[whole::2] | codes[whole + 1::2] << 4).t().flatten(), torchs[whole * 32:])
+    tile = TILES[CAPABILITY]
+    packed = int4pack.pack({"q": codes, "s": torch.ones(n, 2), "z": torch.zeros(n, 2)}, "cpu_rest", group=32)
     with pytest.raises(FormatError, match=f"N = {n} must be a multiple of {tile}"):
-        int4pack.pack(fields, STORAGES[CAPABILITY], group=32)
+        int4pack.convert(packed, STORAGES[CAPABILITY])
+    parts = [packed.cut("N", n // tile * tile, n)]
+    if n > tile:
+        parts.insert(0, int4pack.convert(packed.cut("N", 0, n // tile * tile), STORAGES[CAPABILITY]))
+    assert torch.equal(torch.cat([part.tensors["weight"].flatten() for part in parts]), torchs)
     with pytest.raises(RuntimeError, match="expect N to be dividable by 16"):
         torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes[1:].int(), 1)
 

@@ -17,10 +17,12 @@
     cpu_avx2 at scale_type = f32: 4.5 bits per weight with group = 128
     cpu_scalar at scale_type = bf16: 4.25 bits per weight with group = 128
     cpu_scalar at scale_type = f32: 4.5 bits per weight with group = 128
+    cpu_rest at scale_type = bf16: 4.25 bits per weight with group = 128
+    cpu_rest at scale_type = f32: 4.5 bits per weight with group = 128
     planar at scale_type = bf16: 4.25 bits per weight with group = 128
     planar at scale_type = f32: 4.5 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 d53315d1f04e4964) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 19221cfa8653d776) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -47,7 +49,7 @@ FORMAT = Format(
         "storage": "torchao", "with": {"_tensor_data_names": "tensors"}},
         {"_type": "Int4TilePackedTo4dTensor", "_data.block_size": [1, "group"], "_data.shape": ["N", "K"],
         "storage": "tile_packed", "with": {"_tensor_data_names": "tensors"}}]},
-    digest="d53315d1f04e4964",
+    digest="19221cfa8653d776",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

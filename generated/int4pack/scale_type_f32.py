@@ -11,9 +11,10 @@
     cpu_avx512: 4.5 bits per weight with group = 128
     cpu_avx2: 4.5 bits per weight with group = 128
     cpu_scalar: 4.5 bits per weight with group = 128
+    cpu_rest: 4.5 bits per weight with group = 128
     planar: 4.5 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 d53315d1f04e4964) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 19221cfa8653d776) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -95,6 +96,30 @@ def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     scales_and_zeros_bytes[..., 4:8] = as_type(z.unsqueeze(-1), torch.uint8)
     return {
         "weight": weight_bytes,
+        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+    }
+
+
+def unpack_cpu_rest(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
+    """Fields of weight uint8 [K, N/2]; scales_and_zeros scale_type [K/group, N, 2]."""
+    weight_bytes = weight.t()
+    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
+    return {
+        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
+        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0],
+        "q": spread(weight_bytes, 4).permute(0, 2, 1).flatten(0, 1),
+    }
+
+
+def pack_cpu_rest(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_rest."""
+    q_split = q.unflatten(0, (-1, 2))
+    weight_bytes = q_split[:, 0] | q_split[:, 1] << 4
+    scales_and_zeros_bytes = empty((s.shape[0], s.shape[1], 8), torch.uint8, s.device)
+    scales_and_zeros_bytes[..., 0:4] = as_type(s.unsqueeze(-1), torch.uint8)
+    scales_and_zeros_bytes[..., 4:8] = as_type(z.unsqueeze(-1), torch.uint8)
+    return {
+        "weight": weight_bytes.t().contiguous(),
         "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
     }
 
@@ -281,6 +306,59 @@ def _linear_cpu_scalar(weight, scales_and_zeros, x, bias, out, N, K, group, BN: 
         acc += ((q - 8) * s + z) * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_cpu_rest(weight, scales_and_zeros, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 2 weights.
+    """
+    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+    scales_and_zeros += 4 * r
+    weight += r
+    live = (r < N // 2) & (k < K)
+    g = k // group
+    q_word = tl.load(weight + k.to(tl.int64) * (N // 2), live, 0)
+    for h in tl.static_range(2):
+        z = tl.load(scales_and_zeros + 2 * h + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+        s = tl.load(scales_and_zeros + 2 * h + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        w = (q - 8) * s + z
+        tl.store(out + (2 * r + h).to(tl.int64) * K + k, w, live)
+
+
+@triton.jit
+def _linear_cpu_rest(weight, scales_and_zeros, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
+    """
+    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    scales_and_zeros += 4 * r
+    weight += r
+    acc0 = tl.zeros((BK, BN), tl.float32)
+    acc1 = tl.zeros((BK, BN), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
+        live = (r < N // 2) & (k < K)
+        g = k // group
+        z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
+        s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
+        q_word = tl.load(weight + k.to(tl.int64) * (N // 2), live, 0)
+        q = (q_word & 15).to(tl.int32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        z1 = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 3, live, 0).to(tl.float32)
+        s1 = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 2, live, 0).to(tl.float32)
+        q1 = (q_word >> 4 & 15).to(tl.int32)
+        acc0 += ((q - 8) * s + z) * x_k
+        acc1 += ((q1 - 8) * s1 + z1) * x_k
+    r = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, 2 * r, N, tl.sum(acc0, 0))
+    device.store_sums(out, bias, 2 * r + 1, N, tl.sum(acc1, 0))
 
 
 @triton.jit
@@ -532,6 +610,15 @@ VARIANT = Variant(
             },
             unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), order="ret_idx",
             kernels=Kernels(_dequantize_cpu_scalar, _linear_cpu_scalar, rows="N", units="K", last="k"),
+        ),
+        "cpu_rest": Storage(
+            tensors={
+                "weight": Stored("u8", "K", "N/2", bits=("q[2:4 1@1, 1@0]",)),
+                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+                "ret_idx": Stored("i32", "K", optional="ret_idx"),
+            },
+            unpack=unpack_cpu_rest, pack=pack_cpu_rest, where=("g",), order="ret_idx",
+            kernels=Kernels(_dequantize_cpu_rest, _linear_cpu_rest, rows="N/2", units="K", last="n", sums=2),
         ),
         "planar": Storage(
             tensors={
