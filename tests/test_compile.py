@@ -15,8 +15,9 @@ from tests.support.formats import ROOT, cases
 # Their tensors lie along different axes and their kernels work weight by weight: loads are moved to one layout.
 MOVED = {"marlin_tiles.marlin linear", "planes.rows linear", "int4pack.torchao-group128-scale_typebf16 linear",
          *(f"int_group.{storage}-bits4-group128-scale_typef16 linear" for storage in ("xpu_int4pack", "torchao_plain_int32")),
-         "awq_gemv_fast.gemv_fast-group128 linear", "int4pack.cpu_rest-group128-scale_typef32 linear",
-         *(f"int4pack.{isa}-group128-scale_type{type} linear" for isa in ("cpu_avx512", "cpu_avx2") for type in ("f32", "bf16"))}
+         "awq_gemv_fast.gemv_fast-group128 linear",
+         *(f"int4pack.cpu_{isa}-group128-scale_type{type} linear" for isa in ("avx512", "avx2", "rest")
+           for type in ("f32", "bf16"))}
 # Aligned to more than one word, so that a thread loads several at once.
 VECTORS = ("bf16.", "f16.", "fp8_", "int8_", "int_group.gptq")
 
