@@ -183,18 +183,18 @@ def test_quantizing_gives_the_producers_bytes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((DATA / "ckpt").glob("ct_pack_oldnew*")), ids=lambda path: path.stem)
-def test_bits_that_do_not_divide_32_are_packed_in_two_ways(path: Path) -> None:
-    """compressed-tensors before 0.18 and from there on: told apart by shape, and each made from the other."""
+def test_bits_are_packed_in_two_ways(path: Path) -> None:
+    """compressed-tensors before 0.18 and from there on: told apart by shape, and each made from the other; others in one."""
     tensors = read(path)
     codes = tensors["codes_signed"].int()
     bits = int(path.stem.split("_b")[1][0])
-    both = {storage: int_group.wrap({"weight_packed": tensors[key], "weight_scale": torch.ones(len(codes), 1),
-                                     "weight_shape": torch.tensor(codes.shape)}, bits=bits)
-            for storage, key in (("pack_quantized_0_17", "old.weight_packed"), ("pack_quantized", "new.weight_packed"))}
-    for storage, packed in both.items():
-        assert packed.storage == storage
+    storages = ["pack_quantized_0_17" if 32 % bits else "pack_quantized", "pack_quantized"]
+    both = [int_group.wrap({"weight_packed": tensors[key], "weight_scale": torch.ones(len(codes), 1),
+                            "weight_shape": torch.tensor(codes.shape)}, bits=bits)
+            for key in ("old.weight_packed", "new.weight_packed")]
+    assert [packed.storage for packed in both] == storages
+    for packed, other in zip(both, reversed(both), strict=True):
         check(int_group, packed, codes.float())
-        other = next(each for each in both.values() if each is not packed)
         assert same_bits(int_group.convert(packed, other.storage).tensors["weight_packed"], other.tensors["weight_packed"])
 
 
