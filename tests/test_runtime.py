@@ -147,6 +147,22 @@ def test_a_group_that_does_not_exist_is_refused(column: int, group: int) -> None
         int_group.wrap(tensors, storage="gptq_v2")
 
 
+@pytest.mark.parametrize("group", [0, -1])
+def test_an_index_that_nobody_filled(group: int) -> None:
+    """It is as if it were missing, and that is noted; one group is told by it, and groups that another value names are wrong."""
+    tensors = gptq()
+    filled = {**tensors, "g_idx": torch.full_like(tensors["g_idx"], group)}
+    packed = int_group.wrap(filled, storage="gptq_v2")
+    assert "g_idx" not in packed.tensors and "tensor 'g_idx' has one value for all columns" in " ".join(packed.notes)
+    del tensors["g_idx"]
+    assert same_bits(int_group.dequantize(packed), int_group.dequantize(int_group.wrap(tensors, storage="gptq_v2")))
+    one = dict(int_group.quantize(torch.randn(64, 128), "gptq_v2", bits=4, group=-1).tensors)
+    one["g_idx"] = torch.zeros(128, dtype=torch.int32)
+    assert "g_idx" in int_group.wrap(one, storage="gptq_v2", group=-1).tensors
+    with refused("'g_idx' puts column 0 into group 9"):
+        int_group.wrap({**filled, "g_idx": torch.full_like(filled["g_idx"], 9)}, storage="gptq_v2")
+
+
 def test_rows_of_blocks_have_a_whole_number_of_bytes() -> None:
     with refused(r"q4_0\.gguf: .*'blocks'"):
         q4_0.wrap({"blocks": torch.zeros(4, 35, dtype=torch.uint8)})

@@ -128,7 +128,20 @@ class Format:
             notes += [f"{key} = {value} by default; the tensors fit {' and '.join(others)} too"] if others else []
         notes += [f"tensor '{name}': {LOST}" for name in self._spilled(match)]
         names = {name: keys[0] for name, keys in given.items() if keys[0] != name}
-        return self._packed(match.storage, match.tensors, match.shape, match.params, notes, names)
+        empty = self._empty_indices(match)
+        notes += [f"tensor '{name}' has one value for all columns and tells no groups apart: taken for missing" for name in empty]
+        held = {name: tensor for name, tensor in match.tensors.items() if name not in empty}
+        return self._packed(match.storage, held, match.shape, match.params, notes, names)
+
+    def _empty_indices(self, match: Match) -> list[str]:
+        """Indices that nobody filled, which producers store as 0 (auto-gptq) or -1 (compressed-tensors), of several groups."""
+        stored = self.variant(match.params).storages[match.storage].tensors
+        indices = {name: tensor for name, tensor in match.tensors.items()
+                   if stored[name].dtype == "index" and stored[name].optional and not tensor.is_meta}
+        if not indices:
+            return []
+        groups = _groups(self.variant(match.params)).extent(*match.shape, self.sizes(match.params, match.shape)) or 0
+        return [name for name, tensor in indices.items() if groups > 1 and int(tensor.max()) == int(tensor.min()) in (0, -1)]
 
     def _spilled(self, match: Match) -> list[str]:
         """Tensors whose producer lost fields."""
