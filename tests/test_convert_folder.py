@@ -291,7 +291,7 @@ def test_what_would_change_numbers_is_refused_before_anything_is_written(tmp_pat
 def test_a_name_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = folders.named({"v": weight(), "w": weight()})
     path = folders.folder(tmp_path / "in", {**every, "norm": torch.ones(1)})
-    monkeypatch.setattr(plan, "full_name", lambda layer, name, aliases: "norm")
+    monkeypatch.setattr(plan, "full_name", lambda *_: "norm")
     assert "layer 'w': there is a tensor 'norm' already" in refused(path, "awq")
 
 
@@ -395,6 +395,17 @@ def test_small_tensors_that_a_producer_puts_beside_a_weight(tmp_path: Path, name
             "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind,
             "bnb_4bit_use_double_quant": bool(more), "llm_int8_skip_modules": ["head"]}
         assert layer.problems == () and not layer.others
+
+
+def test_int8_of_bitsandbytes_has_the_config_that_it_loads(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "in", folders.named({"up": weight()}) | {"head.weight": torch.ones(2, 3)})
+    requantized(path, tmp_path / "out", "bnb_int8", {})
+    with Folder(tmp_path / "out") as folder:
+        [layer] = layers(folder).layers
+        assert (layer.format, layer.problems) == ("bnb_int8", ())
+        assert set(folder.names()) == {"up.weight", "up.SCB", "head.weight"}
+        assert folder.config["quantization_config"] == {"quant_method": "bitsandbytes", "load_in_8bit": True,
+                                                        "llm_int8_skip_modules": ["head"]}
 
 
 def test_requantized_in_parts(tmp_path: Path) -> None:

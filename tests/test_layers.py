@@ -58,6 +58,8 @@ FOUND: dict[str, tuple[dict[str, Any], str, dict[str, int | str], tuple[int, int
                                           "nf4.bitsandbytes", {"block": 64}, (64, 128)),
     "bnb_fp4_bs64_store-uint8_N64_K128": ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}},
                                           "bnb_fp4.bitsandbytes", {"block": 64}, (64, 128)),
+    "bnb_int8_N64_K96": ({"quantization_config": {"load_in_8bit": True, "bnb_4bit_quant_type": "fp4"}}, "bnb_int8.bitsandbytes",
+                         {}, (64, 96)),
     "bnb_nf4_bs64_nested_store-uint8_N64_K256": (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
                                  "bnb_4bit_use_double_quant": True}}, "nf4_nested.bitsandbytes", {"block": 64}, (64, 256)),

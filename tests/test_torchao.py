@@ -24,7 +24,7 @@ from qdsl.checkpoint.safetensors import CheckpointError, TensorFile, read_header
 from qdsl.cli import app
 from qdsl.convert.plan import aimed
 from qdsl.convert.run import convert
-from qdsl.generated import int8_channel, ocp_mxfp4
+from qdsl.generated import fp8_channel, fp8_tensor, int8_channel, int_group, nvfp4_modelopt, ocp_mxfp4
 from qdsl.rewrite import RewriteError
 from tests.support.formats import ROOT, same_bits
 
@@ -336,12 +336,67 @@ def test_the_config_is_torchaos(tmp_path: Path) -> None:
     assert {layer.storage for layer in read(out).layers} == {"torchao"} and read(out).problems == []
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
-    packed = ocp_mxfp4.quantize(torch.randn(16, 64), "modelopt")
-    path = tmp_path / "experts.safetensors"
-    write(path, {f"e.{key}": tensor.view(2, 8, -1) for key, tensor in packed.tensors.items()})
-    with pytest.raises(RewriteError, match="cannot be torchao: what headers say of experts there is not known"):
-        converted(path, tmp_path / "out", "ocp_mxfp4.torchao")
+def of_experts(path: Path, format: Any, storage: str) -> Path:
+    """A file with a weight of two experts [2, 8, 128] in one tensor."""
+    each = [format.quantize(torch.randn(8, 128), storage).tensors for _ in range(2)]
+    stacked = {f"e.{name}": torch.stack([one[name] for one in each]) for name in each[0]}
+    write(path, {**stacked, "e.norm.weight": torch.ones(4)})
+    return path
+
+
+def test_experts_are_said_as_torchao_says_them(tmp_path: Path) -> None:
+    """Blocks are of one expert, and names are of the weight, which is in no module of its own."""
+    path = of_experts(tmp_path / "in.safetensors", fp8_channel, "safetensors")
+    with TensorFile(path) as file:
+        tensors = {name: file.tensor(name) for name in file.names()}
+    write(path, {name.replace("e.weight", "e.down_proj"): tensor for name, tensor in tensors.items()})
+    before = experts_of(path)
+    converted(path, out := tmp_path / "out", "torchao")
+    header = read_header(out / "in.safetensors")
+    assert {name: entry.shape for name, entry in header.tensors.items()} == {
+        "e._down_proj_qdata": (2, 8, 128), "e._down_proj_scale": (2, 8, 1), "e.norm.weight": (4,)}
+    said = json.loads(header.metadata["e.down_proj"])
+    assert said["_type"] == "Float8Tensor" and said["_data"]["block_size"] == [1, 1, 128]
+    assert set(json.loads(header.metadata["tensor_names"])) == {"e.down_proj", "e.norm.weight"}
+    after = experts_of(out)
+    assert after.keys() == before.keys() == {"e.down_proj"} and same_bits(after["e.down_proj"], before["e.down_proj"])
+    converted(out, back := tmp_path / "back", "safetensors")
+    assert not any("down_proj" in name for name in read_header(back / "in.safetensors").metadata)
+    with TensorFile(path) as one, TensorFile(back / "in.safetensors") as other:
+        assert {*one.names()} == {*other.names()} and all(same_bits(one.tensor(name), other.tensor(name)) for name in one.names())
+
+
+@pytest.mark.parametrize("block", ["[128]", "[1, 128]", "[3, 1, 128]", "[true, 1, 128]", "[1, 1, 1, 128]", "[1, 2, 128]"])
+def test_blocks_of_experts_that_are_none(tmp_path: Path, block: str) -> None:
+    converted(of_experts(tmp_path / "in.safetensors", fp8_channel, "safetensors"), out := tmp_path / "out", "torchao")
+    with TensorFile(out / "in.safetensors") as file:
+        tensors, metadata = {name: file.tensor(name) for name in file.names()}, dict(file.header.metadata)
+    metadata["e.weight"] = metadata["e.weight"].replace("[1, 1, 128]", block)
+    write(tmp_path / "other.safetensors", tensors, metadata)
+    (layer,) = read(tmp_path / "other.safetensors").layers
+    assert layer.format == "" and layer.why
+
+
+@pytest.mark.parametrize(("format", "storage", "to", "why"), [
+    (fp8_tensor, "safetensors", "torchao", None), (nvfp4_modelopt, "modelopt", "torchao", "one number for all experts there"),
+    (ocp_mxfp4, "modelopt", "torchao_swizzled", "torchao has no scales of experts in tiles"),
+    (int_group, "pack_quantized", "torchao_plain_int32", "torchao has no Int4PlainInt32Tensor of experts in one tensor"),
+])
+def test_experts_that_torchao_has_not(tmp_path: Path, format: Any, storage: str, to: str, why: str | None) -> None:
+    path = of_experts(tmp_path / "in.safetensors", format, storage)
+    if why is None:
+        converted(path, tmp_path / "out", to)
+        assert same_bits(experts_of(tmp_path / "out")["e"], experts_of(path)["e"])
+        return
+    with pytest.raises(RewriteError, match=why):
+        converted(path, tmp_path / "out", to)
+
+
+def experts_of(path: Path) -> dict[str, Tensor]:
+    """What layers decode to, float32 [E, N, K]."""
+    with Folder(path) as folder:
+        return {layer.name: torch.stack([module_of(layer).dequantize(each, torch.float32) for each in weights(folder, layer)])
+                for layer in layers(folder).layers}
 
 
 def test_inspect_prints_layers_and_what_is_not_known(tmp_path: Path) -> None:

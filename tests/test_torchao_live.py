@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 def made(kind: str, w: Tensor) -> Any:
-    """A weight as torchao quantizes it."""
+    """A weight [N, K], or those of experts [E, N, K], as torchao quantizes it."""
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
     from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, MappingType
@@ -52,14 +52,15 @@ def made(kind: str, w: Tensor) -> Any:
     mx = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m3": "fp6_e2m3", "e3m2": "fp6_e3m2",
           "fp4": torch.float4_e2m1fn_x2}
     asymmetric = {"mapping_type": MappingType.ASYMMETRIC}
+    front = [1] * (w.dim() - 2)
     makers: dict[str, Callable[[], Any]] = {
         "int8 row": lambda: Int8Tensor.from_hp(w, PerRow()), "int8 tensor": lambda: Int8Tensor.from_hp(w, PerTensor()),
         "int8 group": lambda: Int8Tensor.from_hp(w, PerGroup(32)),
         "int8 asymmetric": lambda: Int8Tensor.from_hp(w, PerGroup(64), **asymmetric),
-        "intx": lambda: IntxUnpackedToInt8Tensor.from_hp(w.float(), (1, 32), torch.int4, **asymmetric),
+        "intx": lambda: IntxUnpackedToInt8Tensor.from_hp(w.float(), (*front, 1, 32), torch.int4, **asymmetric),
         "float8 row": lambda: Float8Tensor.from_hp(w, granularity=PerRow()),
         "float8 tensor": lambda: Float8Tensor.from_hp(w, granularity=PerTensor()),
-        "float8 block": lambda: Float8Tensor.from_hp(w, granularity=PerBlock([32, 64])),
+        "float8 block": lambda: Float8Tensor.from_hp(w, granularity=PerBlock([*front, 32, 64])),
         **{f"mx {name}{end}": lambda dtype=dtype, end=end: MXTensor.to_mx(w, dtype, is_swizzled_scales=end != "")
            for name, dtype in mx.items() for end in ("", " swizzled")},
         **{f"nvfp4 {name}{end}": lambda name=name, end=end: NVFP4Tensor.to_nvfp4(
@@ -98,6 +99,29 @@ def test_its_files_are_read(tmp_path_factory: pytest.TempPathFactory, kind: str)
     check()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "swizzled" not in kind])
+def test_its_experts_are_read(tmp_path: Path, kind: str) -> None:
+    """In one tensor [E, N, K], whose name is that of the weight; one scale may be that of all."""
+    from safetensors.torch import save_file
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    torch.manual_seed(0)
+    theirs = made(kind, (torch.randn(3, 32, 128) * torch.randn(3, 32, 1).exp()).to(torch.bfloat16))
+    tensors, metadata = flatten_tensor_state_dict({"a.experts.gate_up_proj": theirs})
+    save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
+    with Folder(tmp_path) as folder:
+        (layer,) = layers(folder).layers
+        assert (layer.name, layer.why, layer.shape, layer.experts) == ("a.experts.gate_up_proj", "", (32, 128), 3)
+        found = torch.stack([module_of(layer).dequantize(each, torch.float32) for each in weights(folder, layer)])
+    assert same_bits(found, theirs.dequantize().float() if kind == "intx" else theirs.dequantize(torch.float32))
+
+
+def test_experts_have_no_scales_in_tiles() -> None:
+    """Which is why none are written."""
+    with pytest.raises(RuntimeError):
+        made("mx fp8 swizzled", torch.randn(2, 64, 128).bfloat16())
+
+
 # A format's storage that others write, and what becomes of it.
 WRITTEN = [(int8_channel, "safetensors", "torchao", {}), (int8_tensor, "safetensors", "torchao", {}),
            (int_group, "int_quantized", "torchao_int8", {"bits": 8, "group": 32}),
@@ -127,6 +151,26 @@ def test_it_loads_what_is_written(tmp_path: Path, format: Any, storage: str, to:
         found, rest = unflatten_tensor_state_dict({name: file.tensor(name) for name in file.names()}, file.header.metadata)
     assert rest == {} and found.keys() == {"m.a.weight", "m.norm.weight"} and found["m.a.weight"].shape == (96, 192)
     assert same_bits(found["m.a.weight"].dequantize(torch.float32), format.dequantize(packed, torch.float32))
+
+
+@pytest.mark.parametrize(("format", "storage", "to", "options"), [
+    each for each in WRITTEN if "swizzled" not in each[2] and each[0] is not nvfp4_modelopt])
+def test_it_loads_experts_that_are_written(tmp_path: Path, format: Any, storage: str, to: str, options: dict[str, Any]) -> None:
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    each = [format.quantize(torch.randn(96, 192), storage, **options) for _ in range(2)]
+    tensors = {name: torch.stack([one.tensors[name] for one in each]) for name in each[0].tensors}
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "model.safetensors", {f"m.up{name.removeprefix('weight')}": each for name, each in tensors.items()})
+    says = {"quant_method": "qdsl", "format": format.FORMAT.name, "storage": storage, **each[0].params}
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": says}))
+    with Folder(tmp_path / "in") as folder:
+        convert(folder, layers(folder), aimed(to), tmp_path / "out")
+    with TensorFile(tmp_path / "out" / "model.safetensors") as file:
+        found, rest = unflatten_tensor_state_dict({name: file.tensor(name) for name in file.names()}, file.header.metadata)
+    assert rest == {} and found.keys() == {"m.up"} and found["m.up"].shape == (2, 96, 192)
+    wanted = torch.stack([format.dequantize(one, torch.float32) for one in each])
+    assert same_bits(found["m.up"].dequantize(torch.float32), wanted)
 
 
 def test_its_configs_are_what_pages_say() -> None:

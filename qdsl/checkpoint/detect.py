@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from qdsl.stored import Description
 
 EXTENTS = ("N", "K")
+EXPERTS = "E"                                                    # how many such weights there are, in front of N and K
 OWN = "qdsl"                                                     # the quant_method of settings that are no producer's
 SPOKEN = ("storage", "where", "with")                            # what a rule itself says, no setting
 
@@ -25,12 +26,15 @@ class Reading:
     keys: the setting that gave each, none of those that the rule itself gives; values may be any that a config has, also such
     as the format does not know.
     weak: the rule took the absence of a setting for one of its words.
+    fronts: what lists have in front of what the rule has, the extent of one more axis, of experts; None for those that have
+    nothing there, by settings.
     """
 
     storage: str
     values: Mapping[str, Any]
     keys: Mapping[str, str]
     weak: bool = False
+    fronts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def own_rule(format: Description, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,23 +43,25 @@ def own_rule(format: Description, settings: Mapping[str, Any]) -> dict[str, Any]
     return {"quant_method": OWN, "format": format.name, "storage": str(settings.get("storage", "")), **params}
 
 
-def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any]) -> Iterator[Reading]:
+def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any], stacks: bool = False) -> Iterator[Reading]:
     """What each rule says whose words the settings have.
 
     rules: one mapping or a list of them.  names: what settings may give values, parameters and N and K.  In a rule a setting
     is a word that it must be, a list of words of which it must be one, 'null' if it must be absent, or names, which take its
     values, in a list beside words; dots lead to settings within settings.  'storage' and 'where', values of parameters, say what
-    the rule speaks of.  What follows from a tensor, another mapping, says nothing here, nor what stands under 'with'.
+    the rule speaks of.  What follows from a tensor, another mapping, says nothing here, nor what stands under 'with'.  stacks:
+    settings may be those of experts in one tensor.
     """
     for rule in rules if isinstance(rules, list) else [rules] if isinstance(rules, dict) else []:
-        reading = _reading(rule, names, settings)
+        reading = _reading(rule, names, settings, stacks)
         if reading is not None:
             yield reading
 
 
-def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[str, Any]) -> Reading | None:
+def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[str, Any], stacks: bool = False) -> Reading | None:
     values: dict[str, Any] = dict(rule.get("where", {}))
     keys: dict[str, str] = {}
+    fronts: dict[str, Any] = {}
     weak = False
     for key, wanted in rule.items():
         if key in SPOKEN or isinstance(wanted, Mapping):
@@ -66,6 +72,10 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
             weak |= value is None and len(words) > 1
             continue
         many = value if isinstance(value, list) else [value]
+        if stacks and isinstance(value, list) and isinstance(wanted, list):
+            more = len(many) == len(words) + 1
+            fronts[key] = many[0] if more else None
+            many = many[more:]
         if value is None or isinstance(value, list) != isinstance(wanted, list) or len(many) != len(words):
             return None
         if not all(word in names or same(each, word) for word, each in zip(words, many, strict=True)):
@@ -73,7 +83,12 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
         given = {word: each for word, each in zip(words, many, strict=True) if word in names}
         values |= given
         keys |= dict.fromkeys(given, key)
-    return Reading(str(rule.get("storage", "")), values, keys, weak)
+    return Reading(str(rule.get("storage", "")), values, keys, weak, fronts)
+
+
+def is_block(key: str) -> bool:
+    """Whether a header's list is of the extents of a block, and not of those of the weight."""
+    return key.endswith("block_size")
 
 
 def at(settings: Mapping[str, Any], key: str) -> Any:
@@ -88,6 +103,7 @@ def at(settings: Mapping[str, Any], key: str) -> Any:
 def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, Any] | None:
     """What small tensors beside a weight give parameters, N and K, and tensors of one number; None for those of another format.
 
+    E is how many experts there are, where a list of N and K has that in front.
     contents: of those that are there, JSON where the format's rule for a tensor is a mapping, else numbers.
     """
     names = [*format.params, *EXTENTS, *format.singles]
@@ -101,18 +117,20 @@ def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, 
                 return None
             continue
         settings = content if isinstance(rule, Mapping) else {key: content}
-        reading = _reading(rule if isinstance(rule, Mapping) else {key: rule}, names, settings)
+        reading = _reading(rule if isinstance(rule, Mapping) else {key: rule}, names, settings, isinstance(rule, Mapping))
         if reading is None or not isinstance(settings, Mapping):
             return None
         found |= reading.values
+        for front in reading.fronts.values():
+            found |= {} if front is None else {EXPERTS: front}
     return found
 
 
 def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple[str, bytes]]:
     """The small tensors that a producer puts beside a weight, by name: dtype and bytes of those that hold JSON, or a table.
 
-    values: of parameters, N and K, and tensors of one number.  settings: which of several words it is, where they say one of
-    them; else the first.
+    values: of parameters, N and K, and tensors of one number, and E for experts in one tensor.  settings: which of several words
+    it is, where they say one of them; else the first.
     """
     found: dict[str, tuple[str, bytes]] = {}
     for key, rule in format.detect.get("tensors", {}).items():
@@ -123,6 +141,12 @@ def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str
             numbers = format.tables[rule]
             found[key] = "float32", struct.pack(f"<{len(numbers)}f", *numbers)
     return found
+
+
+def says_extents(format: Description) -> bool:
+    """Whether JSON beside a weight says N and K, and of experts in one tensor how many there are: all else is flat then."""
+    rules = [rule for rule in format.detect.get("tensors", {}).values() if isinstance(rule, Mapping)]
+    return any([*EXTENTS] == wanted for rule in rules for wanted in rule.values())
 
 
 def numbers(format: Description) -> list[str]:
@@ -142,7 +166,8 @@ def _written(wanted: Any, values: Mapping[str, Any], setting: object) -> Any:
     """A setting that makes a rule hold."""
     words = wanted if isinstance(wanted, list) else [wanted]
     if all(word in values for word in words):
-        return [values[word] for word in words] if isinstance(wanted, list) else values[words[0]]
+        front = [values[EXPERTS]] if EXPERTS in values else []
+        return [*front, *(values[word] for word in words)] if isinstance(wanted, list) else values[words[0]]
     return next((word for word in words if setting is not None and same(setting, word)), words[0])
 
 

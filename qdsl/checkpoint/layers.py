@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import EXTENTS, OWN, Reading, from_tensors, own_rule, readings, same
+from qdsl.checkpoint.detect import EXPERTS, EXTENTS, OWN, Reading, from_tensors, is_block, own_rule, readings, same
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import Group, groups
+from qdsl.checkpoint.leaves import Leaves
 from qdsl.checkpoint.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json, torch_name
-from qdsl.checkpoint.stated import PREFIX, Stated, flat
+from qdsl.checkpoint.stated import Stated, flat
+from qdsl.shapes import granule
 from qdsl.spilled import LOST, is_spilled
 from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, named
 
@@ -29,8 +31,10 @@ ENOUGH = 64                                                      # elements in w
 LISTED = 1 << 10                                                 # bytes of a tensor of numbers that says something
 TOLD = 100                                                       # how near a miss comes that a tensor itself tells of
 UNKNOWN = -1                                                     # and one whose format is not the one that a header speaks of
+TURNED = "experts' weights are [E, K, N], as their extents tell of what goes in and comes out: no storage has them so"
 NUMBERS = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}
 WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes of numbers that bytes may be held in
+BYTES = ("U8", "I8")                                             # dtypes of weights of which two may lie in an element
 PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
 
 
@@ -59,6 +63,12 @@ class Layer:
     by: str = ""
     problems: tuple[str, ...] = ()
     why: str = ""
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the name is that of a weight and not of its module, as experts in one tensor have it."""
+        begin = f"{self.name}." if self.name else ""
+        return not all(full.startswith(begin) for full in (*self.tensors.values(), *self.others.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +127,7 @@ class _Finder:
         self.found = list(found)
         self.says = found[0] if found else None
         self.stated = Stated(folder)
-        self.leaves = _Leaves(formats, self.stated)
+        self.leaves = Leaves(formats, self.stated)
         self.saying: dict[str, object] = {leaf: None for each in formats for storages in each.variants.values()
                                           for layout in storages.values() for leaf, stored in layout.items()
                                           if stored.dtype == "shape"}
@@ -134,7 +144,7 @@ class _Finder:
         used = {self._kind(leaf, modules[name][leaf]) for name, layer in found.items() if layer is not None
                 for leaf in modules[name] if modules[name][leaf] in layer.tensors.values()}
         layers = {name: layer or self._remains(name, modules[name], used) for name, layer in found.items()}
-        kept = {name: layer for name, layer in layers.items() if layer is not None}
+        kept = self._upright({name: layer for name, layer in layers.items() if layer is not None})
         held = {full for layer in kept.values() for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
         plain = [name for name in self.folder.names() if name not in held]
         left = self._left({name: tensors for name, tensors in modules.items() if name not in kept}, kept)
@@ -163,6 +173,30 @@ class _Finder:
         if not any(self._kind(leaf, full) in used for leaf, full in there.items()):
             return None
         return Layer(name, others=there, why=self._lost(tensors) or str(self._nearest(self._given(there), {}, None)))
+
+    def _upright(self, layers: dict[str, Layer]) -> dict[str, Layer]:
+        """Experts' weights [E, K, N] of a module are none, though their tensors fit: no format is read down its columns.
+
+        One of two matrices gives what the other takes, and has twice the rows that the other has columns, for gate and up.
+        """
+        beside: dict[str, dict[str, tuple[int, int]]] = {}
+        for name, layer in layers.items():
+            if (extents := self._extents(layer)) is not None:
+                beside.setdefault(name.rpartition(".")[0], {})[name] = extents
+        turned = {name for each in beside.values() for one, (n, k) in each.items() for other, (m, j) in each.items()
+                  if n == j and k == 2 * m for name in (one, other)}
+        return {name: layer if name not in turned else
+                Layer(name, others={**layer.tensors, **layer.others}, by=layer.by, why=TURNED) for name, layer in layers.items()}
+
+    def _extents(self, layer: Layer) -> tuple[int, int] | None:
+        """N and K of experts; where they are of no format what their tensor has instead, two codes of K in a byte."""
+        if layer.format:
+            return None if layer.experts is None else layer.shape
+        full = layer.others.get("weight", "")
+        entry = self.folder.entry(full) if full else None
+        if entry is None or len(entry.shape) != 3:
+            return None
+        return entry.shape[1] * (2 if entry.dtype in BYTES else 1), entry.shape[2]
 
     def _lost(self, tensors: Mapping[str, str]) -> str:
         """What of a module lies in files that are not there."""
@@ -374,15 +408,17 @@ class _Finder:
 def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
           ) -> list[_Candidate]:
     """Every way to read tensors as a format's, with what is stated of them alone.  Raises Misfit."""
-    shape, params, numbers = _told(format, contents)
+    shape, experts, params, numbers = _told(format, contents)
     given = {**dict.fromkeys(numbers, Given("float32", ())), **given}
     if any(isinstance(content, Mapping) for content in contents.values()):
         given = {leaf: _as_bytes(tensor) if leaf in format.in_bytes else tensor for leaf, tensor in given.items()}
+    if shape is not None and experts is not None:
+        return _flat(format, given, shape, experts, params)
     if stated is None:
         return _fitting(format, given, shape, None, params)
     found: list[_Candidate] = []
     nearest = Misfit(UNKNOWN, f"{format.name}: the header speaks of something else")
-    for reading in readings(format.detect.get("header"), [*format.params, *EXTENTS], stated):
+    for reading in readings(format.detect.get("header"), [*format.params, *EXTENTS], stated, stacks=True):
         extents = [reading.values.get(dim) for dim in EXTENTS]
         whole = [each for each in extents if type(each) is int and each >= 0]
         try:
@@ -399,7 +435,11 @@ def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str
 
 
 def _is_stated(candidate: _Candidate, reading: Reading) -> bool:
-    """Whether N, K and parameters are those that a header says."""
+    """Whether N, K, parameters and how many experts there are is what a header says; a block is of one of them, or of all."""
+    for key, front in reading.fronts.items():
+        if type(front) is not type(candidate.experts) or front not in ((candidate.experts, 1) if is_block(key) else
+                                                                       (candidate.experts,)):
+            return False
     (n, k), params = candidate.fit.shape, candidate.fit.params
     own: Mapping[str, object] = {**params, **candidate.format.numbers(params, (n, k)), "N": n, "K": k}
     return all(type(value) is type(own[name]) and value == own[name] for name, value in reading.values.items())
@@ -418,14 +458,22 @@ def _fitting(format: Description, given: Mapping[str, Given], shape: tuple[int, 
     for experts in _experts(format, given):
         with suppress(Misfit):
             return [_Candidate(format, fit, experts) for fit in fits(format, {
-                leaf: replace(tensor, shape=tensor.shape[1:]) if tensor.shape[:1] == (experts,) else tensor
-                for leaf, tensor in given.items()}, shape, storage, params)]
+                leaf: _of_one(tensor, experts) for leaf, tensor in given.items()}, shape, storage, params)]
     return [_Candidate(format, fit, None) for fit in fits(format, given, shape, storage, params)]
 
 
+def _of_one(tensor: Given, experts: int) -> Given:
+    """A tensor of one expert, all of which say the same of their shapes; one without their axis is of each."""
+    if tensor.shape[:1] != (experts,):
+        return tensor
+    size = len(tensor.values) // experts
+    same = tensor.values == tensor.values[:size] * experts
+    return replace(tensor, shape=tensor.shape[1:], values=tensor.values[:size] if same else tensor.values)
+
+
 def _told(format: Description, contents: Mapping[str, Any],
-          ) -> tuple[tuple[int, int] | None, dict[str, int | str], list[str]]:
-    """(N, K), parameters, and the tensors of one number that small tensors say; None, and missing, what they leave open.
+          ) -> tuple[tuple[int, int] | None, int | None, dict[str, int | str], list[str]]:
+    """(N, K), E, parameters, and the tensors of one number that small tensors say; None, and missing, what they leave open.
 
     Raises Misfit.
     """
@@ -436,6 +484,8 @@ def _told(format: Description, contents: Mapping[str, Any],
     for name, value in said.items():
         if name in numbers:
             wrong = type(value) not in (int, float)
+        elif name == EXPERTS:
+            wrong = type(value) is not int or value < 1
         elif name in EXTENTS:
             wrong = type(value) is not int or value < 0
         else:
@@ -443,7 +493,7 @@ def _told(format: Description, contents: Mapping[str, Any],
         if wrong:
             raise Misfit(TOLD + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")
     shape = (said["N"], said["K"]) if {*EXTENTS} <= said.keys() else None
-    return shape, {name: value for name, value in said.items() if name in format.params}, numbers
+    return shape, said.get(EXPERTS), {name: value for name, value in said.items() if name in format.params}, numbers
 
 
 def _as_bytes(tensor: Given) -> Given:
@@ -467,15 +517,33 @@ def _nearness(format: Description, given: Mapping[str, Given]) -> int:
                for storages in format.variants.values() for layout in storages.values())
 
 
+def _flat(format: Description, given: Mapping[str, Given], shape: tuple[int, int], experts: int,
+          params: Mapping[str, int | str]) -> list[_Candidate]:
+    """Every way to read tensors that run through all experts.  Raises Misfit, also where a block has weights of two experts."""
+    one = {leaf: replace(tensor, shape=(tensor.shape[0] // experts, *tensor.shape[1:]))
+           if tensor.shape and tensor.shape[0] % experts == 0 else tensor for leaf, tensor in given.items()}
+    found = fits(format, one, shape, None, params)
+    for fit in found:
+        axes = [axis for stored in format.layout(fit.storage, fit.params).values() for axis in stored.axes]
+        step = granule(axes, "N", format.numbers(fit.params, shape), shape[1])
+        if shape[0] % step:
+            raise Misfit(TOLD + 1, f"{format.name}.{fit.storage}: experts of {shape[0]} rows share blocks, which begin every "
+                               f"{step} rows")
+    return [_Candidate(format, fit, experts) for fit in found]
+
+
 def _experts(format: Description, given: Mapping[str, Given]) -> list[int]:
-    """The first extent of all tensors of a storage, where they have an axis more than it."""
+    """The first extent of all tensors of a storage, where they have an axis more than it; one number may be that of all."""
     found = []
     for storages in format.variants.values():
         for layout in storages.values():
             keys = named(layout, given)
-            firsts = {given[key].shape[:1] if len(given[key].shape) == 1 + len(layout[name].axes) else ()
-                      for name, key in keys.items()}
-            if len(firsts) == 1 and all(stored.optional or name in keys for name, stored in layout.items()):
+            shapes = [(given[key].shape, len(layout[name].axes)) for name, key in keys.items()
+                      if any(axis.dim != "1" for axis in layout[name].axes)]
+            firsts = {shape[:1] if len(shape) > axes and all(each == 1 for each in shape[1 + axes:]) else ()
+                      for shape, axes in shapes}
+            if len(firsts) == 1 and any(len(shape) == 1 + axes for shape, axes in shapes) and all(
+                    stored.optional or name in keys for name, stored in layout.items()):
                 found += list(next(iter(firsts)))
     return list(dict.fromkeys(found))
 
@@ -522,41 +590,3 @@ def _brief(settings: Mapping[str, Any]) -> str:
 def _alike(name: str) -> str:
     """What modules of all blocks and experts have in common."""
     return re.sub(r"\d+", "*", name)
-
-
-class _Leaves:
-    """The last parts of names by which tensors belong to a module, such as 'weight_scale' or 'weight.absmax'.
-
-    names: all.  heads: the first parts of those that have several.  tails: those that begin with '_', the ends of a last part,
-    but for those of a weight called 'weight', which stand for those of any name that a header has.
-    """
-
-    def __init__(self, formats: Iterable[Description], stated: Stated) -> None:
-        self.stated = stated
-        layouts = [layout for each in formats for storages in each.variants.values() for layout in storages.values()]
-        self.names = {name for layout in layouts for key, stored in layout.items() for name in (key, *stored.aliases)}
-        self.names |= {name for each in formats for name in each.detect.get("tensors", {})}
-        self.heads = {name.partition(".")[0] for name in self.names if "." in name}
-        tails = (name for name in self.names if name.startswith("_") and not name.startswith(PREFIX))
-        self.tails = tuple(sorted(tails, key=len, reverse=True))
-
-    def modules(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Tensors by module: modules(...)['model.layers.0.mlp.up_proj']['weight_scale'] is the whole name."""
-        found: dict[str, dict[str, str]] = {}
-        for name in names:
-            module, leaf = self._cut(name)
-            found.setdefault(module, {})[leaf] = name
-        return found
-
-    def _cut(self, name: str) -> tuple[str, str]:
-        parts = name.split(".")
-        for place in range(1, len(parts) - 1):
-            if parts[place] in self.heads:
-                return ".".join(parts[:place]), ".".join(parts[place:])
-        module, _, leaf = name.rpartition(".")
-        if (cut := self.stated.cut(module, leaf)) is not None:
-            return cut
-        if leaf.endswith(self.tails) and leaf not in self.tails:
-            tail = next(each for each in self.tails if leaf.endswith(each))
-            return name[:-len(tail)], tail
-        return module, leaf

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import SPOKEN
+from qdsl.checkpoint.detect import SPOKEN, is_block
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.stated import PREFIX, Stated
 from qdsl.shapes import extents
@@ -18,6 +18,7 @@ from qdsl.stored import Description, Stored
 
 LIST = "tensor_names"                                            # the key of the list of all weights
 PLAIN = json.dumps({"_type": "Tensor"})                          # what stands under the name of one that is not quantized
+FLAT = ("Int4PlainInt32Tensor", "Int4TilePackedTo4dTensor")      # types that torchao has for weights of two axes alone
 TENSORS = "tensors"                                              # in a rule: the names that a storage's tensors have there
 
 
@@ -34,10 +35,26 @@ def seen(format: str, storage: str, name: str, shape: tuple[int, int]) -> tuple[
     return extents(stored.seen, *shape, {}) if stored and stored.seen else None
 
 
-def called(format: str, storage: str, name: str) -> str:
-    """What a tensor of a storage is called beside a weight that a header says: the end of its name."""
+def called(layer: Layer, format: str, storage: str, name: str) -> str:
+    """What a tensor of a storage is called where a header says the layer's weight."""
     stored = _stored(format, storage, name)
-    return next((alias for alias in stored.aliases if alias.startswith(PREFIX)), name) if stored else name
+    leaf = next((alias for alias in stored.aliases if alias.startswith(PREFIX)), name) if stored else name
+    module, _, own = weight(layer).rpartition(".")
+    return f"{module}._{own}_{leaf.removeprefix(PREFIX)}".lstrip(".")
+
+
+def unsaid(layer: Layer, format: str, storage: str, params: Mapping[str, int | str], tensors: Sequence[str]) -> str:
+    """Why a header cannot say the weights of experts in one tensor; '' where it can, and for a layer without experts."""
+    found = rule(format, storage, params)
+    if layer.experts is None or found is None:
+        return ""
+    if found["_type"] in FLAT:
+        return f"torchao has no {found['_type']} of experts in one tensor"
+    stored = {name: _stored(format, storage, name) for name in tensors}
+    if any(each is not None and each.seen for each in stored.values()):
+        return "torchao has no scales of experts in tiles"
+    single = next((name for name, each in stored.items() if each is not None and not each.axes), None)
+    return f"'{single}' is one number for all experts there" if single else ""
 
 
 def _stored(format: str, storage: str, name: str) -> Stored | None:
@@ -57,11 +74,13 @@ def said(layer: Layer, format: str, storage: str, params: Mapping[str, int | str
     for key, wanted in found.items():
         if key not in SPOKEN:
             words = wanted if isinstance(wanted, list) and any(word in values for word in wanted) else None
+            front = [] if words is None or layer.experts is None else [1 if is_block(key) else layer.experts]
             place = made
             *path, last = key.split(".")
             for part in path:
                 place = place.setdefault(part, {})
-            place[last] = _written(wanted[0] if words is None and isinstance(wanted, list) else wanted, values)
+            place[last] = _written(wanted[0] if words is None and isinstance(wanted, list) else
+                                   front + wanted if front else wanted, values)
     return json.dumps(made)
 
 
@@ -78,17 +97,17 @@ def _written(word: Any, values: Mapping[str, Any]) -> Any:
     return None if word == "null" else values.get(word, word) if isinstance(word, str) else word
 
 
-def weight(layer: str) -> str:
+def weight(layer: Layer) -> str:
     """The name of a layer's weight."""
-    return f"{layer}.weight".lstrip(".")
+    return layer.name if layer.stacked else f"{layer.name}.weight".lstrip(".")
 
 
 def texts(stated: Stated, changed: Mapping[str, str | None], kept: Sequence[Layer], plain: Sequence[str]) -> dict[str, str]:
     """What metadata are to say of weights, in every file of a checkpoint; nothing where nothing is to be said of a quantized one.
 
-    changed: by the layers that change, what is to be said of each.  kept: layers that stay.  plain: all other tensors.
+    changed: by the weights that change, what is to be said of each.  kept: layers that stay.  plain: all other tensors.
     """
-    found = {weight(name): text for name, text in changed.items() if text is not None}
+    found = {name: text for name, text in changed.items() if text is not None}
     found |= {name: stated.text(name) for layer in kept if (name := stated.name(layer.name)) is not None}
     if found:
         found |= {name: PLAIN for name in plain if "." in name}  # what is in no module cannot be listed
@@ -97,6 +116,6 @@ def texts(stated: Stated, changed: Mapping[str, str | None], kept: Sequence[Laye
 
 
 def renewed(old: Mapping[str, str], new: Mapping[str, str], changed: Sequence[str], plain: Sequence[str]) -> dict[str, str]:
-    """A file's metadata with what is now to be said of weights in place of what was."""
-    gone = {LIST, *changed, *map(weight, changed), *(name for name in plain if "." in name)}
+    """A file's metadata with what is now to be said of weights in place of what was.  changed: names that weights have had."""
+    gone = {LIST, *changed, *(name for name in plain if "." in name)}
     return {**{key: text for key, text in old.items() if key not in gone}, **new}

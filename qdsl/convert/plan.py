@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import choices, numbers, saying
+from qdsl.checkpoint.detect import EXPERTS, choices, numbers, saying, says_extents
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import module_of, unread
 from qdsl.checkpoint.layers import Layer, Layers
+from qdsl.checkpoint.leaves import WEIGHT
 from qdsl.checkpoint.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
 from qdsl.checkpoint.stated import Stated
 from qdsl.convert import header
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.packed import PackedWeight
 
 
+WHOLE = ("modelopt",)                                            # storages with 'down_proj_weight_scale', not 'down_proj_scale'
 SAID = 8                                                         # problems, of those that there are
 LONGEST = -1.1754943508222875e-38                                # a float32 with as many letters as any
 
@@ -183,13 +185,14 @@ def plan(folder: Folder, layers: Layers, aim: Aim) -> Plan:
 
 def _stated(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim: Aim) -> dict[Path, dict[str, str]]:
     """The metadata of the files, which say in each what all weights are, where producers want that."""
-    changed = {layer.name: header.said(layer, target(layer, aim).name, aim.storage, params_in(layer, aim), list(names))
+    changed = {header.weight(layer): header.said(layer, target(layer, aim).name, aim.storage, params_in(layer, aim), list(names))
                for file in files for layer, names in file.layers}
     ours = {full for layer in kept for full in layer.tensors.values()}
     ours |= {full for file in files for _, names in file.layers for full in names.values()}
     plain = [name for file in files for name in file.tensors if name not in ours]
     new = header.texts(Stated(folder), changed, kept, plain)
-    return {file.old.path: header.renewed(file.old.header.metadata, new, list(changed), plain) for file in files}
+    gone = [*changed, *(layer.name for file in files for layer, _ in file.layers)]
+    return {file.old.path: header.renewed(file.old.header.metadata, new, gone, plain) for file in files}
 
 
 def _refuse(problems: Sequence[str], advice: str = "") -> None:
@@ -208,14 +211,17 @@ def _place(files: Mapping[Path, _File], folder: Folder, layer: Layer, aim: Aim) 
     aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
     format, params = target(layer, aim).name, params_in(layer, aim)
     stated = header.rule(format, aim.storage, params) is not None
-    if stated and layer.experts is not None:
-        raise RewriteError(f"{folder.path}: layer {shown(layer.name)} ({layer.format}.{layer.storage}) cannot be {aim.storage}: "
-                           "what headers say of experts there is not known")
+    tensors = tensors_in(folder, layer, aim)
+    if wrong := header.unsaid(layer, format, aim.storage, params, list(tensors)):
+        raise RewriteError(f"{_cannot(folder, layer, aim)}: {wrong}")
     names = {}
-    for name, (dtype, shape) in tensors_in(folder, layer, aim).items():
+    for name, (dtype, shape) in tensors.items():
         shape = header.seen(format, aim.storage, name, layer.shape) or shape
-        names[name] = f"{layer.name}.{header.called(format, aim.storage, name)}" if stated else \
-            full_name(layer, name, aliases.get(name, ()))
+        try:
+            names[name] = header.called(layer, format, aim.storage, name) if stated else \
+                full_name(layer, name, aliases.get(name, ()), aim.storage in WHOLE)
+        except RewriteError as error:
+            raise RewriteError(f"{_cannot(folder, layer, aim)}: {error}") from None
         if names[name] in file.tensors:
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: there is a tensor {shown(names[name])} already")
         file.tensors[names[name]] = (dtypes[dtype], shape)
@@ -230,7 +236,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     """
     from qdsl.runtime.packed import FormatError
 
-    where = f"{folder.path}: layer {shown(layer.name)} ({layer.format}.{layer.storage}) cannot be {aim.storage}"
+    where = _cannot(folder, layer, aim)
     format, params = target(layer, aim), params_in(layer, aim)
     variants = description(format.name).variants
     if aim.storage in format.storages and all(aim.storage not in storages for storages in variants.values()):
@@ -242,11 +248,28 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
         raise RewriteError(f"{where}: {error}") from None
     if any(each != stored[0] for each in stored):
         raise RewriteError(f"{where}: some of its experts need other tensors there")
-    if layer.experts is not None:
+    known = description(format.name)
+    if layer.experts is not None and not says_extents(known):
         return {name: (dtype, (layer.experts, *shape)) for name, (dtype, shape) in stored[0].items()}
-    return {**{name: each for name, each in stored[0].items() if name not in numbers(description(format.name))},
-            **{name: (dtype, (len(data) // dtype.itemsize,)) for name, (dtype, data)
-               in beside(layer, format, params, _settings(folder, format)).items()}}
+    if layer.experts is not None:
+        _check_flat(where, layer, other, numbers(known))
+    found = {name: (dtype, shape if layer.experts is None else (layer.experts * shape[0], *shape[1:]))
+             for name, (dtype, shape) in stored[0].items() if name not in numbers(known)}
+    return found | {name: (dtype, (len(data) // dtype.itemsize,)) for name, (dtype, data)
+                    in beside(layer, format, params, _settings(folder, format)).items()}
+
+
+def _check_flat(where: str, layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> None:
+    """Raises RewriteError where tensors cannot run through all experts."""
+    if numbers:
+        raise RewriteError(f"{where}: '{numbers[0]}' is one number for all experts there")
+    step = other.step("N")
+    if layer.shape[0] % step:
+        raise RewriteError(f"{where}: experts of {layer.shape[0]} rows would share blocks, which begin every {step} rows")
+
+
+def _cannot(folder: Folder, layer: Layer, aim: Aim) -> str:
+    return f"{folder.path}: layer {shown(layer.name)} ({layer.format}.{layer.storage}) cannot be {aim.storage}"
 
 
 def description(name: str) -> Description:
@@ -261,12 +284,12 @@ def _settings(folder: Folder, format: Format) -> dict[str, Any]:
 
 def beside(layer: Layer, format: Format, params: Mapping[str, int | str], settings: Mapping[str, Any],
            told: Mapping[str, float] | None = None) -> dict[str, tuple[torch.dtype, bytes]]:
-    """The small tensors that a producer puts beside a weight.
+    """The small tensors that a producer puts beside a weight, or beside those of experts in one tensor.
 
     told: the tensors of one number that are said in JSON; without them it is as long as it can be, and no longer with them.
     """
     known = description(format.name)
-    values = {"N": layer.shape[0], "K": layer.shape[1], **params}
+    values = {"N": layer.shape[0], "K": layer.shape[1], **params, **({} if layer.experts is None else {EXPERTS: layer.experts})}
     longest = saying(known, {**values, **dict.fromkeys(numbers(known), LONGEST)}, settings)
     found = longest if told is None else saying(known, {**values, **told}, settings)
     dtypes = {str(dtype)[6:]: dtype for dtype in torch_dtypes().values()}
@@ -320,15 +343,24 @@ def become(weight: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
     return target(layer, aim).quantize(weight.format.dequantize(weight, torch.float32), aim.storage, **options)
 
 
-def full_name(layer: Layer, name: str, aliases: Sequence[str] = ()) -> str:
+def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool = False) -> str:
     """What a tensor of a storage is called in a checkpoint: as the layer calls the one of that name now, else by it.
 
-    An alias that has a dot where the name cannot have one is what files call it.
+    An alias that has a dot where the name cannot have one is what files call it.  A weight with a name of its own gives it to
+    those beside it: 'weight_scale' is 'down_proj_scale', or, `whole`, 'down_proj_weight_scale'.  Raises RewriteError where
+    nothing says what they are called.
     """
-    if name in layer.tensors:
-        return layer.tensors[name]
-    name = next((alias for alias in aliases if alias.replace(".", "_") == name), name)
-    return f"{layer.name}.{name}" if layer.name and not name.startswith("_") else layer.name + name
+    if not layer.stacked:
+        if name in layer.tensors:
+            return layer.tensors[name]
+        name = next((alias for alias in aliases if alias.replace(".", "_") == name), name)
+        return f"{layer.name}.{name}" if layer.name else name
+    for leaf in (*(alias for alias in aliases if alias.replace(".", "_") == name), name):
+        if leaf.startswith(WEIGHT):
+            return f"{layer.name}_{leaf}" if whole and leaf != WEIGHT else layer.name + leaf.removeprefix(WEIGHT)
+    if f"_{name}" in aliases:
+        return f"{layer.name}_{name}"
+    raise RewriteError(f"nobody says what '{name}' is called beside experts in one tensor")
 
 
 def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, known: Mapping[Path, list[Any]]) -> Shard:

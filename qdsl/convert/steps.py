@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 import torch
 
-from qdsl.checkpoint.detect import numbers
+from qdsl.checkpoint.detect import numbers, says_extents
 from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.safetensors import bytes_of, shown
 from qdsl.checkpoint.worker import there
@@ -28,25 +28,31 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
             found = become(weight, step.layer, step.aim)
         except FormatError as error:
             raise RewriteError(f"{folder.path}: layer {shown(step.layer.name)} cannot be {step.aim.storage}: {error}") from None
-        every = _bytes(step, found)
-        assert every.keys() == step.to.keys(), step.layer.name
-        for name, entry in step.to.items():
-            data = every[name]
-            assert data.nbytes * (step.layer.experts or 1) == entry.nbytes, (step.layer.name, name)
-            out.seek(entry.start + expert * data.nbytes)
-            out.write(data)
+        own, small = _bytes(step, found)
+        assert own.keys() | small.keys() == step.to.keys(), step.layer.name
+        for name, data in own.items():
+            assert data.nbytes * (step.layer.experts or 1) == step.to[name].nbytes, (step.layer.name, name)
+            _put(out, step.to[name].start + expert * data.nbytes, data)
+        for name, data in small.items() if expert == 0 else ():
+            assert data.nbytes == step.to[name].nbytes, (step.layer.name, name)
+            _put(out, step.to[name].start, data)
         if not step.aim.exact(step.layer):
             before, after = (each.format.dequantize(each, torch.float32) for each in (weight, found))
             cost += measured(before, after)
     return None if step.aim.exact(step.layer) else cost
 
 
-def _bytes(step: Change, weight: PackedWeight) -> dict[str, memoryview]:
-    """The tensors of a weight, and the small ones beside it."""
-    layer, format = step.layer, weight.format
-    if layer.experts is not None:
-        return {name: bytes_of(tensor) for name, tensor in weight.tensors.items()}
-    told = {name: float(weight.tensors[name]) for name in numbers(description(format.name))}
-    small = beside(layer, format, weight.params, step.settings, told)
-    return {**{name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in told},
-            **{name: memoryview(data) for name, (_, data) in small.items()}}
+def _put(out: BinaryIO, place: int, data: memoryview) -> None:
+    out.seek(place)
+    out.write(data)
+
+
+def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], dict[str, memoryview]]:
+    """The tensors of a weight, and the small ones beside it, or beside all experts."""
+    layer, known = step.layer, description(weight.format.name)
+    if layer.experts is not None and not says_extents(known):
+        return {name: bytes_of(tensor) for name, tensor in weight.tensors.items()}, {}
+    told = {name: float(weight.tensors[name]) for name in numbers(known)}
+    small = beside(layer, weight.format, weight.params, step.settings, told)
+    return ({name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in told},
+            {name: memoryview(data) for name, (_, data) in small.items()})
