@@ -18,7 +18,7 @@ from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import write
 from qdsl.convert import run
 from qdsl.convert.plan import aimed
-from qdsl.generated import fp8_block, fp8_channel, int8_channel, int_group
+from qdsl.generated import fp8_block, fp8_channel, int8_channel, int_group, ocp_mxfp4
 from tests.support import folders
 
 transformers = pytest.importorskip("transformers")
@@ -105,3 +105,34 @@ def test_a_converted_folder_loads(tmp_path: Path, to: str, params: dict[str, Any
             [weight] = weights(folder, layer)
             model.get_submodule(layer.name).weight.data.copy_(weight.format.dequantize(weight, torch.float32))
     assert logits(loaded(tmp_path / "out")).equal(logits(model))
+
+
+def test_experts_in_one_tensor_are_those_of_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU has them, byte for byte; without one, 5.23 decodes all else, and takes experts' codes for weights."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    config = transformers.Qwen3MoeConfig(vocab_size=96, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=1,
+                                         head_dim=32, num_attention_heads=2, num_key_value_heads=1, num_experts=3)
+    tensors = transformers.Qwen3MoeForCausalLM(config).state_dict()
+    stacks = [name for name, tensor in tensors.items() if tensor.dim() == 3]
+    assert len(stacks) == 2
+    (tmp_path / "in").mkdir()
+    for name in stacks:
+        packed = [ocp_mxfp4.quantize(expert, "deepseek") for expert in tensors.pop(name)]
+        tensors |= {name + end: torch.stack([each.tensors[key] for each in packed])
+                    for end, key in (("", "weight"), ("_scale_inv", "weight_scale_inv"))}
+    write(tmp_path / "in" / "model.safetensors", tensors, {"format": "pt"})
+    said = {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(said, default=str))
+    with Folder(tmp_path / "in") as folder:
+        run.convert(folder, layers(folder), aimed("fp8_block", True, {"bn": 32, "bk": 32}), tmp_path / "out")
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not said["unexpected_keys"]
+    with Folder(tmp_path / "out") as folder:
+        found = layers(folder).layers
+        assert {layer.name: (layer.format, layer.experts) for layer in found} == dict.fromkeys(stacks, ("fp8_block", 3))
+        for layer in found:
+            for full in layer.tensors.values():
+                assert model.get_parameter(full).dtype == folder.tensor(full).dtype
+                assert model.get_parameter(full).data.view(torch.uint8).equal(folder.tensor(full).view(torch.uint8))
