@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import module_of, weights
 from qdsl.checkpoint.layers import Layer, Layers, layers
 from qdsl.checkpoint.safetensors import read_header, write
+from qdsl.cli import app
 from qdsl.convert.plan import aimed
 from qdsl.convert.run import convert
 from qdsl.generated import fp8_block, fp8_channel, fp8_tensor, nf4, nvfp4_modelopt, ocp_mxfp4, ocp_mxfp8
@@ -115,16 +117,25 @@ def turned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("inner", [128, 256, 512])
 @pytest.mark.parametrize("name", ["transformers fp8", "modelopt nvfp4", "rows"])
-def test_experts_with_rows_for_columns_are_refused(tmp_path: Path, name: str, inner: int) -> None:
+def test_experts_with_rows_for_columns(tmp_path: Path, name: str, inner: int) -> None:
     """As Llama 4 and Qwen3-VL have them, though in blocks of 128 x 128 all their tensors fit; also where one is a square."""
     module, storage, whole, *_ = KNOWN[name]
-    first, _ = experts(module, storage, 2 * inner, HIDDEN)
-    second, _ = experts(module, storage, HIDDEN, inner)
-    for tensors, fit in (({**stacked(GATE_UP, first, whole), **stacked(DOWN, second, whole)}, True),
-                         ({**stacked(GATE_UP, turned(first), whole), **stacked(DOWN, turned(second), whole)}, False)):
-        found = read(tmp_path, tensors)
-        assert [bool(layer.format) for layer in found.layers] == [fit] * 2
-        assert all(("[E, K, N]" in layer.why) != fit and set(layer.others.values()) <= {*tensors} for layer in found.layers)
+    first, second = experts(module, storage, 2 * inner, HIDDEN), experts(module, storage, HIDDEN, inner)
+    for rows_first, each in ((True, lambda tensors: tensors), (False, turned)):
+        found = read(tmp_path, {**stacked(GATE_UP, each(first[0]), whole), **stacked(DOWN, each(second[0]), whole)})
+        assert {layer.name: (layer.format, layer.shape, layer.experts, layer.turned) for layer in found.layers} == {
+            GATE_UP: (module.FORMAT.name, (2 * inner, HIDDEN), E, not rows_first),
+            DOWN: (module.FORMAT.name, (HIDDEN, inner), E, not rows_first)}
+        assert same_bits(decoded(tmp_path)[GATE_UP], first[1]) and same_bits(decoded(tmp_path)[DOWN], second[1])
+
+
+def test_turned_experts_of_no_format(tmp_path: Path) -> None:
+    first, second = experts(nvfp4_modelopt, "modelopt", 2 * INNER, HIDDEN), experts(nvfp4_modelopt, "modelopt", HIDDEN, INNER)
+    tensors = {**stacked(GATE_UP, turned(first[0]), True), **stacked(DOWN, turned(second[0]), True)}
+    found = read(tmp_path, {**tensors, f"{DOWN}_weight_scale_2": torch.ones(E, 2)})
+    assert {layer.name: (layer.format, layer.turned) for layer in found.layers} == {GATE_UP: ("nvfp4_modelopt", True),
+                                                                                    DOWN: ("", False)}
+    assert any(layer.why.startswith("experts' weights are [E, K, N], as their extents tell: ") for layer in found.layers)
 
 
 def test_a_plain_weight_is_not_taken_for_experts(tmp_path: Path) -> None:
@@ -157,6 +168,26 @@ def test_the_names_of_each_producer(tmp_path: Path) -> None:
         assert (layer.storage, layer.experts, layer.name) == (to, E, GATE_UP)
         assert {*read_header(out / "model.safetensors").tensors} == {f"{GATE_UP}{end}" for end in (*ends, "_bias")}
         assert same_bits(decoded(out)[GATE_UP], wanted)
+
+
+def test_turned_experts_stay_so(tmp_path: Path) -> None:
+    """Their model has them so, in the new format too; what knows experts [E, N, K] alone is refused."""
+    first, second = experts(fp8_block, "safetensors", 2 * INNER, HIDDEN), experts(fp8_block, "safetensors", HIDDEN, INNER)
+    (tmp_path / "in").mkdir()
+    read(tmp_path / "in", {**stacked(GATE_UP, turned(first[0])), **stacked(DOWN, turned(second[0]))})
+    printed = CliRunner().invoke(app, ["inspect", str(tmp_path / "in")]).output
+    assert f"{E} x {2 * INNER} x {HIDDEN}, turned" in printed
+    layer = converted(tmp_path / "in", tmp_path / "out", "nvfp4_modelopt", requantize=True)
+    assert (layer.format, layer.turned) == ("nvfp4_modelopt", True)
+    assert {full: entry.shape for full, entry in read_header(tmp_path / "out" / "model.safetensors").tensors.items()} == {
+        GATE_UP: (E, HIDDEN // 2, 2 * INNER), f"{GATE_UP}_weight_scale": (E, HIDDEN // 16, 2 * INNER),
+        f"{GATE_UP}_weight_scale_2": (E,), DOWN: (E, INNER // 2, HIDDEN), f"{DOWN}_weight_scale": (E, INNER // 16, HIDDEN),
+        f"{DOWN}_weight_scale_2": (E,)}
+    wanted = [nvfp4_modelopt.dequantize(nvfp4_modelopt.quantize(expert), torch.float32) for expert in first[1]]
+    assert same_bits(decoded(tmp_path / "out")[GATE_UP], torch.stack(wanted))
+    for to in ("fp8_block.torchao", "nf4", "ocp_mxfp4.gpt_oss"):
+        with pytest.raises(RewriteError, match=r"its experts are \[E, K, N\], and there they are \[E, N, K\]"):
+            converted(tmp_path / "in", tmp_path / to, to, requantize=not to.endswith("torchao"))
 
 
 def test_4_bits_of_bitsandbytes_run_through_all_experts(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def tensors(folder: Folder, layer: Layer) -> list[dict[str, Tensor]]:
 
     whole = {name: _read(folder, layer, name) for name in layer.tensors}
     numbers = {name: torch.tensor(number, dtype=torch.float32) for name, number in layer.numbers.items()}
+    if layer.turned:
+        whole = {name: tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for name, tensor in whole.items()}
     return [{name: _of_one(tensor, layer.experts, expert) for name, tensor in whole.items()} | numbers
             for expert in range(1 if layer.experts is None else layer.experts)]
 
@@ -59,7 +61,7 @@ def tensors(folder: Folder, layer: Layer) -> list[dict[str, Tensor]]:
 def _of_one(tensor: Tensor, experts: int | None, expert: int) -> Tensor:
     """A tensor's part of an expert: along an axis in front, or where it runs through all; a number may be that of each."""
     if experts is None or tensor.shape[:1] == (experts,):
-        return tensor if experts is None else tensor[expert]
+        return tensor if experts is None else tensor[expert].contiguous()
     return tensor if tensor.numel() == 1 else tensor.view(experts, -1, *tensor.shape[1:])[expert]
 
 

@@ -31,7 +31,7 @@ ENOUGH = 64                                                      # elements in w
 LISTED = 1 << 10                                                 # bytes of a tensor of numbers that says something
 TOLD = 100                                                       # how near a miss comes that a tensor itself tells of
 UNKNOWN = -1                                                     # and one whose format is not the one that a header speaks of
-TURNED = "experts' weights are [E, K, N], as their extents tell of what goes in and comes out: no storage has them so"
+TURNED = "experts' weights are [E, K, N], as their extents tell"
 NUMBERS = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}
 WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes of numbers that bytes may be held in
 BYTES = ("U8", "I8")                                             # dtypes of weights of which two may lie in an element
@@ -47,7 +47,8 @@ class Layer:
     such weights lie one after the other along a first axis of every tensor, None without that axis.  settings: tensors that
     say no more than the fields above do.  others: tensors of the module besides, by the last parts of their names: bias, scales
     of activations.  by: the config's rule or group for the layer.  problems: what its files say otherwise.
-    why: the reason why it is not recognised; format and storage are '' then.
+    why: the reason why it is not recognised; format and storage are '' then.  turned: tensors of three axes have the last two
+    in the other order than the storage, as experts' weights [E, K, N].
     """
 
     name: str
@@ -63,6 +64,7 @@ class Layer:
     by: str = ""
     problems: tuple[str, ...] = ()
     why: str = ""
+    turned: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -141,21 +143,22 @@ class _Finder:
         inside = {full for each in together for full in each.tensors.values()}
         modules = self.leaves.modules(name for name in [*self.folder.names(), *self.folder.missing] if name not in inside)
         found = {name: self._layer(name, tensors) for name, tensors in modules.items()}
+        found |= {name: self._layer(name, modules[name], turned=True) for name in self._turned(found)}
         used = {self._kind(leaf, modules[name][leaf]) for name, layer in found.items() if layer is not None
                 for leaf in modules[name] if modules[name][leaf] in layer.tensors.values()}
         layers = {name: layer or self._remains(name, modules[name], used) for name, layer in found.items()}
-        kept = self._upright({name: layer for name, layer in layers.items() if layer is not None})
+        kept = {name: layer for name, layer in layers.items() if layer is not None}
         held = {full for layer in kept.values() for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
         plain = [name for name in self.folder.names() if name not in held]
         left = self._left({name: tensors for name, tensors in modules.items() if name not in kept}, kept)
         return Layers(list(kept.values()), plain, left, self.found, self._problems(kept), together)
 
-    def _layer(self, name: str, tensors: Mapping[str, str]) -> Layer | None:
-        """The module as a layer; None where it holds plain tensors alone."""
+    def _layer(self, name: str, tensors: Mapping[str, str], turned: bool = False) -> Layer | None:
+        """The module as a layer; None where it holds plain tensors alone.  turned: its tensors are [E, K, N]."""
         there = {leaf: full for leaf, full in tensors.items() if full not in self.folder.missing}
         try:
             stated = self.stated.settings(name, there)
-            candidates = self._candidates(there, stated)
+            candidates = self._candidates(there, stated, turned)
         except CheckpointError as error:                         # what should be JSON is none
             return Layer(name, others=there, why=str(error))
         if candidates is None:
@@ -164,8 +167,8 @@ class _Finder:
         if isinstance(candidates, Misfit):
             unknown = candidates.reached == UNKNOWN
             why = f"quantized in a way that is not known: {_told_of(stated or {})}" if unknown else str(candidates)
-            return Layer(name, others=there, by=scheme.by, why=self._lost(tensors) or why)
-        return self._chosen(name, there, candidates, scheme)
+            return Layer(name, others=there, by=scheme.by, why=self._lost(tensors) or (f"{TURNED}: {why}" if turned else why))
+        return replace(self._chosen(name, there, candidates, scheme), turned=turned)
 
     def _remains(self, name: str, tensors: Mapping[str, str], used: Container[tuple[str, str, int]]) -> Layer | None:
         """A module that has tensors as quantized layers have, though it is none: a scale without codes."""
@@ -174,19 +177,18 @@ class _Finder:
             return None
         return Layer(name, others=there, why=self._lost(tensors) or str(self._nearest(self._given(there), {}, None)))
 
-    def _upright(self, layers: dict[str, Layer]) -> dict[str, Layer]:
-        """Experts' weights [E, K, N] of a module are none, though their tensors fit: no format is read down its columns.
+    def _turned(self, layers: Mapping[str, Layer | None]) -> set[str]:
+        """Experts whose weights are [E, K, N], though their tensors may fit as [E, N, K].
 
-        One of two matrices gives what the other takes, and has twice the rows that the other has columns, for gate and up.
+        One of the two weights of a module gives what the other takes, and has twice the rows that the other has columns, for gate
+        and up.
         """
         beside: dict[str, dict[str, tuple[int, int]]] = {}
         for name, layer in layers.items():
-            if (extents := self._extents(layer)) is not None:
+            if layer is not None and (extents := self._extents(layer)) is not None:
                 beside.setdefault(name.rpartition(".")[0], {})[name] = extents
-        turned = {name for each in beside.values() for one, (n, k) in each.items() for other, (m, j) in each.items()
-                  if n == j and k == 2 * m for name in (one, other)}
-        return {name: layer if name not in turned else
-                Layer(name, others={**layer.tensors, **layer.others}, by=layer.by, why=TURNED) for name, layer in layers.items()}
+        return {name for each in beside.values() for one, (n, k) in each.items() for other, (m, j) in each.items()
+                if n == j and k == 2 * m for name in (one, other)}
 
     def _extents(self, layer: Layer) -> tuple[int, int] | None:
         """N and K of experts; where they are of no format what their tensor has instead, two codes of K in a byte."""
@@ -235,9 +237,13 @@ class _Finder:
 
     # -- what fits ----------------------------------------------------------------------------------------------------
 
-    def _candidates(self, tensors: Mapping[str, str], stated: Mapping[str, Any] | None) -> list[_Candidate] | Misfit | None:
+    def _candidates(self, tensors: Mapping[str, str], stated: Mapping[str, Any] | None, turned: bool,
+                    ) -> list[_Candidate] | Misfit | None:
         """Every way to read a module's tensors, or why there is none; None where they are plain."""
         given = self._given(tensors)
+        if turned:
+            given = {leaf: replace(each, shape=(*each.shape[:1], *each.shape[:0:-1])) if len(each.shape) == 3 else each
+                     for leaf, each in given.items()}
         if stated is None and all(tensor.dtype in PLAIN or leaf not in self.leaves.names for leaf, tensor in given.items()):
             return None
         contents = self._contents(tensors)

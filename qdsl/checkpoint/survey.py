@@ -56,7 +56,7 @@ def _finite(value: Any) -> Any:
 
 def _layer(folder: Folder, layer: Layer) -> dict[str, Any]:
     return {"name": layer.name, "format": layer.format or None, "storage": layer.storage or None, "params": dict(layer.params),
-            "shape": list(layer.shape) if layer.format else None, "experts": layer.experts,
+            "shape": list(layer.shape) if layer.format else None, "experts": layer.experts, "turned": layer.turned,
             "bits_per_weight": _bits(folder, layer.tensors.values(), _numbers(layer)), "tensors": dict(layer.tensors),
             "settings": list(layer.settings), "others": dict(layer.others), "by": layer.by,
             **({"why": layer.why} if layer.why else {})}
@@ -161,7 +161,8 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _extents(layer: Mapping[str, Any]) -> str:
-    return " x ".join(map(str, [*([layer["experts"]] if layer["experts"] is not None else []), *layer["shape"]]))
+    return " x ".join(map(str, [*([layer["experts"]] if layer["experts"] is not None else []), *layer["shape"]])) + \
+        (", turned" if layer["turned"] else "")
 
 
 def _params(params: Mapping[str, Any]) -> str:

@@ -249,14 +249,24 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     if any(each != stored[0] for each in stored):
         raise RewriteError(f"{where}: some of its experts need other tensors there")
     known = description(format.name)
+    if layer.turned:
+        _check_turned(where, stored[0], known, header.rule(format.name, aim.storage, params) is not None)
     if layer.experts is not None and not says_extents(known):
-        return {name: (dtype, (layer.experts, *shape)) for name, (dtype, shape) in stored[0].items()}
+        return {name: (dtype, (layer.experts, *(shape[::-1] if layer.turned else shape)))
+                for name, (dtype, shape) in stored[0].items()}
     if layer.experts is not None:
         _check_flat(where, layer, other, numbers(known))
     found = {name: (dtype, shape if layer.experts is None else (layer.experts * shape[0], *shape[1:]))
              for name, (dtype, shape) in stored[0].items() if name not in numbers(known)}
     return found | {name: (dtype, (len(data) // dtype.itemsize,)) for name, (dtype, data)
                     in beside(layer, format, params, _settings(folder, format)).items()}
+
+
+def _check_turned(where: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], known: Description, stated: bool,
+                  ) -> None:
+    """Raises RewriteError where experts' weights cannot be [E, K, N], as the model has them."""
+    if stated or says_extents(known) or any(len(shape) > 2 for _, shape in tensors.values()):
+        raise RewriteError(f"{where}: its experts are [E, K, N], and there they are [E, N, K]")
 
 
 def _check_flat(where: str, layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> None:
@@ -387,5 +397,5 @@ def _said(step: Step) -> list[Any]:
     assert isinstance(step, Change)
     layer = step.layer
     return [module_of(layer).FORMAT.key, target(layer, step.aim).key, asdict(step.aim), layer.storage, dict(layer.params),
-            layer.shape, layer.experts, dict(layer.tensors), {name: entry.start for name, entry in step.to.items()},
-            dict(step.settings)]
+            layer.shape, layer.experts, layer.turned, dict(layer.tensors),
+            {name: entry.start for name, entry in step.to.items()}, dict(step.settings)]

@@ -51,7 +51,8 @@ def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], d
     """The tensors of a weight, and the small ones beside it, or beside all experts."""
     layer, known = step.layer, description(weight.format.name)
     if layer.experts is not None and not says_extents(known):
-        return {name: bytes_of(tensor) for name, tensor in weight.tensors.items()}, {}
+        return {name: bytes_of(tensor.t().contiguous() if layer.turned else tensor)
+                for name, tensor in weight.tensors.items()}, {}
     told = {name: float(weight.tensors[name]) for name in numbers(known)}
     small = beside(layer, weight.format, weight.params, step.settings, told)
     return ({name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in told},
