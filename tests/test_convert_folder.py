@@ -181,6 +181,20 @@ def test_columns_that_are_stored_in_order_leave_no_index(tmp_path: Path) -> None
         assert set(folder.names()) == {"w.weight_packed", "w.weight_scale", "w.weight_shape"}
 
 
+def test_an_index_that_nobody_filled_is_left_out(tmp_path: Path) -> None:
+    """As some writers of GPTQ leave it where columns are in order."""
+    made = weight()
+    named = folders.named({"up": made}) | {"up.g_idx": torch.zeros(64, dtype=torch.int32)}
+    path = folders.folder(tmp_path / "in", named)
+    for to in ("awq", "gptq_v1"):
+        convert(path, tmp_path / to, to)
+        with Folder(tmp_path / to) as folder:
+            (layer,) = layers(folder).layers
+            assert "g_idx" not in layer.tensors
+            (found,) = layer_weights.weights(folder, layer)
+            assert same_bits(int_group.dequantize(found), int_group.dequantize(made))
+
+
 def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
     """Two storages of one format are in no producer's words."""
     weights = {"up": weight(), "other": int8_channel.quantize(torch.randn(8, 64))}

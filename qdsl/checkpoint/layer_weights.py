@@ -13,6 +13,7 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import CheckpointError, shown
+from qdsl.stored import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,13 +35,16 @@ def weights(folder: Folder, layer: Layer) -> list[PackedWeight]:
 
 
 def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
-    """The same of tensors that were not looked at, though they have their shapes: `checked` of the format looks at them.
+    """The same of tensors that were not looked at, but for indices, though they have their shapes: `checked` of the format looks
+    at them.
 
     Raises CheckpointError where they have not.
     """
+    stored = _layout(layer)
     found = []
     for each in tensors(folder, layer):
-        known = _wrapped(folder, layer, {name: tensor.to("meta") for name, tensor in each.items()})
+        known = _wrapped(folder, layer, {name: tensor if stored[name].dtype == "index" else tensor.to("meta")
+                                         for name, tensor in each.items()})
         found.append(known.derive({name: each[name].view(there.dtype).reshape(there.shape)
                                    for name, there in known.tensors.items()}))
     return found
@@ -101,10 +105,13 @@ def _read(folder: Folder, layer: Layer, name: str) -> Tensor:
     import torch
 
     tensor = folder.tensor(layer.tensors[name])
-    known = next(each for each in descriptions() if each.name == layer.format)
     larger = tensor.is_floating_point() and tensor.element_size() > 1
-    held = known.layout(layer.storage, layer.params)[name].dtype
-    return tensor.flatten().view(torch.uint8) if larger and held == "u8" else tensor
+    return tensor.flatten().view(torch.uint8) if larger and _layout(layer)[name].dtype == "u8" else tensor
+
+
+def _layout(layer: Layer) -> Mapping[str, Stored]:
+    """The tensors of a layer's storage."""
+    return next(each for each in descriptions() if each.name == layer.format).layout(layer.storage, layer.params)
 
 
 def _wrapped(folder: Folder, layer: Layer, given: dict[str, Tensor]) -> PackedWeight:
