@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -115,12 +116,15 @@ class _Adoption:
                 found[name] = _Way(dtype, bits=True)
             elif alike and set(kinds) <= FLOATS.keys():
                 found[name] = _Way(dtype)
-            elif self._blocks() is not None and (code := _code_of(self.other, name)) is not None:
+            elif self._blocks() is not None and (code := self._code_of(name)) is not None:
                 found[name] = _Way(dtype, code=code)
             else:
                 raise FormatError(f"'{name}' is {kinds[1]} [{_text(other[name])}] in {names[1]} and {kinds[0]} [{_text(field)}] "
                                   f"in {names[0]}")
         return found
+
+    def _code_of(self, name: str) -> int | None:
+        return _code_of(self.other.format, tuple(self.other.params.items()), name)
 
     def _made(self, part: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The fields of the other format, of rows of the weight."""
@@ -195,11 +199,14 @@ def _at(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
     return part.variant.decode(**blocks, **{name: torch.full(one.shape, code, dtype=torch.uint8, device=one.device)})
 
 
-def _code_of(other: PackedWeight, name: str) -> int | None:
+@cache
+def _code_of(format: Format, params: tuple[tuple[str, int | str], ...], name: str) -> int | None:
     """The code at which decode is this field, whatever the others, floats all, are: found by trying two numbers for each."""
-    variant, code = other.variant, str(_code(other.variant))
+    given = dict(params)
+    variant = format.variant(given)
+    code = str(_code(variant))
     floats = [key for key in _fields(variant) if key != code]
-    kinds = {str(other.params.get(kind, kind)) for kind in (variant.fields[key].type for key in floats)}
+    kinds = {str(given.get(kind, kind)) for kind in (variant.fields[key].type for key in floats)}
     if name == code or not kinds <= FLOATS.keys():
         return None
     codes = torch.arange(_count(variant), dtype=torch.uint8).view(-1, 1)

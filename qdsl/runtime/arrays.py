@@ -63,6 +63,8 @@ def spread(bytes_: Tensor, width: int, *, turned: bool = False) -> Tensor:
 
     Operations on whole words are several times as fast as cutting each field.
     """
+    if bytes_.device.type == "meta":
+        return bytes_.new_empty((*bytes_.shape, 8 // width))
     if isinstance(bytes_, FakeTensor) or bytes_.device.type != "cpu":        # a compiler works field by field
         places = range(0, 8, width)
         return torch.stack([bytes_ >> at & (1 << width) - 1 for at in (reversed(places) if turned else places)], -1)
