@@ -63,10 +63,6 @@ class Axis:
             return None
         return extent // self.words * self.by({})
 
-    @property
-    def params(self) -> tuple[str, ...]:
-        return tuple(part for part in self.step if isinstance(part, str))
-
 
 @cache
 def axis(text: str) -> Axis:
