@@ -43,6 +43,14 @@ class Axis:
         left = whole % by if self.exact else -(-whole // by) * self.words % _product(self.over, sizes)
         return None if left else self.elements(whole, sizes)
 
+    def wrong(self, n: int, k: int, sizes: Mapping[str, int]) -> str:
+        """Why there is no such number of elements."""
+        if self.exact:
+            return f"{self.dim} = {self.whole(n, k, sizes)} must be a multiple of {self.by(sizes)}"
+        told = {name: sizes[name] for name in self.over if isinstance(name, str)}
+        return f"{self.text} is no whole number of elements at " + ", ".join(
+            f"{name} = {value}" for name, value in {self.dim: self.whole(n, k, sizes), **told}.items())
+
     def rounded(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
         """How many elements the axis has where the last step may be short."""
         return self.elements(self.whole(n, k, sizes), sizes)

@@ -300,7 +300,7 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
         wanted = extents(stored.axes, *shape, sizes, tensor.shape)
         if wanted is None:
             bad = next(a for a in stored.axes if a.extent(*shape, sizes) is None)
-            raise Misfit(2, f"{label}: {bad.dim} = {shape[bad.dim == 'K']} must be a multiple of {bad.by(sizes)}")
+            raise Misfit(2, f"{label}: {bad.wrong(*shape, sizes)}")
         records = stored.axes and stored.axes[-1].dim == "1" and wanted[-1] > 1 and prod(tensor.shape) == prod(wanted)
         if not records and _squeezed(tensor.shape) not in (_squeezed(wanted), _squeezed((prod(wanted),))):
             shown = "".join(f", {key} = {value}" for key, value in sizes.items())

@@ -60,6 +60,12 @@ def test_padded_tiles(n: int, k: int) -> None:
     assert {name: tensor.shape for name, tensor in again.tensors.items()} == {name: each.shape for name, each in zeros.items()}
 
 
+def test_groups_that_steps_do_not_hold() -> None:
+    """Groups for whole 1024 columns: of one of 4096 there would be a quarter."""
+    with pytest.raises(FormatError, match=r"128\*ceil\(K/1024\)/group is no whole number of elements at K = 4096, group = 4096"):
+        int_group.quantize(torch.randn(8, 4096), "awq_gemv", bits=4, group=-1)
+
+
 @pytest.mark.parametrize("path", sorted(DATA.glob("torch_*.npz")), ids=lambda path: path.stem)
 def test_tiles_of_cpus(path: Path) -> None:
     """Whole tiles, and behind them the rows that fill none."""

@@ -312,8 +312,7 @@ class Format:
         for stored in layout.tensors.values():
             for each in stored.axes if not stored.optional or stored.optional in held else ():
                 if each.extent(*shape, sizes) is None:
-                    raise FormatError(f"{self.name}.{name}: {each.dim} = {shape[each.dim == 'K']} must be a multiple of "
-                                      f"{each.by(sizes)}")
+                    raise FormatError(f"{self.name}.{name}: {each.wrong(*shape, sizes)}")
 
     def _dtype_params(self, fields: Mapping[str, Tensor]) -> dict[str, int | str]:
         """Type parameters that the fields' dtypes decide."""
