@@ -10,7 +10,7 @@
     gemv_fast: 4.25 bits per weight with group = 128
     planar: 4.25 bits per weight with group = 128
 
-Built from the spec awq_gemv_fast (sha256 f0b8bf6aeccccfe8) by qdsl 0.1.0.
+Built from the spec awq_gemv_fast (sha256 d14e74361d16fd29) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import scaled_zero
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device,
         lanes, many, pad, workspace)
 
@@ -83,6 +84,12 @@ def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
     space = workspace(out)
     w = torch.mul(as_float(q, out), s, out=space)
     return torch.add(w, z, out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, group: int) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -scale * the code of 0."""
+    q, z, s = scaled_zero(weight, code="u4", zero="f16", scale="f16", rows=1, columns=group, axes=2)
+    return {"q": q, "z": z, "s": s}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -376,7 +383,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",))),
         ),
     },
-    decode=decode, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
 )
 
 FORMAT = Format(
@@ -386,7 +393,7 @@ FORMAT = Format(
     params={"group": (128, 64, 32)},
     sizes={"group": "K"},
     detect={"config": {"quant_method": "awq", "version": "gemv_fast", "bits": 4, "group_size": "group"}},
-    digest="f0b8bf6aeccccfe8",
+    digest="d14e74361d16fd29",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     transformers: 2 bits per weight
     planar: 2 bits per weight
 
-Built from the spec bitnet_offline (sha256 60c689e0aee285c9) by qdsl 0.1.0.
+Built from the spec bitnet_offline (sha256 91e2bbdd22d8d6db) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qdsl.encode import ternary
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes,
         many, pad, spread)
 
@@ -70,6 +71,14 @@ def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     s = s.float()
     q = q.view(torch.int8)
     return torch.mul(as_float(q - 1, out), s, out=out)
+
+
+def encode(weight: Tensor, *, scale_type: str) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = the mean magnitude of the block, or its inverse; codes of the
+    nearest of -1, 0 and 1 times that.
+    """
+    q, s = ternary(weight, code="u2", scale=scale_type, rows=weight.shape[0], columns=weight.shape[1], axes=0)
+    return {"q": q, "s": s}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -304,7 +313,7 @@ VARIANT = Variant(
                     lanes=Lanes(_few_planar, many=_many_planar, blocks=())),
         ),
     },
-    decode=decode,
+    decode=decode, encode=encode,
 )
 
 FORMAT = Format(
@@ -312,7 +321,7 @@ FORMAT = Format(
     source="transformers integrations/bitnet.py pack_weights, AutoBitLinear", formula="(q - 1) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f16", "f32")},
-    digest="60c689e0aee285c9",
+    digest="91e2bbdd22d8d6db",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

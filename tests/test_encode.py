@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 from qdsl.encode import rows, search
 from qdsl.encode.blocks import codes
 from qdsl.generated import (
+    awq_gemv_fast,
+    bitnet,
+    bitnet_offline,
     fp8_block,
     fp8_channel,
     fp8_tensor,
     int8_block,
     int8_channel,
     int8_tensor,
+    int_group,
     nvfp4_ct,
     q2_k,
     q3_k,
@@ -201,3 +205,40 @@ def test_scales_that_are_powers_of_two_may_be_of_any_type() -> None:
             found = fp8_block.quantize(weight, bn=1, bk=32, scale_type=kind, **{"power": "up", **options})
             assert same_bits(found.tensors["weight"], wanted.tensors["weight"])
             assert same_bits(found.tensors["weight_scale_inv"].float(), wanted.tensors["weight_scale_inv"].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("storage", ["awq", "awq_gemv", "modelopt"])
+def test_codes_of_awq(storage: str, dtype: torch.dtype) -> None:
+    """Ranges without zero, and groups of zeros; symmetric, the last code is the largest weight."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[1] += 5
+    weight[2] = 0
+    groups = weight.unflatten(1, (-1, 64))
+    if storage == "modelopt":
+        scale = groups.abs().amax(2, keepdim=True).clamp(min=1e-5) / 7
+        zero = torch.full_like(scale, 8)
+    else:
+        low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        scale = (high - low).clamp(min=1e-5) / 15
+        zero = (-(low / scale).round()).clamp(0, 15)
+    wanted = ((groups / scale).round() + zero).clamp(0, 15)
+    made = int_group.quantize(weight, storage, bits=4, group=64, scale_type="f16")
+    fields = int_group.unpack(made)
+    assert torch.equal(fields["q"], wanted.flatten(1).byte()) and same_bits(fields["s"], scale.squeeze(2).half())
+    assert "z" not in fields if storage == "modelopt" else torch.equal(fields["z"], zero.squeeze(2).byte())
+    if storage == "awq":
+        fast = awq_gemv_fast.unpack(awq_gemv_fast.quantize(weight, group=64))
+        assert torch.equal(fast["q"], fields["q"]) and same_bits(fast["s"], fields["s"])
+        assert same_bits(fast["z"], -(fields["s"].float() * fields["z"].float()).half())
+
+
+@pytest.mark.parametrize("form", [bitnet, bitnet_offline])
+def test_codes_of_bitnet(form: ModuleType) -> None:
+    """Sums of these weights are exact in any order."""
+    weight = torch.randint(-64, 65, (32, 48), generator=torch.Generator().manual_seed(0)) / 32
+    scale = 1 / weight.abs().mean().clamp(min=1e-5)
+    fields = form.unpack(form.quantize(weight, scale_type="f32"))
+    assert torch.equal(fields["q"], (weight * scale).round().clamp(-1, 1).add(1).byte())
+    assert fields["s"] == (scale if form is bitnet else weight.abs().mean())
+    assert form.unpack(form.quantize(torch.zeros(4, 8), scale_type="f32"))["q"].unique().tolist() == [1]

@@ -75,6 +75,7 @@ def test_awq_gemv_fast() -> None:
     fields = format.unpack(packed)
     assert torch.equal(fields["q"], known["codes"])
     assert torch.equal(fields["s"].float(), known["scale_NG"])
+    assert same_bits(fields["z"], -(known["scale_NG"] * known["zero_NG"]).half())
     size = params(path)["group"]
     scale, zero = (fields[name].float().repeat_interleave(size, 1) for name in "sz")
     check(format, packed, known["codes"].float() * scale + zero)

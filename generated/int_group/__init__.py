@@ -47,7 +47,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 850d61087086cce7) by qdsl 0.1.0.
+Built from the spec int_group (sha256 96d44bd1ae34a11b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -119,7 +119,7 @@ FORMAT = Format(
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
         "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="850d61087086cce7",
+    digest="96d44bd1ae34a11b",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

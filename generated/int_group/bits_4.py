@@ -19,7 +19,7 @@
     torchao_plain_int32: 4.1875 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 850d61087086cce7) by qdsl 0.1.0.
+Built from the spec int_group (sha256 96d44bd1ae34a11b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -1149,7 +1149,7 @@ VARIANT = Variant(
                 "qzeros": Stored("i32", "K/group", "N/8", bits=("z[2:16 4:4 1@1, 1@0]",)),
                 "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
             },
-            unpack=unpack_awq, pack=pack_awq, where=("g",), always=("z",),
+            unpack=unpack_awq, pack=pack_awq, where=("g",), always=("z",), options={"span": "tight", "by": "exact"},
             kernels=Kernels(_dequantize_awq, _linear_awq, rows="N/8", units="K", last="n", sums=8),
         ),
         "awq_gemv": Storage(
@@ -1158,8 +1158,8 @@ VARIANT = Variant(
                 "qzeros": Stored("i32", "N", "128*ceil(K/1024)/group", bits=("z[1@0, 8:4 1@1]",)),
                 "scales": Stored("scale_type", "N", "1024*ceil(K/1024)/group", bits=("s[1@0, 1@1]",)),
             },
-            unpack=unpack_awq_gemv, pack=pack_awq_gemv, where=("g",), always=("z",), reads=("K",
-                "group"), extents=("K", "group"),
+            unpack=unpack_awq_gemv, pack=pack_awq_gemv, where=("g",), always=("z",), options={"span": "tight",
+                "by": "exact"}, reads=("K", "group"), extents=("K", "group"),
             kernels=Kernels(_dequantize_awq_gemv, _linear_awq_gemv, rows="N", units="K/8", last="k"),
         ),
         "pack_quantized": Storage(
@@ -1191,7 +1191,8 @@ VARIANT = Variant(
                 "weight": Stored("u8", "N/2", "K"),
                 "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
             },
-            unpack=unpack_modelopt, pack=pack_modelopt, where=("z", "g"), options={"symmetric": True},
+            unpack=unpack_modelopt, pack=pack_modelopt, where=("z", "g"), options={"symmetric": True, "span": "tight",
+                "by": "exact"},
             kernels=Kernels(_dequantize_modelopt, _linear_modelopt, rows="N/2", units="K", last="k", sums=2),
         ),
         "xpu_int4pack": Storage(
@@ -1228,6 +1229,6 @@ VARIANT = Variant(
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
-        "span": ("found", "full")},
+        "span": ("found", "full", "tight")},
     defaults={"g": None, "z": 8}, cuts=("N", "ceil(K/group)"),
 )

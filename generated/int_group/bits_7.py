@@ -13,7 +13,7 @@
     pack_quantized_0_17: 8.125 bits per weight with group = 128
     planar: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 850d61087086cce7) by qdsl 0.1.0.
+Built from the spec int_group (sha256 96d44bd1ae34a11b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -816,6 +816,6 @@ VARIANT = Variant(
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
-        "span": ("found", "full")},
+        "span": ("found", "full", "tight")},
     defaults={"g": None, "z": 64}, cuts=("N", "ceil(K/group)"),
 )

@@ -14,10 +14,17 @@ from qdsl.runtime.numbers import to_minifloat
 from qdsl.runtime.packed import Misfit
 
 
-def cut_blocks(weight: Tensor, rows: int, columns: int) -> Tensor:
-    """[N, K] as [N / rows, rows, K / columns, columns], with zeros where the last blocks are short."""
+def cut_blocks(weight: Tensor, rows: int, columns: int, filled: str = "zeros") -> Tensor:
+    """[N, K] as [N / rows, rows, K / columns, columns].
+
+    Where the last blocks are short, they are filled with zeros, or with the last row and column ('edge').
+    """
     n, k = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -k % columns, 0, -n % rows)) if n % rows or k % columns else weight
+    padded = weight
+    if n % rows or k % columns:
+        amounts = (0, -k % columns, 0, -n % rows)
+        padded = torch.nn.functional.pad(weight, amounts) if filled == "zeros" else \
+            torch.nn.functional.pad(weight[None, None], amounts, mode="replicate")[0, 0]
     return padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
 
 

@@ -12,6 +12,8 @@ from qdsl.encode.search import Floats
 from qdsl.numbers import number
 from qdsl.runtime.layout import FLOATS
 
+LEAST = 1e-5                                                     # of AWQ's ranges
+
 
 def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, columns: int, axes: int, by: str = "stored",
            symmetric: bool = False, rounds: str = "quotient", span: str = "found") -> tuple[Tensor, Tensor, Tensor]:
@@ -24,21 +26,18 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     sum is rounded (compressed-tensors).
     span 'found': symmetric leaves a block without negative weights its range, and a block of zeros ranges from -1 to 1 (GPTQ);
     'full': symmetric doubles that range, and zeros have the scale that is the dtype's epsilon (compressed-tensors).
+    'tight': the range need not include zero, nor is it below 0.00001, and symmetric takes the largest for the last code (AWQ).
     """
     kind = number(code)
     assert kind is not None
-    blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
-    low = blocks.amin((1, 3), keepdim=True).clamp(max=0)
-    high = blocks.amax((1, 3), keepdim=True).clamp(min=0)
-    if symmetric:
-        high = torch.maximum(high, -low)
-        low = -high if span == "full" else torch.where(low < 0, -high, low)
+    blocks = cut_blocks(arithmetic(weight, scale), rows, columns, "edge" if span == "tight" else "zeros")
+    low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     empty = (low == 0) & (high == 0)
-    if span == "found":
-        low, high = torch.where(empty, -1.0, low), torch.where(empty, 1.0, high)
-    exact = (high - low) / (kind.high - kind.low)
-    if span == "full":
-        exact = torch.where(empty, torch.finfo(exact.dtype).eps, exact)
+    if span == "tight":
+        steps = (kind.high - kind.low) // 2 if symmetric else kind.high - kind.low
+        exact = (torch.maximum(high, -low) if symmetric else high - low).clamp(min=LEAST) / steps
+    else:
+        exact, low = _with_zero(low, high, empty, symmetric, span, kind.high - kind.low)
     stored = stored_scale(exact, scale)
     used = exact if by == "exact" else stored.to(exact.dtype)
     used = torch.where(used == 0, torch.ones_like(used), used)
@@ -54,6 +53,29 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     chosen = codes(scaled.add_(zeros), code, "even", first)
     return join_blocks(chosen, *weight.shape), shaped(codes(zeros, zero, "even", first), axes).contiguous(), \
         shaped(stored, axes).contiguous()
+
+
+def _with_zero(low: Tensor, high: Tensor, empty: Tensor, symmetric: bool, span: str, steps: int) -> tuple[Tensor, Tensor]:
+    """A step of a range with zero in it, and the range's begin."""
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    if symmetric:
+        high = torch.maximum(high, -low)
+        low = -high if span == "full" else torch.where(low < 0, -high, low)
+    if span == "found":
+        low, high = torch.where(empty, -1.0, low), torch.where(empty, 1.0, high)
+    exact = (high - low) / steps
+    return torch.where(empty, torch.finfo(exact.dtype).eps, exact) if span == "full" else exact, low
+
+
+def scaled_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int,
+                ) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, zeros, scales) of w = code * scale + zero, zeros in floats: minus the zero point times the stored scale.
+
+    Codes, zero points and scales are AWQ's: minmax, span 'tight', codes by exact scales.
+    """
+    chosen, points, scales = minmax(weight, code=code, zero=code, scale=scale, rows=rows, columns=columns, axes=axes, by="exact",
+                                    span="tight")
+    return chosen, stored_scale(-(scales.float() * points.float()), zero), scales
 
 
 def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, columns: int, axes: int,

@@ -6,10 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qdsl.encode.blocks import shaped, stored_scale
+from qdsl.encode.blocks import codes, cut_blocks, join_blocks, shaped, stored_scale
 from qdsl.encode.rows import cut
 from qdsl.runtime.layout import FLOATS
 from qdsl.runtime.packed import Misfit
+
+LEAST = 1e-5                                                     # of means
 
 
 def nearest(weight: Tensor, *, code: str) -> Tensor:
@@ -23,6 +25,29 @@ def nearest(weight: Tensor, *, code: str) -> Tensor:
         n, k = (int(i) for i in bad[0])
         raise Misfit(f"the weight {float(weight[n, k]):g} at row {{row}}, column {k} does not fit {code}", n)
     return stored
+
+
+def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divided: int = 0,
+            ) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of w = scale * (code - 1), or, `divided`, (code - 1) / scale: the weight in units of the mean magnitude.
+
+    BitNet b1.58's: a mean, summed in float64, is at least 0.00001, and codes are of the weight times its inverse; that is the
+    scale that divides.
+    """
+    blocks = cut_blocks(weight.float(), rows, columns)
+    held = (_lengths(length, size) for length, size in zip(weight.shape, (rows, columns), strict=True))
+    count = torch.outer(*held).to(weight.device)[:, None, :, None]
+    mean = (blocks.abs().sum((1, 3), keepdim=True, dtype=torch.float64) / count).float().clamp_(min=LEAST)
+    inverse = 1 / mean
+    chosen = codes((blocks * inverse).round_().clamp_(-1, 1), code, "even", 1)
+    return join_blocks(chosen, *weight.shape), shaped(stored_scale(inverse if divided else mean, scale), axes).contiguous()
+
+
+def _lengths(length: int, size: int) -> Tensor:
+    """Of the blocks of an axis, the last one may be short."""
+    found = torch.full((-(-length // size),), size, dtype=torch.float64)
+    found[-1:] -= -length % size
+    return found
 
 
 def meansign(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int) -> tuple[Tensor, Tensor]:

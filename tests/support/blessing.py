@@ -134,10 +134,10 @@ def make(path: Path) -> Answers:
         chosen = params, case.storage if format.variant(params).storages[case.storage].options else ""
         if format.variant(params).encode is not None and not all(each in seen for each in chosen):
             seen += chosen
-            least = format.variant(params).storages[case.storage].least
-            whole = {} if least else {name: -1 for name in format.size_axes if -1 in format.params[name]}
+            whole = known.whole(format, params)
+            held = not known.refuses(format, case.storage, whole, smallest(case, whole))
             quantized += [_quantized(case, params, STEPS[0], next(seeds)),
-                          _quantized(case, {**params, **whole}, STEPS[1], next(seeds))]
+                          _quantized(case, whole if held else params, STEPS[1], next(seeds))]
     made += [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted if case not in own]
     lacking = {"lacking": told_lacking(format)} if told_lacking(format) else {}
     return {"format": format.name, **ABOUT, "params": told_params(format), "storages": list(format.storages), **lacking,

@@ -386,6 +386,17 @@ class Reading:
         if scheme == "minmax":
             codes, zero, scale_code = _minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], given)
             return [codes], {"zero": [zero], "scale": [scale_code]}
+        if scheme == "scaled_zero":
+            rule = {"by": "exact", "span": "tight"}
+            codes, point, scale_code = _minmax(x[0], kinds["code"], kinds["code"], kinds["scale"], rule)
+            zero = -np.float32(value(kinds["scale"], scale_code)) * np.float32(point)
+            return [codes], {"zero": [_stored(zero, kinds["zero"])[0]], "scale": [scale_code]}
+        if scheme == "ternary":
+            mean = max(np.float32(sum(float(abs(v)) for v in x[0]) / len(x[0])), np.float32(1e-5))
+            inverse = np.float32(1) / mean
+            divided = any(isinstance(part, g.Binary) and part.op == "/" for part in _walk(self.spec.decode))
+            codes = [min(max(round(float(v * inverse)), -1), 1) + 1 for v in x[0]]
+            return [codes], {"scale": [_stored(inverse if divided else mean, kinds["scale"])[0]]}
         if scheme in ("absmax", "signmax"):
             codes, scale_code, _ = _absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), given)
             return [codes], {"scale": [scale_code]}
@@ -681,11 +692,12 @@ def _minmax(x: list[np.float32], kind: str, zero: str, scale: str, given: Mappin
             ) -> tuple[list[int], int, int]:
     """Codes, the zero point's code and the scale's code for a range from the least weight to the largest, zero included."""
     symmetric, full = given.get("symmetric") in (True, "true"), given.get("span") == "full"
-    low, high = min(np.float32(0), *x), max(np.float32(0), *x)
-    if symmetric:
+    tight = given.get("span") == "tight"                         # zero need not be in the range
+    low, high = (min(x), max(x)) if tight else (min(np.float32(0), *x), max(np.float32(0), *x))
+    if symmetric and not tight:
         high = max(high, -low)
         low = -high if full or low < 0 else low
-    empty = low == high
+    empty = low == high and not tight
     if empty and not full:
         low, high = np.float32(-1), np.float32(1)
     bits, zeros = int(kind[1:]), int(zero[1:])
@@ -693,6 +705,9 @@ def _minmax(x: list[np.float32], kind: str, zero: str, scale: str, given: Mappin
     middle = (1 << bits - 1) + least
     first = middle if given.get("rounds") == "sum" else 0        # where codes are counted from
     exact = np.float32(2 ** -23) if empty and full else (high - low) / np.float32((1 << bits) - 1)
+    if tight:
+        reach, steps = (max(map(abs, x)), (1 << bits - 1) - 1) if symmetric else (high - low, (1 << bits) - 1)
+        exact = max(reach, np.float32(1e-5)) / np.float32(steps)
     code, stored = _stored(exact, scale)
     used = exact if given.get("by") == "exact" else stored
     point = middle - first
