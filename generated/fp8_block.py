@@ -10,7 +10,7 @@
     torchao: 8.00195 bits per weight with bn = 128, bk = 128
     planar: 8.00195 bits per weight with bn = 128, bk = 128
 
-Built from the spec fp8_block (sha256 b12c9655895dfe76) by qdsl 0.1.0.
+Built from the spec fp8_block (sha256 bc826681999dbb66) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -595,7 +595,8 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"bn": (128, 64, 32, 1), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16", "e8m0")},
     sizes={"bn": "N", "bk": "K"},
-    detect={"config": [{"quant_method": "fp8", "weight_block_size": ["bn", "bk"], "storage": "safetensors"},
+    detect={"config": [{"quant_method": "fp8", "weight_block_size": ["bn", "bk"], "storage": "safetensors",
+        "with": {"activation_scheme": "dynamic"}},
         {"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "block",
         "block_structure": ["bn", "bk"], "storage": "safetensors"},
         {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "storage": "safetensors"},
@@ -605,7 +606,7 @@ FORMAT = Format(
         "with": {"_data": {"mm_config": "null", "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="b12c9655895dfe76",
+    digest="bc826681999dbb66",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

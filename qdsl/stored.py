@@ -20,6 +20,8 @@ FLOATS = {
     "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
 }
 INTEGERS = {"u8": "uint8", "i8": "int8", "i16": "int16", "i32": "int32", "index": "int32", "shape": "int64"}
+# Tensors of a layer without which its weight is another one: x is multiplied by them first.
+OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale")
 
 
 def field_dtype(kind: str) -> str:
@@ -33,6 +35,13 @@ def field_dtype(kind: str) -> str:
 def element_dtype(kind: str) -> str:
     """The dtype of a stored tensor's elements."""
     return INTEGERS.get(kind) or field_dtype(kind)
+
+
+def meant(values: Sequence[int | str], default: int | str) -> int | str:
+    """The value of a parameter of which several fit: the default, else the whole axis, which the others that fit cover too."""
+    if len(values) == 1:
+        return values[0]
+    return -1 if -1 in values and default not in values else default
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -112,7 +112,8 @@ def test_experts_one_after_the_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("to", "expected"), [
     ("gptq_v1", {**folders.GPTQ, "checkpoint_format": "gptq"}),
-    ("awq", {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "modules_to_not_convert": ["head"]}),
+    ("awq", {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True,
+             "modules_to_not_convert": ["head"]}),
 ])
 def test_the_config_says_the_new_storage(tmp_path: Path, to: str, expected: dict[str, Any]) -> None:
     """As its producer does; what else it holds stays.  AWQ's readers would take 'mlp.gate' for 'mlp.gate_proj' too."""
@@ -129,6 +130,24 @@ def test_the_config_says_the_new_storage(tmp_path: Path, to: str, expected: dict
         assert (layer.storage, layer.problems) == (to, ())
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_gptq_says_whether_columns_are_in_order(tmp_path: Path, ordered: bool) -> None:
+    """vLLM asks for desc_act and sym, and transformers takes a missing sym for true; of one producer all stays as it was."""
+    packed = weight(storage="pack_quantized")
+    fields = int_group.unpack(packed)
+    if not ordered:
+        fields["g"] = torch.arange(64, dtype=torch.int32).flip(0) // 32
+    path = folders.folder(tmp_path / "in", folders.named({"w": int_group.pack(fields, "pack_quantized", **packed.params)}),
+                          config={})
+    convert(path, tmp_path / "out", "gptq_v2")
+    expected = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4, "group_size": 32, "desc_act": not ordered,
+                "sym": False}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == expected
+    convert(tmp_path / "out", tmp_path / "v1", "gptq_v1")
+    v1 = json.loads((tmp_path / "v1" / "config.json").read_text())["quantization_config"]
+    assert v1 == {**expected, "checkpoint_format": "gptq"}
+
+
 @pytest.mark.parametrize(("to", "method"), [("xpu_int4pack", "qdsl"), ("marlin", "gptq")])
 def test_a_rule_for_another_storage_is_not_taken(tmp_path: Path, to: str, method: str) -> None:
     """One that names no storage says nothing of a format that has several."""
@@ -138,6 +157,20 @@ def test_a_rule_for_another_storage_is_not_taken(tmp_path: Path, to: str, method
     convert(path, tmp_path / "out", to)
     found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert found["quant_method"] == method and found.get("checkpoint_format") == (None if method == "qdsl" else "marlin")
+
+
+def test_scales_of_x_are_left_to_no_loader_that_does_not_know_them(tmp_path: Path) -> None:
+    """ModelOpt's pre_quant_scale, by which x is multiplied: GPTQ's loaders would leave it out, and say nothing."""
+    packed = int_group.quantize(torch.randn(16, 128), "modelopt", bits=4, group=128)
+    tensors = {**folders.named({"w": packed}), "w.pre_quant_scale": torch.ones(128)}
+    said = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 128}
+    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": said})
+    report = convert(path, tmp_path / "out", "gptq_v2")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["quant_method"] == "qdsl"
+    assert any("pre_quant_scale" in note for note in report["notes"])
+    with Folder(tmp_path / "out") as folder:
+        assert folder.tensor("w.pre_quant_scale").equal(torch.ones(128))
+        assert [(layer.storage, layer.problems) for layer in layers(folder).layers] == [("gptq_v2", ())]
 
 
 def test_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
@@ -378,7 +411,8 @@ def test_requantized_layers(tmp_path: Path) -> None:
         assert len(folder.names()) == 5 and folder.tensor("head.weight").equal(torch.ones(2, 3))
         assert [(each.format, each.params["bn"], each.problems) for each in layers(folder).layers] == [("fp8_block", 32, ())] * 2
         settings = folder.config["quantization_config"]
-        assert settings == {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["head"]}
+        assert settings == {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic",
+                            "modules_to_not_convert": ["head"]}
     assert report["snr_db"] == pytest.approx(sum(costs, Sums()).data()["snr_db"])
     assert report["layers"] == [{"from": "int_group.gptq_v2", "to": "fp8_block.safetensors", "count": 2}]
 

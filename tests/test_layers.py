@@ -165,6 +165,41 @@ def test_symmetric_zero_points_tell_the_version_that_a_config_leaves_open(tmp_pa
     assert (layer.storage, layer.problems) == ("gptq_v1", ())
 
 
+def test_a_config_that_is_wrong_of_sizes_may_be_right_of_the_storage(tmp_path: Path) -> None:
+    """Of gptq_v1 and gptq_v2, which fit alike, and the contradiction is of the layer as it is read."""
+    tensors, group = golden("gptq_b4_rand_g32_N64_K96"), "config.json: quantization_config says group_size = 64; "
+    for tag, storage in (({}, "gptq_v1"), ({"checkpoint_format": "gptq_v2"}, "gptq_v2")):
+        folder = tmp_path / storage
+        folder.mkdir()
+        layer = one(read(checkpoints.folder(folder, {UP: tensors}, gptq(bits=4, group_size=64, **tag))))
+        assert (layer.storage, layer.params["group"]) == (storage, 32)
+        [problem] = layer.problems
+        assert problem.startswith(f"{group}the tensors fit int_group.{storage} bits=4 group=32")
+    awq = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
+    layer = one(read(checkpoints.folder(tmp_path, {UP: tensors}, awq)))
+    assert layer.format == "" and "nothing says which; config.json: quantization_config says quant_method = awq" in layer.why
+
+
+@pytest.mark.parametrize("group", [256, 512, 1024])
+def test_groups_of_many_columns(tmp_path: Path, group: int) -> None:
+    """As gptqmodel makes them."""
+    torch.manual_seed(0)
+    packed = int_group.quantize(torch.randn(8, 2048), "gptq_v2", bits=4, group=group)
+    config = gptq(bits=4, group_size=group, checkpoint_format="gptq_v2")
+    layer = one(read(checkpoints.folder(tmp_path, {UP: dict(packed.tensors)}, config)))
+    assert (layer.storage, layer.params["group"], layer.problems) == ("gptq_v2", group, ())
+    fields = int_group.unpack(packed)
+    scale, zero = (fields[name].float().repeat_interleave(group, 1) for name in ("s", "z"))
+    assert int_group.dequantize(packed, torch.float32).equal((fields["q"].float() - zero) * scale)
+
+
+def test_a_shape_that_does_not_fit_is_told_of_the_format_that_json_names(tmp_path: Path) -> None:
+    tensors = golden("bnb_nf4_bs64_store-uint8_N64_K128")
+    state = b'{"quant_type": "nf4", "blocksize": 64, "shape": [64, 130]}'
+    tensors["weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    assert one(read(checkpoints.folder(tmp_path, {UP: tensors}))).why.startswith("nf4.bitsandbytes: tensor 'weight' has shape")
+
+
 def test_json_beside_a_weight_says_its_shape_and_block(tmp_path: Path) -> None:
     tensors = golden("bnb_nf4_bs64_store-uint8_N64_K128")
     layer = one(read(checkpoints.folder(tmp_path, {UP: tensors})))
@@ -226,12 +261,14 @@ def test_json_beside_a_weight_says_numbers_of_it(tmp_path: Path) -> None:
 def test_bytes_that_a_file_holds_as_larger_numbers(tmp_path: Path) -> None:
     """bitsandbytes' quant_storage: JSON says all there is, so that the dtype need not."""
     name = "bnb_nf4_bs64_nested_store-bfloat16_N64_K128"
-    with Folder(checkpoints.folder(tmp_path, {UP: golden(name)})) as folder:
+    with Folder(checkpoints.folder(tmp_path, {UP: golden(name)}, {"quantization_config": {"load_in_4bit": True}})) as folder:
         layer = one(layers(folder))
-        assert folder.entry(layer.tensors["weight"]).dtype == "BF16" and layer.format == "nf4_nested"
+        assert folder.entry(layer.tensors["weight"]).dtype == "BF16" and layer.format == "nf4_nested" and not layer.problems
         [weight] = weights(folder, layer)
     with np.load(next(path for path in checkpoints.GOLDENS if path.stem == name)) as file:
         assert same_bits(weight.format.dequantize(weight, torch.float32), torch.from_numpy(file["dequant_f32"]))
+    for said in ({"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}):
+        assert len(one(read(checkpoints.folder(tmp_path, {UP: golden(name)}, {"quantization_config": said}))).problems) == 1
     alone = {"weight": golden(name)["weight"], "weight.absmax": golden(name)["weight.absmax"]}
     assert one(read(checkpoints.folder(tmp_path, {UP: alone}))).format == ""
 

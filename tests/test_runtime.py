@@ -299,6 +299,14 @@ def test_tiles_of_rows_make_the_weight_that_is_made_at_once(case: Case, monkeypa
     assert all(same_bits(tensor, at_once.tensors[name]) for name, tensor in by_tiles.tensors.items())
 
 
+def test_what_has_no_numbers_is_not_quantized() -> None:
+    """On every path FormatError, as of any weight that does not fit."""
+    wrong: list[object] = [torch.empty(4, 32, device="meta"), torch.ones(4, 32).to_sparse(), torch.ones(4, 32).numpy(), [[1.0]]]
+    for weight in wrong:
+        with pytest.raises(FormatError, match="a weight is"):
+            q4_0.quantize(weight)
+
+
 def test_quantize_refuses_what_it_cannot_do() -> None:
     with refused("int4_rows has no quantizer yet"):
         module(NO_QUANTIZER).quantize(torch.zeros(1, 256))
@@ -544,8 +552,11 @@ def test_a_guessed_block_size_is_noted() -> None:
     del tensors["g_idx"]
     packed = int_group.wrap(tensors, storage="gptq_v2")
     assert packed.params["group"] == 64
+    whole = int_group.quantize(torch.randn(64, 200), "gptq_v2", group=-1).tensors
+    assert int_group.wrap(whole, storage="gptq_v2").params["group"] == -1        # what a larger one means, too
     narrow = int_group.quantize(torch.randn(64, 32), "gptq_v2", group=64).tensors
-    assert "group = 128 by default; the tensors fit 64 and 32 and -1 too" in int_group.wrap(narrow, storage="gptq_v2").notes
+    note = "group = 128 by default; the tensors fit 64 and 32 and 256 and 512 and 1024 and -1 too"
+    assert note in int_group.wrap(narrow, storage="gptq_v2").notes
 
 
 def test_values_are_kept_as_the_format_says_them() -> None:

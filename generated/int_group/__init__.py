@@ -47,7 +47,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 96d44bd1ae34a11b) by qdsl 0.1.0.
+Built from the spec int_group (sha256 5f6fdbd6c8319a51) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -69,19 +69,23 @@ FORMAT = Format(
         (6,): bits_6.VARIANT,
         (7,): bits_7.VARIANT,
     },
-    params={"bits": (4, 2, 3, 5, 6, 7, 8), "group": (128, 64, 32, -1), "scale_type": ("f16", "bf16", "f32")},
+    params={"bits": (4, 2, 3, 5, 6, 7, 8), "group": (128, 64, 32, 256, 512, 1024, -1),
+            "scale_type": ("f16", "bf16", "f32")},
     sizes={"group": "K"},
     detect={"config": [{"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": "bits", "group_size": "group",
-        "storage": "gptq_v2"},
+        "desc_act": {"g_idx": [True, False]}, "storage": "gptq_v2", "with": {"sym": False}},
         {"quant_method": "gptq", "checkpoint_format": ["gptq", "null"], "bits": "bits", "group_size": "group",
-        "storage": "gptq_v1"},
+        "desc_act": {"g_idx": [True, False]}, "storage": "gptq_v1", "with": {"sym": False}},
         {"quant_method": "gptq", "checkpoint_format": "gptq_p", "bits": "bits", "group_size": "group",
-        "storage": "gptq_p"},
+        "desc_act": {"g_idx": [True, False]}, "storage": "gptq_p", "with": {"sym": False}},
         {"quant_method": "gptq", "checkpoint_format": "marlin", "bits": "bits", "group_size": "group",
-        "storage": "marlin"},
-        {"quant_method": "awq", "version": ["gemm", "null"], "bits": "bits", "group_size": "group", "storage": "awq"},
-        {"quant_method": "awq", "version": "gemv", "bits": "bits", "group_size": "group", "storage": "awq_gemv"},
-        {"quant_method": "awq", "version": "marlin", "bits": "bits", "group_size": "group", "storage": "marlin"},
+        "storage": "marlin", "with": {"desc_act": False, "sym": True}},
+        {"quant_method": "awq", "version": ["gemm", "null"], "bits": "bits", "group_size": "group", "storage": "awq",
+        "with": {"zero_point": True}},
+        {"quant_method": "awq", "version": "gemv", "bits": "bits", "group_size": "group", "storage": "awq_gemv",
+        "with": {"zero_point": True}},
+        {"quant_method": "awq", "version": "marlin", "bits": "bits", "group_size": "group", "storage": "marlin",
+        "with": {"zero_point": False}},
         {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": "bits", "group_size": "group",
         "storage": "gptq_v1"},
         {"quant_method": "auto-round", "packing_format": ["auto_round", "auto_round:gptqmodel"], "bits": "bits",
@@ -119,7 +123,7 @@ FORMAT = Format(
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
         "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="96d44bd1ae34a11b",
+    digest="5f6fdbd6c8319a51",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

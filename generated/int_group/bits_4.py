@@ -19,7 +19,7 @@
     torchao_plain_int32: 4.1875 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 96d44bd1ae34a11b) by qdsl 0.1.0.
+Built from the spec int_group (sha256 5f6fdbd6c8319a51) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -24,7 +24,7 @@ from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json, tor
 from qdsl.checkpoint.stated import Stated, flat
 from qdsl.shapes import granule
 from qdsl.spilled import LOST, is_spilled
-from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, named
+from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, meant, named
 
 SMALL = 1 << 16                                                  # bytes of a tensor that are looked at
 ENOUGH = 64                                                      # elements in which nothing is no chance
@@ -283,13 +283,15 @@ class _Finder:
 
     def _nearest(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None) -> Misfit:
         """Why tensors are of no format, by the one that they come nearest to."""
-        misses: list[tuple[int, int, Misfit]] = []
+        misses: list[tuple[bool, int, int, Misfit]] = []
         for format in self.formats:
             try:
                 _ways(format, given, contents, stated)
             except Misfit as miss:
-                misses.append((miss.reached, _nearness(format, given), miss))
-        return max(misses, key=lambda each: each[:2], default=(0, 0, Misfit(0, "no format is known")))[2]
+                rules = format.detect.get("tensors", {})
+                told = bool(contents) and contents.keys() <= rules.keys() and from_tensors(format, contents) is not None
+                misses.append((told, miss.reached, _nearness(format, given), miss))
+        return max(misses, key=lambda each: each[:3], default=(False, 0, 0, Misfit(0, "no format is known")))[3]
 
     # -- what settings say --------------------------------------------------------------------------------------------
 
@@ -299,7 +301,8 @@ class _Finder:
         strong, weak = self._agreeing(candidates, settings)
         telling = [each for each in candidates if self._tells(each, tensors)]
         said = settings and any(self._is_spoken_of(each, settings) for each in candidates)
-        problems = [self._disagreement(candidates[0], settings)] if said and not strong and not weak else []
+        denied = said and not strong and not weak
+        problems: list[str] = []
         if strong and telling and not any(each in strong for each in telling):
             problems.append(f"{self.says.source if self.says else ''} says {strong[0].label}, but its words are those of "
                             f"{telling[0].label}")
@@ -307,13 +310,19 @@ class _Finder:
         pool = strong or alike or weak or list(candidates)
         least = min(map(_oddness, pool))
         pool = self._padded([each for each in pool if _oddness(each) == least], tensors)
+        if denied:                                               # what is said wrong of parameters may be right of the storage
+            pool = [each for each in pool if any(reading.storage for reading in self._readings(each, settings))] or pool
         ways = list(dict.fromkeys(f"{each.format.name}.{each.fit.storage}" for each in pool))
         if len(ways) > 1:
-            return Layer(name, others=tensors, by=scheme.by, why=f"the tensors fit {' and '.join(ways)}, and nothing says which")
+            against = f"; {self._disagreement(pool[0], settings)}" if denied else ""
+            return Layer(name, others=tensors, by=scheme.by,
+                         why=f"the tensors fit {' and '.join(ways)}, and nothing says which{against}")
         best = _with_defaults(pool)
         if best is None:
             return Layer(name, others=tensors, by=scheme.by,
                          why=f"the tensors fit {' and '.join(each.label for each in pool)}, and nothing says which")
+        if denied:
+            problems.append(self._disagreement(best, settings))
         if scheme.settings is None:
             problems = [f"its config leaves it as it is, by {scheme.by}"]
         uses = {own: tensors[use.name] for own, use in best.fit.tensors.items() if use.name in tensors}
@@ -583,7 +592,7 @@ def _with_defaults(pool: Sequence[_Candidate]) -> _Candidate | None:
     """The only candidate, or the one in which parameters that are open have their defaults."""
     params = pool[0].format.params
     values = {name: list(dict.fromkeys(each.fit.params[name] for each in pool)) for name in params}
-    wanted = {name: each[0] if len(each) == 1 else params[name][0] for name, each in values.items()}
+    wanted = {name: meant(each, params[name][0]) for name, each in values.items()}
     return next((each for each in pool if each.fit.params == wanted), None)
 
 

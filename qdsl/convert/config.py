@@ -16,6 +16,7 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, quantization
 from qdsl.convert.plan import Plan
+from qdsl.stored import OF_X
 
 CONFIG = "config.json"
 NESTED = "compressed-tensors"                                    # whose settings of weights lie in groups
@@ -24,6 +25,7 @@ OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
            "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert"}
+
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
@@ -70,8 +72,12 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
     rule = _rule(plan, method)
     if rule is None:
         return _ours(plan), f"no page says how other loaders call {plan.format}.{plan.aim.storage}: the config says qdsl"
+    scaled = [f"{layer.name}.{name}" for layer in plan.changed for name in OF_X if name in layer.others]
+    if scaled and not same(method, rule["quant_method"]):        # a loader that does not know it would leave it out
+        return _ours(plan), (f"x is to be multiplied by {scaled[0]}, and so of {len(scaled)} layers, which loaders of "
+                             f"{rule['quant_method']} do not: the config says qdsl")
     params = plan.params[0]
-    if same(method, rule["quant_method"]) and not plan.aim.requantize:
+    if _is_own(rule, method, plan):
         return _changed(old, rule, params), ""
     plain, wrong = ignored(folder, layers, rule["quant_method"])
     note = f"{IGNORED['awq']} of the config cannot name {', '.join(wrong)}" if wrong else ""
@@ -102,8 +108,8 @@ def _rule(plan: Plan, method: str) -> dict[str, Any] | None:
            if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule
            and rule.get("where", {}).items() <= plan.params[0].items()]
     fit = [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, plan.params[0]))
-           if (found := _followed(rule, plan)) is not None]
-    own = [rule for rule in fit if same(method, rule["quant_method"]) and not plan.aim.requantize]
+           if (found := _followed(rule, plan, _is_own(rule, method, plan))) is not None]
+    own = [rule for rule in fit if _is_own(rule, method, plan)]
     return next(iter(own or [rule for rule in fit if all(params == plan.params[0] for params in plan.params)]), None)
 
 
@@ -114,11 +120,19 @@ def _says_blocks(rule: Mapping[str, Any], sizes: Iterable[str], params: Mapping[
     return all((params[size] == -1) != (size in named) for size in sizes)
 
 
-def _followed(rule: Mapping[str, Any], plan: Plan) -> dict[str, Any] | None:
-    """A rule with the words that follow from tensors; None where layers differ in one."""
+def _is_own(rule: Mapping[str, Any], method: str, plan: Plan) -> bool:
+    """Whether it is of the producer whose settings the checkpoint has, which stay but for the words of the storage."""
+    return same(method, rule["quant_method"]) and not plan.aim.requantize
+
+
+def _followed(rule: Mapping[str, Any], plan: Plan, own: bool) -> dict[str, Any] | None:
+    """A rule with the words that follow from tensors; None where layers differ in one.  own: those stay what the settings say."""
     found = dict(rule)
     for key, wanted in rule.items():
         if isinstance(wanted, dict) and key not in SPOKEN:
+            if own:
+                del found[key]
+                continue
             [(tensor, words)] = wanted.items()
             there = {tensor in names for names in plan.tensors}
             if len(there) > 1:

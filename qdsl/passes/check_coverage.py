@@ -151,4 +151,4 @@ def _step(extent: Index, sample: Mapping[str, int]) -> int:
     if len(extent.terms) == 1 and extent.terms[0][0].op == "exact":
         extent, divisor = extent.terms[0][0].args[0] * extent.terms[0][1], extent.terms[0][0].args[1]
         by = divisor(sample)
-    return extent.terms[0][1] // by if len(extent.terms) == 1 and extent.terms[0][0].op == "ceil" else 1
+    return max(1, extent.terms[0][1] // by) if len(extent.terms) == 1 and extent.terms[0][0].op == "ceil" else 1

@@ -23,10 +23,8 @@ from qdsl.runtime.packed import FormatError, PackedWeight, damage, said
 from qdsl.runtime.requantize import Report, compare
 from qdsl.shapes import Axis, axis, extents
 from qdsl.spilled import LOST, is_spilled
-from qdsl.stored import Description
+from qdsl.stored import OF_X, Description, meant
 
-# Tensors of a layer without which its weight is another one.
-OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale")
 PLANAR = "planar"                                                # the storage that the compiler derives
 
 
@@ -158,7 +156,7 @@ class Format:
             listed = " and ".join(f"{storage}{told[storage] if len(set(told.values())) > 1 else ''}" for storage in storages)
             raise FormatError(f"{self.name}: the tensors fit the storages {listed}; say which with storage=")
         fits = {name: list(dict.fromkeys(match.params[name] for match in found)) for name in self.params}
-        wanted = {name: fit[0] if len(fit) == 1 else self.params[name][0] for name, fit in fits.items()}
+        wanted = {name: meant(fit, self.params[name][0]) for name, fit in fits.items()}
         for match in found:
             if match.params == wanted:
                 return match
@@ -386,6 +384,10 @@ class Format:
         variant = self.variant(params)
         layout = variant.storages[name]
         assert variant.encode is not None
+        if not isinstance(weight, Tensor):
+            raise FormatError(f"{self.name}: a weight is a torch tensor, not a {type(weight).__name__}")
+        if weight.is_meta or weight.layout != torch.strided:
+            raise FormatError(f"{self.name}: a weight is dense numbers in memory, not {weight.layout} on {weight.device}")
         if weight.dim() != 2 or not weight.is_floating_point():
             raise FormatError(f"{self.name}: a weight is floats [N, K], not {str(weight.dtype)[6:]} {list(weight.shape)}")
         weight = weight.detach()
