@@ -214,6 +214,28 @@ def test_columns_that_are_stored_in_order_leave_no_index(tmp_path: Path) -> None
         assert set(folder.names()) == {"w.weight_packed", "w.weight_scale", "w.weight_shape"}
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_old_compressed_tensors(tmp_path: Path, bits: int) -> None:
+    """Bytes [N, G] with a sign, from the middle, beside packed codes."""
+    made = int_group.quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) + 1, "pack_quantized", bits=bits,
+                              group=32)
+    zeros = int_group.unpack(made)["z"].int() - 2 ** (bits - 1)
+    assert zeros.unique().numel() > 2
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32,
+                                           "symmetric": False}}}}
+    path = folders.folder(tmp_path / "in", folders.named({"up": made}) | {"up.weight_zero_point": zeros.to(torch.int8)},
+                          config={"quantization_config": said})
+    with Folder(path) as folder:
+        found = layers(folder)
+        (layer,) = found.layers
+        assert (layer.storage, found.problems) == ("pack_quantized_0_8", [])
+    convert(path, tmp_path / "out", "gptq_v2")
+    with Folder(tmp_path / "out") as folder:
+        (weights_,) = layer_weights.weights(folder, layers(folder).layers[0])
+        assert same_bits(int_group.dequantize(weights_), int_group.dequantize(made))
+
+
 def test_an_index_that_nobody_filled_is_left_out(tmp_path: Path) -> None:
     """As some writers of GPTQ leave it where columns are in order."""
     made = weight()

@@ -29,6 +29,8 @@
     pack_quantized at bits = 6: 6.125 bits per weight with group = 128
     pack_quantized at bits = 7: 7.125 bits per weight with group = 128
     pack_quantized at bits = 8: 8.125 bits per weight with group = 128
+    pack_quantized_0_8 at bits = 4: 4.1875 bits per weight with group = 128
+    pack_quantized_0_8 at bits = 8: 8.1875 bits per weight with group = 128
     pack_quantized_0_17 at bits = 3: 3.32501 bits per weight with group = 128
     pack_quantized_0_17 at bits = 5: 5.45834 bits per weight with group = 128
     pack_quantized_0_17 at bits = 6: 6.52501 bits per weight with group = 128
@@ -47,7 +49,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 5f6fdbd6c8319a51) by qdsl 0.1.0.
+Built from the spec int_group (sha256 4753baa3db428d04) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -102,6 +104,10 @@ FORMAT = Format(
         "actorder": {"weight_g_idx": ["group", "null"]}, "storage": "pack_quantized_0_17"},
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "strategy": "channel", "num_bits": "bits",
         "where": {"group": -1}, "symmetric": {"weight_zero_point": [False, True]}, "storage": "pack_quantized_0_17"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "strategy": "group", "num_bits": "bits",
+        "group_size": "group", "symmetric": False, "storage": "pack_quantized_0_8"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "strategy": "channel", "num_bits": "bits",
+        "where": {"group": -1}, "symmetric": False, "storage": "pack_quantized_0_8"},
         {"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "group",
         "group_size": "group", "symmetric": {"weight_zero_point": [False, True]}, "storage": "int_quantized"},
         {"quant_method": "modelopt", "quant_algo": ["W4A16_AWQ", "W4A8_AWQ"], "group_size": "group",
@@ -123,7 +129,7 @@ FORMAT = Format(
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
         "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="5f6fdbd6c8319a51",
+    digest="4753baa3db428d04",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

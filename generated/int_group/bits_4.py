@@ -13,13 +13,14 @@
     awq: 4.15625 bits per weight with group = 128
     awq_gemv: 4.15625 bits per weight with group = 128
     pack_quantized: 4.125 bits per weight with group = 128
+    pack_quantized_0_8: 4.1875 bits per weight with group = 128
     marlin: 4.125 bits per weight with group = 128
     modelopt: 4.125 bits per weight with group = 128
     xpu_int4pack: 4.1875 bits per weight with group = 128
     torchao_plain_int32: 4.1875 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 5f6fdbd6c8319a51) by qdsl 0.1.0.
+Built from the spec int_group (sha256 4753baa3db428d04) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -189,6 +190,33 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
     if g is not None:
         tensors["weight_g_idx"] = g
     return tensors
+
+
+def unpack_pack_quantized_0_8(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor, *,
+        K: int) -> dict[str, Tensor]:
+    """Fields of weight_packed int32 [N, ceil(K/8)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
+    int8 [N, ceil(K/group)].
+    """
+    weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
+    weight_zero_point_bytes = (weight_zero_point + 0x8).view(torch.uint8)
+    return {
+        "q": spread(weight_packed_bytes, 4).flatten(1)[:, :K],
+        "z": weight_zero_point_bytes & 15,
+        "s": weight_scale,
+    }
+
+
+def pack_pack_quantized_0_8(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """weight_packed, weight_scale, weight_zero_point of the fields; the inverse of unpack_pack_quantized_0_8."""
+    q_split = pad(q, (0, -q.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 4, 2))
+    weight_packed_bytes = joined(q_split, 4).squeeze(-1)
+    weight_zero_point_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
+    weight_zero_point_bytes[...] = z.unsqueeze(-1)
+    return {
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
+        "weight_scale": s,
+        "weight_zero_point": as_type(weight_zero_point_bytes, torch.int8).squeeze(-1) - 0x8,
+    }
 
 
 def unpack_marlin(qweight: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -686,6 +714,63 @@ def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weigh
 
 
 @triton.jit
+def _dequantize_pack_quantized_0_8(weight_packed, weight_scale, weight_zero_point, out, N, K, group, BN: tl.constexpr,
+    BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 8)
+    weight_zero_point += n.to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < tl.cdiv(K, 8))
+    q_word = tl.load(weight_packed + t, live, 0)
+    g = 8 * t // group
+    z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32) + 0x8
+    z = (z_word & 15).to(tl.int32)
+    s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+    for h in tl.static_range(8):
+        inside = live & (n < N) & (8 * t + h < K)
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        w = (q - z) * s
+        tl.store(out + 8 * t + h, w, inside)
+
+
+@triton.jit
+def _linear_pack_quantized_0_8(weight_packed, weight_scale, weight_zero_point, x, bias, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 8)
+    weight_zero_point += n.to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, tl.cdiv(K, 8), BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < tl.cdiv(K, 8))
+        q_word = tl.load(weight_packed + t, live, 0)
+        g = 8 * t // group
+        z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32) + 0x8
+        z = (z_word & 15).to(tl.int32)
+        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+        for h in tl.static_range(8):
+            inside = live & (n < N) & (8 * t + h < K)
+            q = (q_word >> 4 * h & 15).to(tl.int32)
+            x_k = tl.load(x + 8 * t + h, inside, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
 def _dequantize_marlin(qweight, scales, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -1174,6 +1259,17 @@ VARIANT = Variant(
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
                 "span": "full"}, reads=("N", "K"), shape="weight_shape",
             kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/8)", last="k"),
+        ),
+        "pack_quantized_0_8": Storage(
+            tensors={
+                "weight_packed": Stored("i32", "N", "ceil(K/8)", bits=("q[1@0, 8:4 1@1]",)),
+                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "weight_zero_point": Stored("i8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",), adds=-0x8),
+                "weight_shape": Stored("shape", "2"),
+            },
+            unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",), always=("z",), options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape",
+            kernels=Kernels(_dequantize_pack_quantized_0_8, _linear_pack_quantized_0_8, rows="N", units="ceil(K/8)",
+                last="k"),
         ),
         "marlin": Storage(
             tensors={

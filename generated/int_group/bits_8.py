@@ -11,11 +11,12 @@
     gptq_v2: 8.1875 bits per weight with group = 128
     gptq_v1: 8.1875 bits per weight with group = 128
     pack_quantized: 8.125 bits per weight with group = 128
+    pack_quantized_0_8: 8.1875 bits per weight with group = 128
     int_quantized: 8.125 bits per weight with group = 128
     torchao_int8: 8.125 bits per weight with group = 128
     planar: 8.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 5f6fdbd6c8319a51) by qdsl 0.1.0.
+Built from the spec int_group (sha256 4753baa3db428d04) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -127,6 +128,29 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
     if g is not None:
         tensors["weight_g_idx"] = g
     return tensors
+
+
+def unpack_pack_quantized_0_8(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor, *,
+        K: int) -> dict[str, Tensor]:
+    """Fields of weight_packed int32 [N, ceil(K/4)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
+    int8 [N, ceil(K/group)].
+    """
+    r = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
+    return {
+        "q": r.flatten(1)[:, :K],
+        "z": (weight_zero_point + 0x80).view(torch.uint8),
+        "s": weight_scale,
+    }
+
+
+def pack_pack_quantized_0_8(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """weight_packed, weight_scale, weight_zero_point of the fields; the inverse of unpack_pack_quantized_0_8."""
+    r = pad(q, (0, -q.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
+    return {
+        "weight_packed": as_type(r, torch.int32).squeeze(-1),
+        "weight_scale": s,
+        "weight_zero_point": z.view(torch.int8) - 0x80,
+    }
 
 
 def unpack_int_quantized(weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None) -> dict[str, Tensor]:
@@ -426,6 +450,63 @@ def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weigh
                     z = (tl.load(weight_zero_point + g, inside, 0) >> 8 * (n % 4) & 255).to(tl.int32)
             if weight_g_idx is not None:
                 s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
+            x_k = tl.load(x + 4 * t + h, inside, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_pack_quantized_0_8(weight_packed, weight_scale, weight_zero_point, out, N, K, group, BN: tl.constexpr,
+    BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 4)
+    weight_zero_point += n.to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < tl.cdiv(K, 4))
+    q_word = tl.load(weight_packed + t, live, 0)
+    g = 4 * t // group
+    z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32) + 0x80
+    z = (z_word & 255).to(tl.int32)
+    s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+    for h in tl.static_range(4):
+        inside = live & (n < N) & (4 * t + h < K)
+        q = (q_word >> 8 * h & 255).to(tl.int32)
+        w = (q - z) * s
+        tl.store(out + 4 * t + h, w, inside)
+
+
+@triton.jit
+def _linear_pack_quantized_0_8(weight_packed, weight_scale, weight_zero_point, x, bias, out, N, K, group,
+    BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight_packed += n.to(tl.int64) * tl.cdiv(K, 4)
+    weight_zero_point += n.to(tl.int64) * tl.cdiv(K, group)
+    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, tl.cdiv(K, 4), BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < tl.cdiv(K, 4))
+        q_word = tl.load(weight_packed + t, live, 0)
+        g = 4 * t // group
+        z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32) + 0x80
+        z = (z_word & 255).to(tl.int32)
+        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
+        for h in tl.static_range(4):
+            inside = live & (n < N) & (4 * t + h < K)
+            q = (q_word >> 8 * h & 255).to(tl.int32)
             x_k = tl.load(x + 4 * t + h, inside, 0).to(tl.float32)
             acc += (q - z) * s * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -820,6 +901,17 @@ VARIANT = Variant(
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
                 "span": "full"}, reads=("N", "K"), shape="weight_shape",
             kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/4)", last="k"),
+        ),
+        "pack_quantized_0_8": Storage(
+            tensors={
+                "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:8 1@1]",)),
+                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "weight_zero_point": Stored("i8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",), adds=-0x80),
+                "weight_shape": Stored("shape", "2"),
+            },
+            unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",), always=("z",), options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape",
+            kernels=Kernels(_dequantize_pack_quantized_0_8, _linear_pack_quantized_0_8, rows="N", units="ceil(K/4)",
+                last="k"),
         ),
         "int_quantized": Storage(
             tensors={

@@ -27,7 +27,6 @@ IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NES
            "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert"}
 
 
-
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
     """The files that say something else in the new storage, None for one that has nothing to say any more; and notes."""
     found: dict[str, str | None] = {}
