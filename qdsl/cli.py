@@ -573,7 +573,8 @@ def verify(a: Annotated[Path, typer.Argument(help="A folder of safetensors files
     else:
         lines = [f"{escaped(each.tensor)}: {each}" for each in found[:SHOWN]]
         lines += [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-        typer.echo("\n".join([*lines, f"{len(found)} tensors differ" if found else "equal"]))
+        equal = f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal"
+        typer.echo("\n".join([*lines, f"{len(found)} tensors differ" if found else equal]))
     if found:
         raise typer.Exit(1)
 

@@ -68,6 +68,8 @@ def test_the_numbers_that_lie_farthest_apart(tmp_path: Path, tile: int, monkeypa
         assert (float(found["a"]), float(found["b"])) == pytest.approx((float(left[tuple(index)]), float(right[tuple(index)])))
         part = found["distance"] / found["largest"]
         assert decoded_differences(a, path, part * 1.01) == [] and len(decoded_differences(a, path, part * 0.99)) == 1
+    said = verify(a, b, "--decoded", "--tolerance", "2").stdout
+    assert said == "equal within 2 of the largest magnitudes\n"
     line = verify(a, b, "--decoded").stdout.splitlines()[0]
     assert line.startswith("w.weight: apart by up to 0.") and " of the largest magnitude, at [" in line
 
