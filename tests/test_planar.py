@@ -12,7 +12,7 @@ import qdsl
 from qdsl.generated import fp8_channel, int_group, q4_0, q4_k, q8_0
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight, tiles
-from tests.support.formats import Case, cases, is_held, random_fields, random_packed, same_bits, shuffled_fields
+from tests.support.formats import Case, cases, is_held, random_fields, random_packed, same_bits, shapes, shuffled_fields
 
 CASES = [case for case in cases() if case.storage != PLANAR and PLANAR in case.module.FORMAT.variant(case.choice).storages]
 # Those that can put columns into groups in any order.
@@ -33,7 +33,8 @@ def params(case: Case) -> Iterator[dict[str, int | str]]:
 def weight(case: Case, chosen: dict[str, int | str], seed: int = 0) -> PackedWeight:
     """Random, its columns in order."""
     longest = max((size for size in case.module.FORMAT.sizes(chosen, SHAPE).values()), default=1)
-    packed = random_packed(case, (SHAPE[0], max(SHAPE[1], longest)), seed, chosen)
+    shape = next(shapes(case, SHAPE[:1], (max(SHAPE[1], longest), 4096), chosen))
+    packed = random_packed(case, shape, seed, chosen)
     index = [name for name, stored in packed.layout.tensors.items() if stored.dtype == "index" and name in packed.tensors]
     return case.module.FORMAT.checked(packed.derive({k: v for k, v in packed.tensors.items() if k not in index}))
 

@@ -827,8 +827,8 @@ VARIANT = Variant(
                 "scale_and_zero": Stored("scale_type", "1024*ceil(K/1024)/group", "8*ceil(N/8)", "2",
                     aliases=("_weight_scale_and_zero",), bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
             },
-            unpack=unpack_tile_packed, pack=pack_tile_packed, where=("g",), reads=("N", "K", "group"), extents=("N",
-                "K", "group"),
+            unpack=unpack_tile_packed, pack=pack_tile_packed, where=("g",), reads=("N", "K", "group"),
+            extents=("N", "K", "group"),
             kernels=Kernels(_dequantize_tile_packed, _linear_tile_packed, rows="N", units="K", last="k"),
         ),
         "torchao": Storage(

@@ -667,7 +667,8 @@ VARIANT = Variant(
                 "weight_shape": Stored("shape", "2"),
             },
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
-                "span": "full"}, reads=("N", "K"), shape="weight_shape",
+                "span": "full"},
+            reads=("N", "K"), shape="weight_shape",
             kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/16)", last="k"),
         ),
         "planar": Storage(

@@ -84,7 +84,7 @@ def _storage(program: Program, several: bool, always: Sequence[str]) -> list[str
     lines += [f'        "{shape}": Stored("shape", "2"),'] if shape else []
     facts = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}", *_facts(program, always)]
     kernels = indent(wrapped("kernels=Kernels(", _kernels(program), "),", level=1))
-    return [*lines, "    },", f"    {', '.join(facts)},", *kernels, "),"]
+    return [*lines, "    },", *indent(wrapped("", facts, ",", level=1)), *kernels, "),"]
 
 
 def _stored(program: Program, tensor: Tensor, several: bool) -> str:

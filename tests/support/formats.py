@@ -118,9 +118,8 @@ def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: 
 
 
 def is_held(case: Case, params: Mapping[str, int | str]) -> bool:
-    """Whether the storage has weights of these sizes: some are for several groups alone, and there may be but one."""
-    layout = case.module.FORMAT.variant(case.choice).storages[case.storage]
-    return not layout.least or any(shapes(case, (64,), (4096,), params))
+    """Whether the storage has weights of these sizes: some are for several groups, or for whole ones in a step of columns."""
+    return any(shapes(case, (64,), (4096,), params))
 
 
 def smallest(case: Case, tiles: int = 1, params: Mapping[str, int | str] | None = None) -> tuple[int, int]:
