@@ -20,6 +20,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAUSE = 0.02                                                     # seconds; OpenMP's threads spin for some milliseconds
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+# Where a side has two threads after all, each has a processor of its own: after a pause Linux may wake both on one, where the
+# first waits busily while the second has no turn.
+BOUND = {"OMP_PROC_BIND": "true"}
 
 
 class WrongResult(Exception):
@@ -69,7 +72,7 @@ class _Worker:
 def _worker(side: Side) -> Iterator[_Worker]:
     made = f"{side.make.__module__}:{side.make.__qualname__}"
     command = [sys.executable, "-m", "bench.worker", made, json.dumps(side.arguments)]
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD, **BOUND}, stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True) as process:
         try:
             yield _Worker(process)

@@ -105,6 +105,12 @@ class Description:
         return list(dict.fromkeys(name for layout in layouts for name, stored in layout.items() if not stored.axes))
 
     @property
+    def spared(self) -> set[str]:
+        """The fields that have a value where no tensor says one."""
+        return {stored.optional for storages in self.variants.values() for layout in storages.values()
+                for stored in layout.values()} - {""}
+
+    @property
     def in_bytes(self) -> set[str]:
         """The names of tensors of bytes, and their aliases."""
         every = [each for storages in self.variants.values() for layout in storages.values() for each in layout.items()]

@@ -130,18 +130,21 @@ def test_the_config_says_the_new_storage(tmp_path: Path, to: str, expected: dict
         assert (layer.storage, layer.problems) == (to, ())
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("ordered", [True, False])
-def test_gptq_says_whether_columns_are_in_order(tmp_path: Path, ordered: bool) -> None:
+def test_gptq_says_whether_columns_are_in_order(tmp_path: Path, ordered: bool, symmetric: bool) -> None:
     """vLLM asks for desc_act and sym, and transformers takes a missing sym for true; of one producer all stays as it was."""
     packed = weight(storage="pack_quantized")
     fields = int_group.unpack(packed)
+    fields["z"][...] = 8
+    fields["z"][-1, -1] = 8 if symmetric else 7
     if not ordered:
         fields["g"] = torch.arange(64, dtype=torch.int32).flip(0) // 32
     path = folders.folder(tmp_path / "in", folders.named({"w": int_group.pack(fields, "pack_quantized", **packed.params)}),
                           config={})
     convert(path, tmp_path / "out", "gptq_v2")
     expected = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4, "group_size": 32, "desc_act": not ordered,
-                "sym": False}
+                "sym": symmetric}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == expected
     convert(tmp_path / "out", tmp_path / "v1", "gptq_v1")
     v1 = json.loads((tmp_path / "v1" / "config.json").read_text())["quantization_config"]

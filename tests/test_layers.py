@@ -380,6 +380,28 @@ def test_a_config_without_quantized_tensors(tmp_path: Path) -> None:
                               "tensor is quantized"]
 
 
+def test_settings_of_single_layers_that_are_not_so(tmp_path: Path) -> None:
+    """ModelOpt's mixed precision and auto-round's exceptions: plain, not there, and left alone with 16 bits."""
+    other = "model.layers.0.mlp.gate_proj"
+    modules = {UP: golden("hf_fp8_block128_N128_K128"), other: {"weight": torch.zeros(128, 128)}}
+    own = {name: {"quant_algo": "FP8"} for name in (UP, other, "model.layers.0.mlp", "model.layers.9.mlp.gate_proj")}
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": own}}
+    found = read(checkpoints.folder(tmp_path, modules, config))
+    assert [each.problem for each in found.left] == ["plain, though config.json: quantization_config has settings for it"]
+    assert found.problems == ["config.json: quantization_config has settings for 'model.layers.9.mlp.gate_proj', of which there "
+                              "is no tensor"]
+    config = {"quantization_config": {"quant_method": "auto-round", "bits": 4, "extra_config": {other: {"bits": 16}}}}
+    [left] = read(checkpoints.folder(tmp_path, modules, config)).left
+    assert (left.by, left.problem) == ("its own settings", "")
+
+
+@pytest.mark.parametrize("settings", [["awq"], "awq", 4])
+def test_settings_that_are_none(tmp_path: Path, settings: object) -> None:
+    path = checkpoints.folder(tmp_path, {UP: golden("hf_fp8_block128_N128_K128")}, {"quantization_config": settings})
+    with pytest.raises(CheckpointError, match=r"config.json: quantization_config is .* no object of settings"):
+        read(path)
+
+
 @pytest.mark.parametrize(("file", "data"), [
     ("config.json", {"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}}),
     ("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
@@ -445,7 +467,7 @@ def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:
     path = checkpoints.folder(tmp_path, modules, config, files=other)
     found = CliRunner().invoke(app, ["inspect", str(path)], catch_exceptions=False)
     lines = [" ".join(line.split()) for line in found.stdout.splitlines()]
-    assert lines[lines.index("layers format shape bits parameters by") + 1:][:2] == [
+    assert lines[lines.index("layers format shape bits parameters beside by") + 1:][:2] == [
         "model.layers.{0-1,3}.mlp.up_proj 3 fp8_block.safetensors 128 x 128 8.002 bn=128 bk=128 scale_type=f32", ""]
     assert "lm_head.weight 1 F32 128 x 128 lm_head (transformers)" in lines and all(map(str.isprintable, lines))
     assert lines[lines.index("contradictions") + 1:][:2] == [
@@ -459,6 +481,17 @@ def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:
         "by": "", "bits_per_weight": 8 + 32 / 128 ** 2,
         "tensors": {leaf: f"model.layers.0.mlp.up_proj.{leaf}" for leaf in ("weight", "weight_scale_inv")}}
     assert {each["name"]: each["by"] for each in data["plain"]}["lm_head.weight"] == "lm_head (transformers)"
+
+
+def test_inspect_says_what_lies_beside_a_weight(tmp_path: Path) -> None:
+    """A bias, and scales of x, which a reader of the page is to know of."""
+    tensors = {**golden("modelopt_int4awq_N32_K128"), "bias": torch.zeros(32), "pre_quant_scale": torch.ones(128)}
+    path = checkpoints.folder(tmp_path, {UP: tensors})
+    lines = CliRunner().invoke(app, ["inspect", str(path)]).stdout.splitlines()
+    heads = next(line for line in lines if line.startswith("layers "))
+    row = lines[lines.index(heads) + 1]
+    beside = row[heads.index("beside"):heads.index(" by")].strip()
+    assert {*beside.split(", ")} == {"bias", "pre_quant_scale"}
 
 
 def test_ends_of_names(tmp_path: Path) -> None:

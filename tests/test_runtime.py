@@ -307,6 +307,15 @@ def test_what_has_no_numbers_is_not_quantized() -> None:
             q4_0.quantize(weight)
 
 
+@pytest.mark.parametrize("case", list({case.path: case for case in reversed(QUANTIZED)}.values()), ids=str)
+def test_fp8_weights_are_the_floats_that_they_are(case: Case) -> None:
+    n, k = smallest(case)
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    made, expected = (case.module.quantize(each, storage=case.storage, **case.choice) for each in (weight, weight.float()))
+    assert all(same_bits(tensor, expected.tensors[name]) for name, tensor in made.tensors.items())
+    assert case.module.quantize(weight[:0], storage=case.storage, **case.choice).shape == (0, k)
+
+
 def test_quantize_refuses_what_it_cannot_do() -> None:
     with refused("int4_rows has no quantizer yet"):
         module(NO_QUANTIZER).quantize(torch.zeros(1, 256))

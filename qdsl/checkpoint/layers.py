@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -151,7 +151,7 @@ class _Finder:
         held = {full for layer in kept.values() for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
         plain = [name for name in self.folder.names() if name not in held]
         left = self._left({name: tensors for name, tensors in modules.items() if name not in kept}, kept)
-        return Layers(list(kept.values()), plain, left, self.found, self._problems(kept), together)
+        return Layers(list(kept.values()), plain, left, self.found, self._problems(kept, modules), together)
 
     def _layer(self, name: str, tensors: Mapping[str, str], turned: bool = False) -> Layer | None:
         """The module as a layer; None where it holds plain tensors alone.  turned: its tensors are [E, K, N]."""
@@ -221,13 +221,20 @@ class _Finder:
                 continue
             scheme = self.says.scheme(name) if self.says else Scheme({})
             problem = ""
-            if scheme.settings is not None and self.says is not None and _alike(name) in quantized:
+            if scheme.settings is not None and self.says is not None and name in self.says.layers:
+                problem = f"plain, though {self.says.source} has settings for it"
+            elif scheme.settings is not None and self.says is not None and _alike(name) in quantized:
                 problem = f"plain, though {self.says.source} has no rule for that, and others of its kind are quantized"
             found.append(Left(name, scheme.by if scheme.settings is None else "", problem))
         return found
 
-    def _problems(self, layers: Mapping[str, Layer]) -> list[str]:
+    def _problems(self, layers: Mapping[str, Layer], modules: Collection[str]) -> list[str]:
+        """What is wrong with no single layer.  modules: of all tensors, plain ones too."""
         problems = [problem for each in self.found for problem in each.problems]
+        if self.says is not None and self.says.layers:
+            there = {name[:end] for name in modules for end in (*(i for i, letter in enumerate(name) if letter == "."), None)}
+            problems += [f"{self.says.source} has settings for {shown(name)}, of which there is no tensor"
+                         for name in self.says.layers if name not in there]
         if self.says is not None and not layers:
             problems.append(f"{self.says.source} says {_brief(self.says.settings)}, but no tensor is quantized")
         problems += [problem for each in self.found[1:] for problem in _differing(self.found[0], each)]

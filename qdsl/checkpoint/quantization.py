@@ -9,7 +9,7 @@ from typing import Any
 
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.ignored import Rule, Rules, rules
-from qdsl.checkpoint.safetensors import strict_json
+from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json
 
 # Where settings lie: a file, the keys on the way to them, and whose they are where they do not say so.
 PLACES = (
@@ -29,6 +29,7 @@ LISTS = {
 }
 GLOBS = ("modelopt", "modelopt_fp4", "modelopt_mixed")           # whose 'ignore', too, is of wildcards
 LAYERS = ("quantized_layers", "extra_config")                    # maps of single layers to their settings: modelopt, auto-round
+WHOLE = (16, 32)                                                 # bits of layers that auto-round leaves as they were
 LINEAR = "Linear"                                                # the class that targets mean by themselves
 
 
@@ -79,7 +80,8 @@ class Quantization:
         if self.only is not None and self.only.first(module) is None:
             return Scheme(None, "not in modules_in_block_to_quantize (suffix)")
         if module in self.layers:
-            return Scheme(self.layers[module], "its own settings")
+            own = self.layers[module]
+            return Scheme(None if own.get("bits") in WHOLE else own, "its own settings")
         if not self.groups:
             mixed = "quantized_layers" in self.settings
             return Scheme(None, "not in quantized_layers (exact)") if mixed else Scheme(self.settings)
@@ -94,13 +96,18 @@ class Quantization:
 
 
 def quantizations(folder: Folder) -> list[Quantization]:
-    """What a folder's files say, the first of them in the order of PLACES; several, where they are in several places."""
+    """What a folder's files say, the first of them in the order of PLACES; several, where they are in several places.
+
+    Raises CheckpointError where settings are none.
+    """
     found = []
     for file, keys, method in PLACES:
         data: Any = folder.json(file)
         for key in keys:
             data = data.get(key) if isinstance(data, Mapping) else None
-        if isinstance(data, Mapping) and data:
+        if data and not isinstance(data, Mapping):
+            raise CheckpointError(f"{folder.root / file}: {'.'.join(keys)} is {shown(str(data))}, no object of settings")
+        if data:
             found.append(quantization(data, " ".join([f"{file}:", *keys]).rstrip(": "), method))
     for shard, text in _metadata(folder):
         data = strict_json(text.encode(), f"{shard}: {METADATA}", depth=64, constants=True)

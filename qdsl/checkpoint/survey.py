@@ -93,9 +93,10 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
     """Tables of what `survey` found: heads, rows, and which columns are aligned at the right."""
     known = [each for each in data["layers"] if each["format"]]
     layers = [[name, str(len(alike)), f"{first['format']}.{first['storage']}", _extents(first),
-               _between(alike, "bits_per_weight"), _params(first["params"]), first["by"]]
+               _between(alike, "bits_per_weight"), _params(first["params"]), ", ".join(first["others"]), first["by"]]
               for name, alike in _grouped(known, lambda each: (each["format"], each["storage"], _params(each["params"]),
-                                                               _extents(each), each["by"])) for first in alike[:1]]
+                                                               _extents(each), *each["others"], each["by"]))
+              for first in alike[:1]]
     groups = [[name, str(len(alike)), first["format"], str(len(first["weights"])), str(sum(first["weights"].values())),
                _between(alike, "bits_per_weight"), _between(alike, "threads_per_block"), _between(alike, "shared_memory"),
                _fitting(alike)]
@@ -107,7 +108,7 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
     problems = [[name, str(len(alike)), alike[0]["what"]] for name, alike in
                 _grouped([{"name": each.get("layer", ""), **each} for each in data["contradictions"]], lambda each: each["what"])]
     more = [[f"and {len(problems) - PROBLEMS} more", "", ""]] if len(problems) > PROBLEMS else []
-    return [(["layers", "", "format", "shape", "bits", "parameters", "by"], layers, " >"),
+    return [(["layers", "", "format", "shape", "bits", "parameters", "beside", "by"], layers, " >"),
             (["groups", "", "format", "weights", "numbers", "bits", "threads", "shared memory", ""], groups, " > >>>>>"),
             (["not quantized", "", "type", "shape", "by"], plain, " >"),
             (["contradictions", "", ""], problems[:PROBLEMS] + more, " >")]

@@ -16,7 +16,7 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, quantization
 from qdsl.convert.plan import Plan
-from qdsl.stored import OF_X
+from qdsl.stored import OF_X, Description
 
 CONFIG = "config.json"
 NESTED = "compressed-tensors"                                    # whose settings of weights lie in groups
@@ -68,7 +68,7 @@ def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | 
 
 def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers) -> tuple[dict[str, Any], str]:
     """The settings of the new storage, and what to note of them."""
-    rule = _rule(plan, method)
+    rule = _rule(folder, plan, method)
     if rule is None:
         return _ours(plan), f"no page says how other loaders call {plan.format}.{plan.aim.storage}: the config says qdsl"
     scaled = [f"{layer.name}.{name}" for layer in plan.changed for name in OF_X if name in layer.others]
@@ -95,7 +95,7 @@ def _ours(plan: Plan) -> dict[str, Any]:
     return {"quant_method": OWN, **(first if alike else {"quantized_layers": said})}
 
 
-def _rule(plan: Plan, method: str) -> dict[str, Any] | None:
+def _rule(folder: Folder, plan: Plan, method: str) -> dict[str, Any] | None:
     """The rule for the storage, one of the same producer first.  None where there is none, or none for all layers alike."""
     formats = {plan.format, *(layer.format for layer in plan.kept)}
     if len(formats) > 1 or any(layer.storage != plan.aim.storage for layer in plan.kept):
@@ -107,7 +107,7 @@ def _rule(plan: Plan, method: str) -> dict[str, Any] | None:
            if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule
            and rule.get("where", {}).items() <= plan.params[0].items()]
     fit = [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, plan.params[0]))
-           if (found := _followed(rule, plan, _is_own(rule, method, plan))) is not None]
+           if (found := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
     own = [rule for rule in fit if _is_own(rule, method, plan)]
     return next(iter(own or [rule for rule in fit if all(params == plan.params[0] for params in plan.params)]), None)
 
@@ -124,20 +124,32 @@ def _is_own(rule: Mapping[str, Any], method: str, plan: Plan) -> bool:
     return same(method, rule["quant_method"]) and not plan.aim.requantize
 
 
-def _followed(rule: Mapping[str, Any], plan: Plan, own: bool) -> dict[str, Any] | None:
-    """A rule with the words that follow from tensors; None where layers differ in one.  own: those stay what the settings say."""
+def _followed(rule: Mapping[str, Any], format: Description, folder: Folder, plan: Plan, own: bool) -> dict[str, Any] | None:
+    """A rule with the words that follow from tensors and fields; None where layers differ in a tensor.
+
+    own: those stay what the settings say.
+    """
     found = dict(rule)
     for key, wanted in rule.items():
         if isinstance(wanted, dict) and key not in SPOKEN:
             if own:
                 del found[key]
                 continue
-            [(tensor, words)] = wanted.items()
-            there = {tensor in names for names in plan.tensors}
+            [(name, words)] = wanted.items()
+            there = {_is_told(folder, plan, name)} if name in format.spared else {name in names for names in plan.tensors}
             if len(there) > 1:
                 return None
             found[key] = words[0] if True in there else words[1]
     return found
+
+
+def _is_told(folder: Folder, plan: Plan, field: str) -> bool:
+    """Whether some layer has other values of a field than a missing tensor means; other numbers may."""
+    from qdsl.checkpoint.layer_weights import unread
+    from qdsl.runtime.convert import usual
+
+    return plan.aim.requantize or any(not usual(weight.format.checked(weight), [field])
+                                      for layer in (*plan.changed, *plan.kept) for weight in unread(folder, layer))
 
 
 def _given(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator[tuple[str, Any]]:

@@ -100,12 +100,12 @@ def codes(values: Tensor, code: str, ties: str, offset: int = 0, zeros: str = "s
         return cut.to(FLOATS[code]) if code in FLOATS and ties == "even" else to_minifloat(cut.float(), code, ties)
     values.clamp_(kind.low - offset, kind.high - offset)
     if ties == "even":
-        whole = values.round_().add_(offset)
+        whole = values.round_()
     elif ties == "away":
-        whole = _away(values).add_(offset)
+        whole = _away(values)
     else:
-        whole = values.add_(offset + 0.5).floor_()
-    return _cast(whole, code)
+        return _cast(values.add_(offset + 0.5).floor_(), code)
+    return _cast(whole.add_(offset) if offset else whole, code)
 
 
 def _cast(whole: Tensor, code: str) -> Tensor:

@@ -248,4 +248,4 @@ def _check_equal(part: PackedWeight, made: PackedWeight, start: int) -> None:
 
 
 def _told(weight: Tensor, n: int, k: int) -> str:
-    return f"{float(weight[n, k]):g}"
+    return f"{float(weight[n, k]):.9g}"                         # as many digits as tell floats apart

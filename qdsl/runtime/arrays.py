@@ -12,6 +12,11 @@ from torch._subclasses import FakeTensor
 
 CHUNK = 1 << 18                                                  # words at a time, which stay in a cache
 TURNED = 4097                                                    # times a word: its lowest bits 12 higher too
+KEPT = 31 << 20                                                  # bytes
+
+# glibc gives the pages of what is freed back to the system, which has to clear others for the next tile; it keeps twice as much
+# as the largest block that was freed, up to 32 MiB.  A block whose pages nobody touches costs nothing.
+np.empty(KEPT, dtype=np.uint8)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -42,10 +42,15 @@ def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
     """The tensors that another storage leaves out, because their fields have their defaults in all of a weight."""
     if not layout.omits or packed.order is not None:
         return set()
-    fields = _unpacked(packed, lambda held: held.isdisjoint(layout.omits))
-    usual = {name for name in layout.omits
-             if name not in fields or packed.format.is_default(packed.variant, name, fields[name], packed.sizes)}
-    return {name for name, stored in layout.tensors.items() if stored.optional in usual}
+    left = usual(packed, layout.omits)
+    return {name for name, stored in layout.tensors.items() if stored.optional in left}
+
+
+def usual(packed: PackedWeight, names: Collection[str]) -> set[str]:
+    """Those of some fields that have in all of a weight what they have where their tensor is missing."""
+    fields = _unpacked(packed, lambda held: held.isdisjoint(names))
+    return {name for name in names
+            if name not in fields or packed.format.is_default(packed.variant, name, fields[name], packed.sizes)}
 
 
 def _unpacked(packed: PackedWeight, spared: Callable[[set[str]], bool]) -> dict[str, Tensor]:

@@ -346,7 +346,7 @@ class Format:
         known = number(kind)
         if known is not None and known.bits < 8 * value.element_size() and value.numel():
             low, high = (0, (1 << known.bits) - 1) if known.is_float else (known.low, known.high)
-            least, most = int(value.min()), int(value.max())
+            least, most = int(value.min()) if value.dtype.is_signed else 0, int(value.max())
             if least < low or most > high:
                 raise FormatError(f"{self.name}: field '{name}' has values from {least} to {most}; {kind} holds {low} to {high}")
 

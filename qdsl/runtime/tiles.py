@@ -14,7 +14,7 @@ from qdsl.runtime.layout import Field, Variant
 from qdsl.runtime.packed import FormatError, Misfit, PackedWeight
 from qdsl.shapes import axis, granule
 
-TILE = 1 << 19                                                   # weights per tile: few enough for a cache, many enough per call
+TILE = 1 << 20                                                   # weights per tile: few enough for a cache, many enough per call
 
 
 def row_tiles(packed: PackedWeight, weights: int = TILE) -> Iterator[tuple[int, int]]:
@@ -79,7 +79,8 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
     at_once = variant.cuts[1] == "1"
     if not weight.numel():
         whole = math.lcm(*(max(1, each.by(sizes)) for field in variant.fields.values() for each in field.axes)) if at_once else 1
-        yield _nothing(variant, variant.encode(weight.new_zeros(max(n, 1), max(k, 1) * whole), **options), sizes, (n, k))
+        zeros = weight.new_zeros((max(n, 1), max(k, 1) * whole), dtype=torch.float32)
+        yield _nothing(variant, variant.encode(zeros, **options), sizes, (n, k))
         return
     chosen = [field for field in variant.fields.values() if field.type != "index"]
     blocks = [granule(field.axes, "N", sizes, k) if field.axes and field.axes[0].dim in ("N", "N*K") and not at_once else n
@@ -88,6 +89,7 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
     rows = max(1, TILE // max(1, k) // least) * least
     for start in range(0, n, rows):
         part = weight[start:start + rows]
+        part = part.float() if part.element_size() == 1 else part                      # torch does not compute in FP8
         _check_finite(part, start)
         try:
             fields = dict(variant.encode(part, **options))
@@ -110,7 +112,7 @@ def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str,
 
 def _check_finite(weight: Tensor, start: int = 0) -> None:
     """Raises FormatError with the first row that is not, counted from `start`."""
-    if math.isfinite(float(weight.sum(dtype=torch.float32))):    # one fast pass; a sum that overflows is looked at again
+    if math.isfinite(float(weight.sum())):                       # one fast pass; a sum that overflows is looked at again
         return
     if not bool(torch.isfinite(weight).all()):
         n, k = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])

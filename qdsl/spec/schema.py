@@ -425,6 +425,8 @@ class _Reader:
         known = [storage.name.value for storage in storages]
         params = list(params)
         tensors = {tensor.name.value for storage in storages for tensor in storage.tensors}
+        spared = {item.field.name for storage in storages for tensor in storage.tensors if tensor.optional is not None
+                  for line in tensor.record for item in line.fields if item.field is not None}
         listed = [(key.value, rule) for key, value in (node.items if isinstance(node, Mapping) else ())
                   for rule in (value.items if isinstance(value, Sequence) else (value,))
                   if key.value in ("config", "header", "words", "spills")]
@@ -439,7 +441,7 @@ class _Reader:
                 elif key in ("config", "header") and name.value == "where":
                     self.chosen(value, params)
                 elif key in ("config", "header") and name.value != "with" and isinstance(value, Mapping):
-                    self.following(value, tensors)
+                    self.following(value, tensors | spared)
                 elif key == "words" and name.value in tensors and not _HEX.match(word):
                     self.problems.add(value.span, "a word has 32 bits, as 0x88888888")
                 elif key == "spills" and name.value != "storage":
@@ -467,13 +469,13 @@ class _Reader:
         if not isinstance(bits, Text) or bits.value not in widths:
             self.problems.add(bits.span, "expected the parameter that says how many bits a field has")
 
-    def following(self, rule: Mapping, tensors: set[str]) -> None:
-        """A setting that follows from a tensor: its word where that is there, and where it is not."""
+    def following(self, rule: Mapping, names: set[str]) -> None:
+        """A setting that follows from a tensor, or a field of an optional one: its word where that is said, and where not."""
         for name, words in rule.items:
-            if name.value not in tensors:
-                self.problems.add(name.span, f"there is no tensor '{name}'{did_you_mean(name.value, tensors)}")
+            if name.value not in names:
+                self.problems.add(name.span, f"there is no tensor or optional field '{name}'{did_you_mean(name.value, names)}")
             if len(rule.items) != 1 or not isinstance(words, Sequence) or len(words.items) != 2:
-                self.problems.add(name.span, "expected {TENSOR: [word where it is there, word where it is not]}")
+                self.problems.add(name.span, "expected {NAME: [word where it is there, word where it is not]}")
 
     def rules(self, items: dict[str, Node]) -> dict[str, Data]:
         return {key: self.plain(value) for key, value in items.items()}
