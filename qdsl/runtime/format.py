@@ -346,9 +346,10 @@ class Format:
         known = number(kind)
         if known is not None and known.bits < 8 * value.element_size() and value.numel():
             low, high = (0, (1 << known.bits) - 1) if known.is_float else (known.low, known.high)
-            least, most = int(value.min()) if value.dtype.is_signed else 0, int(value.max())
-            if least < low or most > high:
-                raise FormatError(f"{self.name}: field '{name}' has values from {least} to {most}; {kind} holds {low} to {high}")
+            most = int(value.max())
+            if most > high or (value.dtype.is_signed and int(value.min()) < low):
+                raise FormatError(f"{self.name}: field '{name}' has values from {int(value.min())} to {most}; {kind} holds {low} "
+                                  f"to {high}")
 
     def default(self, variant: Variant, name: str, shape: tuple[int, int], sizes: Mapping[str, int],
                  device: torch.device) -> Tensor:

@@ -27,7 +27,10 @@ def row_tiles(packed: PackedWeight, weights: int = TILE) -> Iterator[tuple[int, 
 
 
 def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> None:
-    """Weights of rows [start, stop) into out [stop - start, K], in rectangles in which all blocks are whole or alone."""
+    """Weights of rows [start, stop) into out [stop - start, K], in rectangles in which all blocks are whole or alone.
+
+    They have about as many weights as a tile, even where the storage cannot be cut so.
+    """
     part = packed if (start, stop) == (0, packed.shape[0]) else packed.cut("N", start, stop)
     variant = packed.variant
     fields = unpack(part)
@@ -35,7 +38,8 @@ def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> Non
         _decode_flat(variant, fields, packed.sizes, out)
         return
     row_cut, column_cut = (axis(text).by(packed.sizes) for text in variant.cuts)
-    rows, columns = list(_pieces(part.shape[0], row_cut)), list(_pieces(part.shape[1], column_cut))
+    rows = list(_pieces(part.shape[0], row_cut, TILE // max(1, part.shape[1])))
+    columns = list(_pieces(part.shape[1], column_cut, part.shape[1]))
     if len(rows) == len(columns) == 1 or not fields.keys().isdisjoint(_indices(variant)):
         variant.decode(**fields, out=out)
         return
@@ -49,7 +53,7 @@ def _decode_flat(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[
     """Rows one after the other: whole blocks, then the short one that is left; or all at once."""
     made = out if out.is_contiguous() else empty(out.shape, out.dtype, out.device)
     cut = axis(variant.cuts[1])
-    pieces = list(_pieces(out.numel(), max(1, out.numel()) if cut.dim == "1" else cut.by(sizes)))
+    pieces = list(_pieces(out.numel(), max(1, out.numel()) if cut.dim == "1" else cut.by(sizes), TILE))
     for start, stop in pieces:
         if len(pieces) == 1:
             variant.decode(**fields, out=made)
@@ -131,11 +135,12 @@ def _indices(variant: Variant) -> set[str]:
     return {name for name, field in variant.fields.items() if field.type == "index"}
 
 
-def _pieces(length: int, step: int) -> Iterator[tuple[int, int]]:
-    """Whole blocks, then the short one that is left."""
+def _pieces(length: int, step: int, most: int) -> Iterator[tuple[int, int]]:
+    """Whole blocks, as many as `most` has, then the short one that is left."""
     whole = length // step * step
-    if whole:
-        yield 0, whole
+    by = max(1, most // step) * step
+    for start in range(0, whole, by):
+        yield start, min(start + by, whole)
     if whole < length:
         yield whole, length
 
