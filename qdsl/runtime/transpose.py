@@ -26,7 +26,8 @@ from torch import Tensor
 from qdsl.runtime.bits import Placed
 
 WORDS = {32: torch.int32, 16: torch.int16, 8: torch.int8}
-TILE = 1 << 16                                                   # words per tile and thread: what is worked on fits a cache
+TILE = 1 << 16                                                   # words per tile: what is worked on fits a cache
+SHARED = 1 << 17                                                 # the same for each of several threads, whose calls cost more
 GATHERED = 1 << 21                                               # bits of a tile whose columns are gathered
 LAUNCHED = 1 << 24                                               # words per tile where every step is a launch
 
@@ -227,7 +228,9 @@ def move(made: Plan, source: Tensor, result: Tensor) -> None:
         written.copy_(read)
         return
     work: dict[tuple[int, ...], Workspace] = {}
-    for tile in _tiles(made, LAUNCHED if source.device.type == "cuda" else TILE * torch.get_num_threads()):
+    threads = torch.get_num_threads()
+    words = LAUNCHED if source.device.type == "cuda" else TILE if threads == 1 else SHARED * threads
+    for tile in _tiles(made, words):
         shape = tuple(length for _, length in tile)
         space = work.get(shape) or work.setdefault(shape, Workspace(made, shape, source))
         space.take(_part(read, tile))
