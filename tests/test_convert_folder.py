@@ -269,6 +269,21 @@ def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
         assert [(layer.format, layer.problems) for layer in layers(folder).layers] == [("int_group", ()), ("int8_channel", ())]
 
 
+def test_our_own_settings_say_what_is_not_quantized(tmp_path: Path) -> None:
+    """A plain layer among others of its kind is none that was forgotten; why no producer's words are taken is noted."""
+    every = folders.named({"layers.0.up": weight(), "layers.1.up": weight()}) | {"layers.2.up.weight": torch.zeros(32, 64)}
+    config = {"quantization_config": {**folders.GPTQ, "modules_in_block_to_quantize": [["layers.0.up", "layers.1.up"]]}}
+    path = folders.folder(tmp_path / "in", every, config=config)
+    convert(path, tmp_path / "out", "xpu_int4pack")
+    with Folder(tmp_path / "out") as folder:
+        assert folder.config["quantization_config"]["modules_to_not_convert"] == ["layers.2.up"]
+        found = layers(folder)
+    assert [left.problem for left in found.left] == [""] and found.problems == []
+    several = {str(group): int_group.quantize(torch.randn(32, 128), "gptq_v2", bits=4, group=group) for group in (32, 64)}
+    path = folders.folder(tmp_path / "in2", folders.named(several))
+    assert "layers differ in parameters: the config says qdsl" in convert(path, tmp_path / "out2", "awq")["notes"]
+
+
 @pytest.mark.parametrize("bits", [3, 6])
 def test_sizes_that_no_word_divides(tmp_path: Path, bits: int) -> None:
     """In old words of compressed-tensors, of which its config says the same, and back; one group is that of a channel."""

@@ -36,12 +36,11 @@ from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_fl
 
 def unpack_tinygemm(qdata: Tensor, scale_and_zero: Tensor) -> dict[str, Tensor]:
     """Fields of qdata int32 [N/8, K/128, 128]; scale_and_zero scale_type [K/group, N, 2]."""
-    qdata_bytes = as_type(qdata, torch.uint8)
-    q_bytes = qdata_bytes.unflatten(-1, (8, 4, 4, 2, 2))
-    scale_and_zero_bytes = as_type(scale_and_zero.permute(1, 0, 2), torch.uint8)
+    r = as_type(qdata, torch.uint8)
+    q_bytes = r.unflatten(-1, (8, 4, 4, 2, 2))
     return {
-        "z": as_type(scale_and_zero_bytes, scale_and_zero.dtype)[..., 1],
-        "s": as_type(scale_and_zero_bytes, scale_and_zero.dtype)[..., 0],
+        "z": scale_and_zero[..., 1].t(),
+        "s": scale_and_zero[..., 0].t(),
         "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 2, 1, 5, 7, 3, 4, 6).flatten(0, 1).flatten(1),
     }
 
@@ -49,13 +48,10 @@ def unpack_tinygemm(qdata: Tensor, scale_and_zero: Tensor) -> dict[str, Tensor]:
 def pack_tinygemm(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale_and_zero of the fields; the inverse of unpack_tinygemm."""
     q_split = q.unflatten(-1, (-1, 4, 2, 2, 4, 2)).unflatten(0, (-1, 8))
-    qdata_bytes = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 2, 1, 5, 3, 6, 4).flatten(2)
-    scale_and_zero_bytes = empty((s.shape[0], s.shape[1], 4), torch.uint8, s.device)
-    scale_and_zero_bytes[..., 0:2] = as_type(s.unsqueeze(-1), torch.uint8)
-    scale_and_zero_bytes[..., 2:4] = as_type(z.unsqueeze(-1), torch.uint8)
+    r = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 2, 1, 5, 3, 6, 4).flatten(2)
     return {
-        "qdata": as_type(qdata_bytes, torch.int32),
-        "scale_and_zero": as_type(scale_and_zero_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+        "qdata": as_type(r, torch.int32),
+        "scale_and_zero": torch.stack([s.t(), z.t()], -1),
     }
 
 
@@ -115,10 +111,9 @@ def pack_torchao(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N/64, K, 32]; scales_and_zeros scale_type [K/group, N, 2]."""
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0],
+        "z": scales_and_zeros[..., 1].t(),
+        "s": scales_and_zeros[..., 0].t(),
         "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2),
     }
 
@@ -126,22 +121,18 @@ def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Ten
 def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_avx512."""
     q_split = q.unflatten(0, (-1, 2, 32))
-    weight_bytes = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
-    scales_and_zeros_bytes = empty((s.shape[0], s.shape[1], 4), torch.uint8, s.device)
-    scales_and_zeros_bytes[..., 0:2] = as_type(s.unsqueeze(-1), torch.uint8)
-    scales_and_zeros_bytes[..., 2:4] = as_type(z.unsqueeze(-1), torch.uint8)
+    r = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
     return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+        "weight": r,
+        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
     }
 
 
 def unpack_cpu_avx2(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N/32, K, 16]; scales_and_zeros scale_type [K/group, N, 2]."""
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0],
+        "z": scales_and_zeros[..., 1].t(),
+        "s": scales_and_zeros[..., 0].t(),
         "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2),
     }
 
@@ -149,22 +140,18 @@ def unpack_cpu_avx2(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tenso
 def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_avx2."""
     q_split = q.unflatten(0, (-1, 2, 16))
-    weight_bytes = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
-    scales_and_zeros_bytes = empty((s.shape[0], s.shape[1], 4), torch.uint8, s.device)
-    scales_and_zeros_bytes[..., 0:2] = as_type(s.unsqueeze(-1), torch.uint8)
-    scales_and_zeros_bytes[..., 2:4] = as_type(z.unsqueeze(-1), torch.uint8)
+    r = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
     return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+        "weight": r,
+        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
     }
 
 
 def unpack_cpu_scalar(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N/32, K, 16]; scales_and_zeros scale_type [K/group, N, 2]."""
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0],
+        "z": scales_and_zeros[..., 1].t(),
+        "s": scales_and_zeros[..., 0].t(),
         "q": spread(weight, 4).permute(0, 2, 3, 1).flatten(0, 2),
     }
 
@@ -172,37 +159,30 @@ def unpack_cpu_scalar(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Ten
 def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_scalar."""
     q_split = q.unflatten(0, (-1, 16, 2))
-    weight_bytes = (q_split[:, :, 0] | q_split[:, :, 1] << 4).permute(0, 2, 1)
-    scales_and_zeros_bytes = empty((s.shape[0], s.shape[1], 4), torch.uint8, s.device)
-    scales_and_zeros_bytes[..., 0:2] = as_type(s.unsqueeze(-1), torch.uint8)
-    scales_and_zeros_bytes[..., 2:4] = as_type(z.unsqueeze(-1), torch.uint8)
+    r = (q_split[:, :, 0] | q_split[:, :, 1] << 4).permute(0, 2, 1)
     return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+        "weight": r,
+        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
     }
 
 
 def unpack_cpu_rest(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [K, N/2]; scales_and_zeros scale_type [K/group, N, 2]."""
-    weight_bytes = weight.t()
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
+    r = weight.t()
     return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0],
-        "q": spread(weight_bytes, 4).permute(0, 2, 1).flatten(0, 1),
+        "z": scales_and_zeros[..., 1].t(),
+        "s": scales_and_zeros[..., 0].t(),
+        "q": spread(r, 4).permute(0, 2, 1).flatten(0, 1),
     }
 
 
 def pack_cpu_rest(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_rest."""
     q_split = q.unflatten(0, (-1, 2))
-    weight_bytes = q_split[:, 0] | q_split[:, 1] << 4
-    scales_and_zeros_bytes = empty((s.shape[0], s.shape[1], 4), torch.uint8, s.device)
-    scales_and_zeros_bytes[..., 0:2] = as_type(s.unsqueeze(-1), torch.uint8)
-    scales_and_zeros_bytes[..., 2:4] = as_type(z.unsqueeze(-1), torch.uint8)
+    r = q_split[:, 0] | q_split[:, 1] << 4
     return {
-        "weight": weight_bytes.t().contiguous(),
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+        "weight": r.t().contiguous(),
+        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
     }
 
 

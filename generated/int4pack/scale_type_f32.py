@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty, lanes,
-        many, pad, spread, workspace)
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes, many, pad,
+        spread, workspace)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -33,10 +33,9 @@ from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_fl
 
 def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N/64, K, 32]; scales_and_zeros scale_type [K/group, N, 2]."""
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0],
+        "z": scales_and_zeros[..., 1].t(),
+        "s": scales_and_zeros[..., 0].t(),
         "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2),
     }
 
@@ -44,22 +43,18 @@ def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Ten
 def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_avx512."""
     q_split = q.unflatten(0, (-1, 2, 32))
-    weight_bytes = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
-    scales_and_zeros_bytes = empty((s.shape[0], s.shape[1], 8), torch.uint8, s.device)
-    scales_and_zeros_bytes[..., 0:4] = as_type(s.unsqueeze(-1), torch.uint8)
-    scales_and_zeros_bytes[..., 4:8] = as_type(z.unsqueeze(-1), torch.uint8)
+    r = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
     return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+        "weight": r,
+        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
     }
 
 
 def unpack_cpu_avx2(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N/32, K, 16]; scales_and_zeros scale_type [K/group, N, 2]."""
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0],
+        "z": scales_and_zeros[..., 1].t(),
+        "s": scales_and_zeros[..., 0].t(),
         "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2),
     }
 
@@ -67,22 +62,18 @@ def unpack_cpu_avx2(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tenso
 def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_avx2."""
     q_split = q.unflatten(0, (-1, 2, 16))
-    weight_bytes = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
-    scales_and_zeros_bytes = empty((s.shape[0], s.shape[1], 8), torch.uint8, s.device)
-    scales_and_zeros_bytes[..., 0:4] = as_type(s.unsqueeze(-1), torch.uint8)
-    scales_and_zeros_bytes[..., 4:8] = as_type(z.unsqueeze(-1), torch.uint8)
+    r = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
     return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+        "weight": r,
+        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
     }
 
 
 def unpack_cpu_scalar(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N/32, K, 16]; scales_and_zeros scale_type [K/group, N, 2]."""
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0],
+        "z": scales_and_zeros[..., 1].t(),
+        "s": scales_and_zeros[..., 0].t(),
         "q": spread(weight, 4).permute(0, 2, 3, 1).flatten(0, 2),
     }
 
@@ -90,37 +81,30 @@ def unpack_cpu_scalar(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Ten
 def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_scalar."""
     q_split = q.unflatten(0, (-1, 16, 2))
-    weight_bytes = (q_split[:, :, 0] | q_split[:, :, 1] << 4).permute(0, 2, 1)
-    scales_and_zeros_bytes = empty((s.shape[0], s.shape[1], 8), torch.uint8, s.device)
-    scales_and_zeros_bytes[..., 0:4] = as_type(s.unsqueeze(-1), torch.uint8)
-    scales_and_zeros_bytes[..., 4:8] = as_type(z.unsqueeze(-1), torch.uint8)
+    r = (q_split[:, :, 0] | q_split[:, :, 1] << 4).permute(0, 2, 1)
     return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+        "weight": r,
+        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
     }
 
 
 def unpack_cpu_rest(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [K, N/2]; scales_and_zeros scale_type [K/group, N, 2]."""
-    weight_bytes = weight.t()
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
+    r = weight.t()
     return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0],
-        "q": spread(weight_bytes, 4).permute(0, 2, 1).flatten(0, 1),
+        "z": scales_and_zeros[..., 1].t(),
+        "s": scales_and_zeros[..., 0].t(),
+        "q": spread(r, 4).permute(0, 2, 1).flatten(0, 1),
     }
 
 
 def pack_cpu_rest(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_rest."""
     q_split = q.unflatten(0, (-1, 2))
-    weight_bytes = q_split[:, 0] | q_split[:, 1] << 4
-    scales_and_zeros_bytes = empty((s.shape[0], s.shape[1], 8), torch.uint8, s.device)
-    scales_and_zeros_bytes[..., 0:4] = as_type(s.unsqueeze(-1), torch.uint8)
-    scales_and_zeros_bytes[..., 4:8] = as_type(z.unsqueeze(-1), torch.uint8)
+    r = q_split[:, 0] | q_split[:, 1] << 4
     return {
-        "weight": weight_bytes.t().contiguous(),
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
+        "weight": r.t().contiguous(),
+        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
     }
 
 

@@ -24,7 +24,7 @@ NESTED = "compressed-tensors"                                    # whose setting
 OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic")
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
-           "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert"}
+           "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", OWN: "modules_to_not_convert"}
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
@@ -68,13 +68,17 @@ def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | 
 
 def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers) -> tuple[dict[str, Any], str]:
     """The settings of the new storage, and what to note of them."""
-    rule = _rule(folder, plan, method)
+    rules = _rules(folder, plan, method)
+    own = [rule for rule in rules if _is_own(rule, method, plan)]
+    rule = next(iter(own or [rule for rule in rules if all(params == plan.params[0] for params in plan.params)]), None)
     if rule is None:
-        return _ours(plan), f"no page says how other loaders call {plan.format}.{plan.aim.storage}: the config says qdsl"
+        why = "layers differ in parameters" if rules else f"no page says how other loaders call {plan.format}.{plan.aim.storage}"
+        return _ours(folder, plan, layers), f"{why}: the config says qdsl"
     scaled = [f"{layer.name}.{name}" for layer in plan.changed for name in OF_X if name in layer.others]
     if scaled and not same(method, rule["quant_method"]):        # a loader that does not know it would leave it out
-        return _ours(plan), (f"x is to be multiplied by {scaled[0]}, and so of {len(scaled)} layers, which loaders of "
-                             f"{rule['quant_method']} do not: the config says qdsl")
+        return _ours(folder, plan, layers), (
+            f"x is to be multiplied by {scaled[0]}, and so of {len(scaled)} layers, which loaders of {rule['quant_method']} "
+            "do not: the config says qdsl")
     params = plan.params[0]
     if _is_own(rule, method, plan):
         return _changed(old, rule, params), ""
@@ -83,33 +87,33 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
     return _made(dict(_given(rule, params)), plain), note
 
 
-def _ours(plan: Plan) -> dict[str, Any]:
-    """The settings as we call them: of the whole, or where layers differ of each."""
+def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
+    """The settings as we call them: of the whole, and what is not quantized, or where layers differ of each."""
     names = [layer.name for layer in (*plan.changed, *plan.kept)]
     labels = [(plan.format if plan.aim.requantize else layer.format, plan.aim.storage) for layer in plan.changed]
     labels += [(layer.format, layer.storage) for layer in plan.kept]
     said = {name: {"format": format, "storage": storage, **params}
             for name, (format, storage), params in zip(names, labels, plan.params, strict=True)}
     first = said[names[0]]
-    alike = all(each == first for each in said.values())
-    return {"quant_method": OWN, **(first if alike else {"quantized_layers": said})}
+    if any(each != first for each in said.values()):
+        return {"quant_method": OWN, "quantized_layers": said}
+    plain, _ = ignored(folder, layers, OWN)
+    return {"quant_method": OWN, **first, **({IGNORED[OWN]: plain} if plain else {})}
 
 
-def _rule(folder: Folder, plan: Plan, method: str) -> dict[str, Any] | None:
-    """The rule for the storage, one of the same producer first.  None where there is none, or none for all layers alike."""
+def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
+    """The rules for the storage that say the parameters of the first layer; none where formats or storages are several."""
     formats = {plan.format, *(layer.format for layer in plan.kept)}
     if len(formats) > 1 or any(layer.storage != plan.aim.storage for layer in plan.kept):
-        return None
+        return []
     format = next(each for each in descriptions() if each.name == plan.format)
     rules: Any = format.detect.get("config", [])
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
            if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule
            and rule.get("where", {}).items() <= plan.params[0].items()]
-    fit = [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, plan.params[0]))
-           if (found := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
-    own = [rule for rule in fit if _is_own(rule, method, plan)]
-    return next(iter(own or [rule for rule in fit if all(params == plan.params[0] for params in plan.params)]), None)
+    return [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, plan.params[0]))
+            if (found := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
 
 
 def _says_blocks(rule: Mapping[str, Any], sizes: Iterable[str], params: Mapping[str, int | str]) -> bool:

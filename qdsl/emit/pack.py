@@ -14,6 +14,7 @@ from qdsl.emit.tensors import (
     count,
     cut_slice,
     element_labels,
+    elements,
     field_dtype,
     field_shifted,
     is_plain,
@@ -38,7 +39,8 @@ def pack_body(program: Program) -> list[str]:
     optional: list[str] = []
     for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
         before = len(lines)
-        chain = _plain(program, tensor) if is_plain(program, tensor) else _records(program, tensor, lines)
+        chain = _plain(program, tensor, tensor.placements[0]) if is_plain(program, tensor) else \
+            _stacked(program, tensor) if elements(program, tensor) else _records(program, tensor, lines)
         text = to_axes(tensor, chain)
         if tensor.optional:
             optional += [f"if {tensor.placements[0].field} is not None:", *indent(lines[before:]),
@@ -51,13 +53,19 @@ def pack_body(program: Program) -> list[str]:
     return [*lines, "tensors = {", *indent(entries), "}", *optional, "return tensors"]
 
 
-def _plain(program: Program, tensor: Tensor) -> Chain:
-    field = program.field(tensor.placements[0].field)
+def _stacked(program: Program, tensor: Tensor) -> Chain:
+    """Elements of several fields, one after the other."""
+    order: list[Label] = [axis.digits[0] for axis in tensor.axes[:-1]]
+    texts = [_plain(program, tensor, placement).permute(order).text for placement in elements(program, tensor)]
+    return Chain(f"torch.stack([{', '.join(texts)}], -1)", (*order, BYTES))
+
+
+def _plain(program: Program, tensor: Tensor, placement: Placement) -> Chain:
+    field = program.field(placement.field)
     text = field_shifted(tensor, field, field.name, +1)
     if field_dtype(field) != tensor_dtype(tensor):
         cast = "to" if (field_dtype(field), tensor_dtype(tensor)) == ("int32", "int16") else "view"
         text += f".{cast}(torch.{tensor_dtype(tensor)})"
-    placement = tensor.placements[0]
     if any(var.spare for var in tensor.vars):
         text = _padded(tensor, placement, field, text)
     chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(placement.digits))))

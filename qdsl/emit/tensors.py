@@ -64,6 +64,20 @@ def is_plain(program: Program, tensor: Tensor) -> bool:
         and [part.width for part in placement.slices] == [tensor.element.bits] == [program.field(placement.field).bits]
 
 
+def elements(program: Program, tensor: Tensor) -> list[Placement]:
+    """The fields of which a record has one element each, which are elements of the tensor along a last axis; else none."""
+    found: dict[int, Placement] = {}
+    for placement in tensor.placements:
+        field = program.field(placement.field)
+        if placement.flat or any(extent > 1 for extent in placement.extents) or len(placement.slices) > 1 \
+                or {*placement.vars} != {*variables(tensor)} or not all(tensor.var(name).exact for name in placement.vars) \
+                or (field.kind, field.bits) != (tensor.kind, placement.slices[0].width):
+            return []
+        found[placement.slices[0].offset // tensor.element.bits] = placement
+    whole = len(found) == tensor.words > 1 and not tensor.axes[-1].digits[:-1] and tensor.stored is None
+    return [found[place] for place in sorted(found)] if whole else []
+
+
 def count(placement: Placement) -> int:
     """Elements of the field in one record."""
     return prod(placement.extents)
@@ -71,7 +85,7 @@ def count(placement: Placement) -> int:
 
 def records_name(program: Program, tensor: Tensor) -> str:
     """What the bytes of a tensor's records are called: r where there is one such tensor."""
-    alone = sum(not is_plain(program, t) for t in program.tensors) == 1
+    alone = sum(not is_plain(program, t) and not elements(program, t) for t in program.tensors) == 1
     return "r" if alone and "r" not in arguments(program) else f"{tensor.name}_bytes"
 
 

@@ -18,6 +18,7 @@ from qdsl.emit.tensors import (
     bare,
     cut_slice,
     element_labels,
+    elements,
     field_dtype,
     field_shifted,
     in_order,
@@ -46,7 +47,11 @@ def unpack_body(program: Program) -> list[str]:
         before = len(lines)
         if is_plain(program, tensor):
             field = program.field(tensor.placements[0].field)
-            parts.setdefault(field.name, []).append((0, _plain(tensor, field)))
+            parts.setdefault(field.name, []).append((0, _plain(tensor, tensor.placements[0], field, in_order(tensor))))
+            continue
+        for place, placement in enumerate(elements(program, tensor)):
+            parts[placement.field] = [(0, _element(program, tensor, placement, place))]
+        if elements(program, tensor):
             continue
         records = _records(tensor)
         if records.text != tensor.name:
@@ -73,11 +78,16 @@ def unpack_body(program: Program) -> list[str]:
     return [*lines, "return fields"]
 
 
-def _plain(tensor: Tensor, field: Field) -> str:
-    chain = in_order(tensor)
-    for axis, digits in enumerate(tensor.placements[0].digits):
+def _element(program: Program, tensor: Tensor, placement: Placement, place: int) -> str:
+    """The elements at one place of all records."""
+    chain = Chain(tensor.name, (*(axis.digits[0] for axis in tensor.axes[:-1]), BYTES)).pick({BYTES: str(place)})
+    return _plain(tensor, placement, program.field(placement.field), chain.permute(variables(tensor)))
+
+
+def _plain(tensor: Tensor, placement: Placement, field: Field, chain: Chain) -> str:
+    for axis, digits in enumerate(placement.digits):
         chain = chain.flatten(axis, sum(map(bool, digits)), f"axis {axis}")
-    text = _cropped(tensor, tensor.placements[0], field, chain.text)
+    text = _cropped(tensor, placement, field, chain.text)
     if tensor_dtype(tensor) == "int16" and field_dtype(field) == "int32":
         text = f"({text}.to(torch.int32) & 65535)"
     elif tensor_dtype(tensor) != field_dtype(field):
