@@ -32,9 +32,7 @@ PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q
              "pack_quantized_0_17-bits3", "pack_quantized_0_17-bits5", "pack_quantized_0_17-bits6",
              "marlin-bits4", "awq_gemv-bits4")),
          *(f"{name}-bits3-group64-scale_typef16" for name in ("hqq.hqq_3bit", "hqq_axis0.hqq_3bit", "hqq.planar")),
-         *(f"int4pack.{tiles}-group128-scale_typebf16" for tiles in ("tinygemm", "tile_packed")),
-         *(f"int4pack.cpu_{isa}-group128-scale_type{kind}" for isa in ("avx512", "avx2", "scalar", "rest")
-           for kind in ("bf16", "f32")),
+         "int4pack.tile_packed-group128-scale_typebf16",
          *(f"{name}.gguf" for name in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"))}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
     "q8_0": lambda: q8_0.quantize(sample(48, 256)),

@@ -74,7 +74,7 @@ def elements(program: Program, tensor: Tensor) -> list[Placement]:
                 or (field.kind, field.bits) != (tensor.kind, placement.slices[0].width):
             return []
         found[placement.slices[0].offset // tensor.element.bits] = placement
-    whole = len(found) == tensor.words > 1 and not tensor.axes[-1].digits[:-1] and tensor.stored is None
+    whole = len(found) == tensor.words > 1 and not any(tensor.axes[-1].digits) and tensor.stored is None
     return [found[place] for place in sorted(found)] if whole else []
 
 
