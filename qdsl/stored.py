@@ -111,6 +111,12 @@ class Description:
                 for stored in layout.values()} - {""}
 
     @property
+    def indices(self) -> set[str]:
+        """The fields of them that say where columns belong."""
+        return {stored.optional for storages in self.variants.values() for layout in storages.values()
+                for stored in layout.values() if stored.dtype == "index"}
+
+    @property
     def in_bytes(self) -> set[str]:
         """The names of tensors of bytes, and their aliases."""
         every = [each for storages in self.variants.values() for layout in storages.values() for each in layout.items()]

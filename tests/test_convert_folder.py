@@ -23,7 +23,7 @@ from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.cli import app
 from qdsl.convert import plan, run
 from qdsl.convert.run import merge
-from qdsl.generated import fp8_block, int8_channel, int_group
+from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int_group
 from qdsl.quantize.quality import Sums, measured
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.shards import share
@@ -284,6 +284,67 @@ def test_our_own_settings_say_what_is_not_quantized(tmp_path: Path) -> None:
     assert "layers differ in parameters: the config says qdsl" in convert(path, tmp_path / "out2", "awq")["notes"]
 
 
+@pytest.mark.parametrize("place", ["twice", "file", "header", "header and config", "file of weights"])
+def test_settings_are_renewed_wherever_they_lie(tmp_path: Path, place: str) -> None:
+    """None says what the weights were, wherever a reader may look; without other zeros the numbers would be wrong."""
+    made = weight()
+    settings = {**folders.GPTQ, "sym": False}
+    said = {"twice": {"quantization_config": settings, "text_config": {"quantization_config": settings}},
+            "file of weights": {"quantization_config": settings}}
+    path = folders.folder(tmp_path / "in", folders.named({"up": made}), config=said.get(place, {"a": 1}), index=False)
+    if place == "file":
+        (path / "quantize_config.json").write_text(json.dumps(settings))
+    if "header" in place:
+        write(path / "model.safetensors", folders.named({"up": made}), {"quantization_config": json.dumps(settings)})
+    if place in ("file", "header"):
+        (path / "config.json").unlink()
+    convert(path / "model.safetensors" if place == "file of weights" else path, tmp_path / "out", "gptq_v1")
+    with Folder(tmp_path / "out") as folder:
+        found = layers(folder)
+        [layer] = found.layers
+        assert (layer.storage, layer.problems, found.problems) == ("gptq_v1", (), [])
+        assert {each.settings["checkpoint_format"] for each in found.quantizations} == {"gptq"}
+        assert same_bits(int_group.dequantize(layer_weights.weights(folder, layer)[0]), int_group.dequantize(made))
+
+
+def test_a_place_of_one_producer_says_nothing_of_another(tmp_path: Path) -> None:
+    """hf_quant_config.json is ModelOpt's, compression_config is of compressed-tensors; what is lost with them is noted."""
+    made = fp8_tensor.quantize(torch.randn(16, 64))
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": []}
+    path = folders.folder(tmp_path / "in", folders.named({"up": made}), config={"model_type": "toy"})
+    (path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": own}))
+    notes = convert(path, tmp_path / "out", "torchao")["notes"]
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["quant_method"] == "torchao"
+    assert "the settings do not say kv_cache_quant_algo any more" in notes
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32,
+                                                            "symmetric": False}, "input_activations": {"num_bits": 8}}}
+    config = {"compression_config": {"format": "pack-quantized", "config_groups": groups}}
+    path = folders.folder(tmp_path / "in2", folders.named({"up": weight(storage="pack_quantized")}), config=config)
+    notes = convert(path, tmp_path / "out2", "gptq_v2")["notes"]
+    found = json.loads((tmp_path / "out2" / "config.json").read_text())
+    assert "compression_config" not in found and found["quantization_config"]["quant_method"] == "gptq"
+    assert "the settings do not say input_activations any more" in notes
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_gptq_says_of_what_is_quantized_anew(tmp_path: Path, symmetric: bool) -> None:
+    path = folders.folder(tmp_path / "in", folders.named({"up": fp8_block.quantize(torch.randn(128, 128))}), config={})
+    aim = plan.aimed("int_group.gptq_v2", True, {"symmetric": symmetric})
+    with Folder(path) as folder:
+        run.convert(folder, layers(folder), aim, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (found["desc_act"], found["sym"]) == (False, symmetric)
+
+
+def test_plain_floats_have_no_settings(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "in", folders.named({"up": weight()}))
+    with Folder(path) as folder:
+        run.convert(folder, layers(folder), plan.aimed("bf16", True), tmp_path / "out")
+    with Folder(tmp_path / "out") as folder:
+        assert layers(folder).problems == [] and folder.config == {"model_type": "toy"}
+
+
 @pytest.mark.parametrize("bits", [3, 6])
 def test_sizes_that_no_word_divides(tmp_path: Path, bits: int) -> None:
     """In old words of compressed-tensors, of which its config says the same, and back; one group is that of a channel."""
@@ -333,7 +394,7 @@ def test_a_file_without_an_index(tmp_path: Path, weights: dict[str, PackedWeight
     convert(path, tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", "tokenizer"]
     convert(path / "model.safetensors", tmp_path / "alone")
-    assert os.listdir(tmp_path / "alone") == ["model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "alone")) == ["config.json", "model.safetensors"]       # what it says has changed
     assert (tmp_path / "alone" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
 
 

@@ -49,7 +49,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 8548fcecf85a0422) by qdsl 0.1.0.
+Built from the spec int_group (sha256 1d5755f3bb9323bf) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -75,11 +75,11 @@ FORMAT = Format(
             "scale_type": ("f16", "bf16", "f32")},
     sizes={"group": "K"},
     detect={"config": [{"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": "bits", "group_size": "group",
-        "desc_act": {"g_idx": [True, False]}, "sym": {"z": [False, True]}, "storage": "gptq_v2"},
+        "desc_act": {"g": [True, False]}, "sym": {"z": [False, True]}, "storage": "gptq_v2"},
         {"quant_method": "gptq", "checkpoint_format": ["gptq", "null"], "bits": "bits", "group_size": "group",
-        "desc_act": {"g_idx": [True, False]}, "sym": {"z": [False, True]}, "storage": "gptq_v1"},
+        "desc_act": {"g": [True, False]}, "sym": {"z": [False, True]}, "storage": "gptq_v1"},
         {"quant_method": "gptq", "checkpoint_format": "gptq_p", "bits": "bits", "group_size": "group",
-        "desc_act": {"g_idx": [True, False]}, "sym": {"z": [False, True]}, "storage": "gptq_p"},
+        "desc_act": {"g": [True, False]}, "sym": {"z": [False, True]}, "storage": "gptq_p"},
         {"quant_method": "gptq", "checkpoint_format": "marlin", "bits": "bits", "group_size": "group",
         "storage": "marlin", "with": {"desc_act": False, "sym": True}},
         {"quant_method": "awq", "version": ["gemm", "null"], "bits": "bits", "group_size": "group", "storage": "awq",
@@ -129,7 +129,7 @@ FORMAT = Format(
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
         "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="8548fcecf85a0422",
+    digest="1d5755f3bb9323bf",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -109,17 +109,17 @@ def quantizations(folder: Folder) -> list[Quantization]:
             raise CheckpointError(f"{folder.root / file}: {'.'.join(keys)} is {shown(str(data))}, no object of settings")
         if data:
             found.append(quantization(data, " ".join([f"{file}:", *keys]).rstrip(": "), method))
-    for shard, text in _metadata(folder):
-        data = strict_json(text.encode(), f"{shard}: {METADATA}", depth=64, constants=True)
-        if isinstance(data, Mapping) and data:
-            found.append(quantization(data, f"{shard}: {METADATA}", ""))
-    return found
+    return [*found, *(quantization(data, source, "") for source, data in in_headers(folder))]
 
 
-def _metadata(folder: Folder) -> Iterator[tuple[str, str]]:
+def in_headers(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Settings in the files' own metadata, and where they are."""
     for file in folder.files():
         if METADATA in file.header.metadata:
-            yield file.path.name, file.header.metadata[METADATA]
+            source = f"{file.path.name}: {METADATA}"
+            data = strict_json(file.header.metadata[METADATA].encode(), source, depth=64, constants=True)
+            if isinstance(data, Mapping) and data:
+                yield source, data
 
 
 def quantization(data: Mapping[str, Any], source: str, method: str) -> Quantization:

@@ -10,18 +10,18 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.detect import OWN, SPOKEN, same
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers
-from qdsl.checkpoint.quantization import NAMES, PLACES, quantization
-from qdsl.convert.plan import Plan
+from qdsl.checkpoint.quantization import NAMES, PLACES, in_headers, quantization
+from qdsl.convert.plan import Plan, description
 from qdsl.stored import OF_X, Description
 
 CONFIG = "config.json"
 NESTED = "compressed-tensors"                                    # whose settings of weights lie in groups
 # What compressed-tensors says of weights, and not of the whole.
 OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic")
+NOT_OF_WEIGHTS = ("kv_cache_scheme", "kv_cache_quant_algo", "input_activations", "output_activations")
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
            "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", OWN: "modules_to_not_convert"}
@@ -29,28 +29,36 @@ IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NES
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
     """The files that say something else in the new storage, None for one that has nothing to say any more; and notes."""
-    found: dict[str, str | None] = {}
+    if not plan.changed:
+        return {}, []
+    wholes: dict[str, dict[str, Any]] = {}
+    touched: list[str] = []
     notes: list[str] = []
-    if not plan.changed or not (folder.path.is_dir() and (folder.root / CONFIG).exists()):
-        return found, notes
     for file, keys, producer in PLACES:
-        whole = copy.deepcopy(folder.json(file))
+        whole = wholes.setdefault(file, copy.deepcopy(folder.json(file)))
         place, settings = _at(whole, keys)
         if place is None:
             continue
-        method = quantization(settings, file, producer).method
-        new, note = _settings(folder, settings, method, plan, layers)
-        notes.append(note)
-        if keys:
+        touched.append(file)
+        new, more = _settings(folder, settings, quantization(settings, file, producer).method, plan, layers)
+        notes += more
+        stays = bool(new) and (not producer or same(quantization(settings, file, producer).method, new["quant_method"]))
+        if not keys:
+            wholes[file] = new if stays else {}
+        elif stays:
             place[keys[-1]] = new
-            found[file] = _text(whole)
-        else:
-            found[file] = _text(new) if same(method, new["quant_method"]) else None
-    if CONFIG not in found:
-        new, note = _settings(folder, {}, "", plan, layers)
-        notes.append(note)
-        found[CONFIG] = _text({**folder.config, "quantization_config": new})
-    return found, list(dict.fromkeys(note for note in notes if note))
+        else:                                                    # a place of a producer that has nothing to say any more
+            del place[keys[-1]]
+            wholes[file] = whole if file == CONFIG else {}
+    headers = [settings for _, settings in in_headers(folder)]
+    there = touched or headers or (folder.root / CONFIG).exists()
+    if there and all(_at(wholes[CONFIG], keys)[0] is None for file, keys, _ in PLACES if file == CONFIG):
+        old = headers[0] if headers else {}
+        new, more = _settings(folder, old, quantization(old, CONFIG, "").method, plan, layers)
+        notes += more
+        wholes[CONFIG] |= {"quantization_config": new} if new else {}
+        touched += [CONFIG] if new else []
+    return {file: _text(wholes[file]) if wholes[file] else None for file in touched}, list(dict.fromkeys(notes))
 
 
 def _text(value: dict[str, Any]) -> str:
@@ -66,8 +74,25 @@ def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | 
     return (place, settings) if isinstance(place, dict) and isinstance(settings, dict) and settings else (None, {})
 
 
-def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers) -> tuple[dict[str, Any], str]:
-    """The settings of the new storage, and what to note of them."""
+def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers,
+              ) -> tuple[dict[str, Any], list[str]]:
+    """The settings of the new storage, none for plain floats, and what to note of them."""
+    if "safetensors" in description(plan.format).detect:
+        return {}, []
+    new, note = _renewed(folder, old, method, plan, layers)
+    lost = [] if same(method, new["quant_method"]) else _lost(old)
+    return new, [*([note] if note else []), *(f"the settings do not say {name} any more" for name in lost)]
+
+
+def _lost(old: Mapping[str, Any]) -> list[str]:
+    """What settings say of others than weights."""
+    groups = old.get("config_groups")
+    every = [old, *(group for group in (groups.values() if isinstance(groups, dict) else ()) if isinstance(group, dict))]
+    return [name for name in NOT_OF_WEIGHTS if any(each.get(name) for each in every)]
+
+
+def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers) -> tuple[dict[str, Any], str]:
+    """The settings of the new storage, and a note, or ''."""
     rules = _rules(folder, plan, method)
     own = [rule for rule in rules if _is_own(rule, method, plan)]
     rule = next(iter(own or [rule for rule in rules if all(params == plan.params[0] for params in plan.params)]), None)
@@ -106,7 +131,7 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     formats = {plan.format, *(layer.format for layer in plan.kept)}
     if len(formats) > 1 or any(layer.storage != plan.aim.storage for layer in plan.kept):
         return []
-    format = next(each for each in descriptions() if each.name == plan.format)
+    format = description(plan.format)
     rules: Any = format.detect.get("config", [])
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
@@ -140,20 +165,22 @@ def _followed(rule: Mapping[str, Any], format: Description, folder: Folder, plan
                 del found[key]
                 continue
             [(name, words)] = wanted.items()
-            there = {_is_told(folder, plan, name)} if name in format.spared else {name in names for names in plan.tensors}
+            there = {_is_told(folder, plan, format, name)} if name in format.spared else {name in names for names in plan.tensors}
             if len(there) > 1:
                 return None
             found[key] = words[0] if True in there else words[1]
     return found
 
 
-def _is_told(folder: Folder, plan: Plan, field: str) -> bool:
-    """Whether some layer has other values of a field than a missing tensor means; other numbers may."""
+def _is_told(folder: Folder, plan: Plan, format: Description, field: str) -> bool:
+    """Whether some layer has other values of a field than a missing tensor means, or may have them."""
     from qdsl.checkpoint.layer_weights import unread
     from qdsl.runtime.convert import usual
 
-    return plan.aim.requantize or any(not usual(weight.format.checked(weight), [field])
-                                      for layer in (*plan.changed, *plan.kept) for weight in unread(folder, layer))
+    if plan.aim.requantize:                                      # quantizers leave columns in order
+        return field not in format.indices and str(plan.aim.params.get("symmetric")) != "True"
+    return any(not usual(weight.format.checked(weight), [field])
+               for layer in (*plan.changed, *plan.kept) for weight in unread(folder, layer))
 
 
 def _given(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator[tuple[str, Any]]:
