@@ -264,7 +264,7 @@ def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
         "other": {"format": "int8_channel", "storage": "safetensors", **weights["other"].params}}}
     with Folder(tmp_path / "out") as folder:
         assert all(layer.problems == () and layer.why == "" for layer in layers(folder).layers)
-    assert "no page says how other loaders call int_group.awq: the config says qdsl" in report["notes"]
+    assert "layers differ in format: the config says qdsl" in report["notes"]
     with Folder(tmp_path / "out") as folder:
         assert [(layer.format, layer.problems) for layer in layers(folder).layers] == [("int_group", ()), ("int8_channel", ())]
 

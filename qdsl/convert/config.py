@@ -24,7 +24,8 @@ OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_
 NOT_OF_WEIGHTS = ("kv_cache_scheme", "kv_cache_quant_algo", "input_activations", "output_activations")
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
-           "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", OWN: "modules_to_not_convert"}
+           "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", "mxfp4": "modules_to_not_convert",
+           "blockwise_int8": "ignored_layers", OWN: "modules_to_not_convert"}
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
@@ -97,7 +98,9 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
     own = [rule for rule in rules if _is_own(rule, method, plan)]
     rule = next(iter(own or [rule for rule in rules if all(params == plan.params[0] for params in plan.params)]), None)
     if rule is None:
-        why = "layers differ in parameters" if rules else f"no page says how other loaders call {plan.format}.{plan.aim.storage}"
+        alike = len({*plan.storages}) == 1
+        why = f"layers differ in {'parameters' if alike else 'format'}" if rules or not alike else \
+            f"no page says how other loaders call {plan.format}.{plan.aim.storage}"
         return _ours(folder, plan, layers), f"{why}: the config says qdsl"
     scaled = [f"{layer.name}.{name}" for layer in plan.changed for name in OF_X if name in layer.others]
     if scaled and not same(method, rule["quant_method"]):        # a loader that does not know it would leave it out
@@ -115,10 +118,8 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
 def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
     """The settings as we call them: of the whole, and what is not quantized, or where layers differ of each."""
     names = [layer.name for layer in (*plan.changed, *plan.kept)]
-    labels = [(plan.format if plan.aim.requantize else layer.format, plan.aim.storage) for layer in plan.changed]
-    labels += [(layer.format, layer.storage) for layer in plan.kept]
     said = {name: {"format": format, "storage": storage, **params}
-            for name, (format, storage), params in zip(names, labels, plan.params, strict=True)}
+            for name, (format, storage), params in zip(names, plan.storages, plan.params, strict=True)}
     first = said[names[0]]
     if any(each != first for each in said.values()):
         return {"quant_method": OWN, "quantized_layers": said}
@@ -128,8 +129,7 @@ def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
 
 def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     """The rules for the storage that say the parameters of the first layer; none where formats or storages are several."""
-    formats = {plan.format, *(layer.format for layer in plan.kept)}
-    if len(formats) > 1 or any(layer.storage != plan.aim.storage for layer in plan.kept):
+    if len({*plan.storages}) > 1:
         return []
     format = description(plan.format)
     rules: Any = format.detect.get("config", [])

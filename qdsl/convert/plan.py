@@ -103,6 +103,12 @@ class Plan:
         return self.aim.format if self.aim.requantize else self.changed[0].format
 
     @property
+    def storages(self) -> list[tuple[str, str]]:
+        """The format and the storage of all layers, when they have changed."""
+        made = [(self.aim.format if self.aim.requantize else layer.format, self.aim.storage) for layer in self.changed]
+        return [*made, *((layer.format, layer.storage) for layer in self.kept)]
+
+    @property
     def params(self) -> list[Mapping[str, int | str]]:
         """Of all layers, when they have changed."""
         return [layer.params if self.aim.exact(layer) else dict(self.aim.params) for layer in (*self.changed, *self.kept)]
