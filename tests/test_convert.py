@@ -188,6 +188,21 @@ def test_odd_shapes_and_short_groups_are_converted_alike(n: int, k: int, group: 
         assert all(same_bits(back[key], tensor) for key, tensor in packed.tensors.items() if key in back or key != "g_idx")
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 12])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_act_order_of_a_few_rows_is_converted_though_they_fill_no_words(n: int, bits: int) -> None:
+    """Codes of a column in several rows lie in a word where columns are gathered; fewer rows than that go by their fields."""
+    fields = int_group.unpack(gptq(16, 128, bits, 32, act_order=True))
+    middle = torch.full_like(fields["z"][:n], 1 << bits - 1)
+    some = {"q": fields["q"][:n], "s": fields["s"][:n], "g": fields["g"], "z": middle}
+    packed = int_group.pack(some, "pack_quantized", bits=bits, group=32)
+    for storage in (PLANAR, *(["xpu_int4pack"] if bits == 4 else [])):
+        moved = int_group.convert(packed, storage)
+        wanted = convert.by_fields(int_group.FORMAT, packed, other(packed, storage))
+        assert all(same_bits(moved.tensors[key], tensor) for key, tensor in wanted.items())
+        assert torch.equal(int_group.dequantize(moved, torch.float32), int_group.dequantize(packed, torch.float32))
+
+
 def test_what_both_storages_hold_alike_is_shared() -> None:
     packed = gptq(64, 256)
     awq = int_group.convert(packed, "awq")

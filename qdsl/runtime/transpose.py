@@ -294,9 +294,11 @@ def gather(source: Placed, result: Placed, width: int, columns: Tensor, stored: 
     step = max(1, GATHERED // max(1, k * width) // least) * least
     for start in range(0, rows, step):
         count = min(step, rows - start)
+        if count % least:
+            return False
         between = Placed(0, k * count * width, (((count * width // bits, bits), (bits // width, width)), ((k, count * width),)))
         first, last = plan(source.rows(start, count), between, width), plan(between, result.rows(start, count), width)
-        if count % least or first is None or last is None:
+        if first is None or last is None:
             return False
         words = stored.new_empty((k, count * width // bits), dtype=WORDS[bits])
         move(first, stored, words)
