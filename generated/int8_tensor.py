@@ -11,7 +11,7 @@
     torchao: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec int8_tensor (sha256 088181e397d90541) by qdsl 0.1.0.
+Built from the spec int8_tensor (sha256 b8e393eb2f7b6f06) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -31,13 +31,13 @@ from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored
 
 
 def unpack_safetensors(weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None) -> dict[str, Tensor]:
-    """Fields of weight int8 [N, K]; weight_scale scale_type []; weight_zero_point int8 []."""
+    """Fields of weight int8 [N, K]; weight_scale scale_type [1]; weight_zero_point int8 [1]."""
     fields = {
         "q": weight,
-        "s": weight_scale,
+        "s": weight_scale.squeeze(0),
     }
     if weight_zero_point is not None:
-        fields["z"] = weight_zero_point
+        fields["z"] = weight_zero_point.squeeze(0)
     return fields
 
 
@@ -45,10 +45,10 @@ def pack_safetensors(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor
     """weight, weight_scale, weight_zero_point of the fields; the inverse of unpack_safetensors."""
     tensors = {
         "weight": q,
-        "weight_scale": s,
+        "weight_scale": s.unsqueeze(-1),
     }
     if z is not None:
-        tensors["weight_zero_point"] = z
+        tensors["weight_zero_point"] = z.unsqueeze(-1)
     return tensors
 
 
@@ -604,8 +604,8 @@ VARIANT = Variant(
         "safetensors": Storage(
             tensors={
                 "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
-                "weight_scale": Stored("scale_type", bits=("s[]",)),
-                "weight_zero_point": Stored("i8", optional="z", bits=("z[]",)),
+                "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
+                "weight_zero_point": Stored("i8", "1", optional="z", bits=("z[]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
@@ -651,7 +651,7 @@ FORMAT = Format(
         "header": [{"_type": "Int8Tensor", "_data.block_size": ["N", "K"], "storage": "torchao",
         "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="088181e397d90541",
+    digest="b8e393eb2f7b6f06",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

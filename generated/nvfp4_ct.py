@@ -10,7 +10,7 @@
     compressed_tensors: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec nvfp4_ct (sha256 9044eecba830ad6b) by qdsl 0.1.0.
+Built from the spec nvfp4_ct (sha256 85cd945707364720) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -32,10 +32,10 @@ from qdsl.runtime.numbers import e2m1, e4m3
 
 def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor,
         weight_global_scale: Tensor) -> dict[str, Tensor]:
-    """Fields of weight_packed uint8 [N, K/2]; weight_scale float8_e4m3fn [N, K/16]; weight_global_scale float32 []."""
+    """Fields of weight_packed uint8 [N, K/2]; weight_scale float8_e4m3fn [N, K/16]; weight_global_scale float32 [1]."""
     return {
         "s": weight_scale,
-        "g": weight_global_scale,
+        "g": weight_global_scale.squeeze(0),
         "q": spread(weight_packed, 4).flatten(1),
     }
 
@@ -47,7 +47,7 @@ def pack_compressed_tensors(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor
     return {
         "weight_packed": r,
         "weight_scale": s,
-        "weight_global_scale": g,
+        "weight_global_scale": g.unsqueeze(-1),
     }
 
 
@@ -315,7 +315,7 @@ VARIANT = Variant(
             tensors={
                 "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
                 "weight_scale": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
-                "weight_global_scale": Stored("f32", bits=("g[]",)),
+                "weight_global_scale": Stored("f32", "1", bits=("g[]",)),
             },
             unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
             kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K/2",
@@ -342,7 +342,7 @@ FORMAT = Format(
     source="compressed-tensors nvfp4-pack-quantized (weight_global_scale)", formula="s / g * q",
     variants={(): VARIANT},
     detect={"config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}},
-    digest="9044eecba830ad6b",
+    digest="85cd945707364720",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -1,0 +1,67 @@
+"""Layers of folders as another format: what its producers write, and what no folder holds."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.layer_weights import weights
+from qdsl.checkpoint.layers import Layer, layers
+from qdsl.convert import plan, run
+from qdsl.generated import int_group
+from qdsl.runtime import PackedWeight
+from tests.support import folders
+from tests.support.formats import same_bits
+
+N, K = 32, 128
+
+
+def source(seed: int = 0) -> PackedWeight:
+    values = torch.randn(N, K, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return int_group.quantize(values, "gptq_v2", bits=8, group=32)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return folders.folder(tmp_path / "in", folders.named({"up": source()}))
+
+
+def requantized(path: Path, to: str, **params: int | str) -> Path:
+    out = path.parent / "out"
+    with Folder(path) as folder:
+        run.convert(folder, layers(folder), plan.aimed(to, True, params), out)
+    return out
+
+
+def read(path: Path) -> tuple[Layer, PackedWeight, dict[str, Tensor], dict[str, Any]]:
+    """The one layer of a folder, its weight, its tensors in the file, and what the config says."""
+    with Folder(path) as folder:
+        [layer] = layers(folder).layers
+        assert layer.format and not layer.problems, (layer.why, layer.problems)
+        [weight] = weights(folder, layer)
+        tensors = {name.removeprefix("up."): folder.tensor(name).clone() for name in folder.names()}
+        return layer, weight, tensors, folder.config["quantization_config"]
+
+
+def expected(name: str, **params: int | str) -> PackedWeight:
+    values = int_group.dequantize(source(), torch.float32)
+    packed: PackedWeight = import_module(f"qdsl.generated.{name}").quantize(values, **params)
+    return packed
+
+
+@pytest.mark.parametrize(("name", "one"), [("int8_tensor", "weight_scale"), ("nvfp4_ct", "weight_global_scale")])
+def test_numbers_of_compressed_tensors_have_an_axis(path: Path, name: str, one: str) -> None:
+    """Its loader takes [1] alone; files without that axis are read, too."""
+    out = requantized(path, name)
+    _, weight, tensors, settings = read(out)
+    assert tensors[one].shape == (1,) and settings["quant_method"] == "compressed-tensors"
+    assert all(same_bits(weight.tensors[key], tensor) for key, tensor in expected(name).tensors.items())
+    flat = {f"up.{key}": tensor.view(()) if key == one else tensor for key, tensor in tensors.items()}
+    _, again, tensors, _ = read(folders.folder(path.parent / "flat", flat, config={"quantization_config": settings}))
+    assert tensors[one].shape == () and all(same_bits(again.tensors[key], weight.tensors[key]) for key in weight.tensors)
