@@ -15,6 +15,7 @@ from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.layers import Layer, layers
 from qdsl.convert import plan, run
 from qdsl.generated import int_group
+from qdsl.rewrite import RewriteError
 from qdsl.runtime import PackedWeight
 from tests.support import folders
 from tests.support.formats import same_bits
@@ -65,3 +66,28 @@ def test_numbers_of_compressed_tensors_have_an_axis(path: Path, name: str, one: 
     flat = {f"up.{key}": tensor.view(()) if key == one else tensor for key, tensor in tensors.items()}
     _, again, tensors, _ = read(folders.folder(path.parent / "flat", flat, config={"quantization_config": settings}))
     assert tensors[one].shape == () and all(same_bits(again.tensors[key], weight.tensors[key]) for key in weight.tensors)
+
+
+# Numbers beside a weight
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize(("name", "axis"), [("hqq", 1), ("hqq_axis0", 0)])
+def test_hqq_says_what_its_codes_leave_open(path: Path, name: str, axis: int, bits: int) -> None:
+    """As HQQ's own files, numbers of 32 bits and extents of 64; without them nothing says N, K or the axis."""
+    layer, weight, tensors, _ = read(requantized(path, name, bits=bits, group=32))
+    assert (layer.format, layer.shape, layer.params["bits"], layer.params["group"]) == (name, (N, K), bits, 32)
+    assert all(same_bits(weight.tensors[key], tensor) for key, tensor in expected(name, bits=bits, group=32).tensors.items())
+    said = {"axis": torch.tensor(axis, dtype=torch.int32), "nbits": torch.tensor(bits, dtype=torch.int32),
+            "group_size": torch.tensor(32, dtype=torch.int32), "shape": torch.tensor([N, K])}
+    assert {*tensors} == {"W_q", "scale", "zero", *said} and {*layer.settings} == {f"up.{key}" for key in said}
+    assert all(same_bits(tensors[key], tensor) for key, tensor in said.items())
+
+
+def test_hqq_of_experts_in_one_tensor_is_refused(tmp_path: Path) -> None:
+    every = [source(seed).tensors for seed in range(2)]
+    experts = {f"up.{key}": torch.stack([each[key] for each in every]) for key in every[0]}
+    path = folders.folder(tmp_path / "in", experts)
+    with pytest.raises(RewriteError, match=r"cannot be hqq: .* none says of experts in one tensor"):
+        requantized(path, "hqq", bits=4, group=32)
+    assert not (tmp_path / "out").exists()

@@ -126,21 +126,36 @@ def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple[str, bytes]]:
-    """The small tensors that a producer puts beside a weight, by name: dtype and bytes of those that hold JSON, or a table.
+def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str, Any],
+           ) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The small tensors that a producer puts beside a weight, by name: dtype, shape and bytes.
 
+    They hold JSON or a table, or, of a format whose numbers say parameters or N and K, a number or several.
     values: of parameters, N and K, and tensors of one number, and E for experts in one tensor.  settings: which of several words
     it is, where they say one of them; else the first.
     """
-    found: dict[str, tuple[str, bytes]] = {}
+    found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    counts = says_numbers(format)
     for key, rule in format.detect.get("tensors", {}).items():
         if isinstance(rule, Mapping):
             told = {name: _written(wanted, values, settings.get(name)) for name, wanted in rule.items()}
-            found[key] = "uint8", json.dumps(told).encode()
+            data = json.dumps(told).encode()
+            found[key] = "uint8", (len(data),), data
         elif isinstance(rule, str) and rule in format.tables:
             numbers = format.tables[rule]
-            found[key] = "float32", struct.pack(f"<{len(numbers)}f", *numbers)
+            found[key] = "float32", (len(numbers),), struct.pack(f"<{len(numbers)}f", *numbers)
+        elif counts:
+            if isinstance(rule, list):                           # extents, which are of 64 bits in torch
+                found[key] = "int64", (len(rule),), struct.pack(f"<{len(rule)}q", *(values.get(word, word) for word in rule))
+            else:
+                found[key] = "int32", (), struct.pack("<i", values.get(rule, rule))
     return found
+
+
+def says_numbers(format: Description) -> bool:
+    """Whether tensors of numbers beside a weight say parameters or N and K, without which its own tensors leave these open."""
+    return any(word in (*format.params, *EXTENTS) for rule in format.detect.get("tensors", {}).values()
+               if not isinstance(rule, Mapping) for word in (rule if isinstance(rule, list) else [rule]))
 
 
 def says_extents(format: Description) -> bool:

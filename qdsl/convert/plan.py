@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import EXPERTS, choices, numbers, saying, says_extents
+from qdsl.checkpoint.detect import EXPERTS, choices, numbers, saying, says_extents, says_numbers
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import module_of, unread
 from qdsl.checkpoint.layers import Layer, Layers
@@ -257,6 +257,8 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     known = description(format.name)
     if layer.turned:
         _check_turned(where, stored[0], known, header.rule(format.name, aim.storage, params) is not None)
+    if layer.experts is not None and says_numbers(known):
+        raise RewriteError(f"{where}: what tensors of numbers say there beside a weight, none says of experts in one tensor")
     if layer.experts is not None and not says_extents(known):
         return {name: (dtype, (layer.experts, *(shape[::-1] if layer.turned else shape)))
                 for name, (dtype, shape) in stored[0].items()}
@@ -264,7 +266,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
         _check_flat(where, layer, other, numbers(known))
     found = {name: (dtype, shape if layer.experts is None else (layer.experts * shape[0], *shape[1:]))
              for name, (dtype, shape) in stored[0].items() if name not in numbers(known)}
-    return found | {name: (dtype, (len(data) // dtype.itemsize,)) for name, (dtype, data)
+    return found | {name: (dtype, small) for name, (dtype, small, _)
                     in beside(layer, format, params, _settings(folder, format)).items()}
 
 
@@ -299,8 +301,8 @@ def _settings(folder: Folder, format: Format) -> dict[str, Any]:
 
 
 def beside(layer: Layer, format: Format, params: Mapping[str, int | str], settings: Mapping[str, Any],
-           told: Mapping[str, float] | None = None) -> dict[str, tuple[torch.dtype, bytes]]:
-    """The small tensors that a producer puts beside a weight, or beside those of experts in one tensor.
+           told: Mapping[str, float] | None = None) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """The small tensors that a producer puts beside a weight, or beside those of experts in one tensor: dtype, shape, bytes.
 
     told: the tensors of one number that are said in JSON; without them it is as long as it can be, and no longer with them.
     """
@@ -309,7 +311,7 @@ def beside(layer: Layer, format: Format, params: Mapping[str, int | str], settin
     longest = saying(known, {**values, **dict.fromkeys(numbers(known), LONGEST)}, settings)
     found = longest if told is None else saying(known, {**values, **told}, settings)
     dtypes = {str(dtype)[6:]: dtype for dtype in torch_dtypes().values()}
-    return {name: (dtypes[dtype], data.ljust(len(longest[name][1]))) for name, (dtype, data) in found.items()}
+    return {name: (dtypes[dtype], shape, found[name][2].ljust(len(data))) for name, (dtype, shape, data) in longest.items()}
 
 
 def target(layer: Layer, aim: Aim) -> Format:

@@ -56,4 +56,4 @@ def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], d
     told = {name: float(weight.tensors[name]) for name in numbers(known)}
     small = beside(layer, weight.format, weight.params, step.settings, told)
     return ({name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in told},
-            {name: memoryview(data) for name, (_, data) in small.items()})
+            {name: memoryview(data) for name, (_, _, data) in small.items()})
