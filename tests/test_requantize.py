@@ -91,3 +91,38 @@ def test_hqq_of_experts_in_one_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RewriteError, match=r"cannot be hqq: .* none says of experts in one tensor"):
         requantized(path, "hqq", bits=4, group=32)
     assert not (tmp_path / "out").exists()
+
+
+# Linear layers of transformers that read the same tensors in two ways
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("bitnet", {"linear_class": "bitlinear", "quantization_mode": "offline"}),
+    ("bitnet_offline", {"linear_class": "autobitlinear", "quantization_mode": "offline"})])
+def test_bitnet_says_which_linear_class_reads_it(path: Path, name: str, said: dict[str, Any]) -> None:
+    layer, weight, tensors, settings = read(requantized(path, name))
+    assert (layer.format, layer.storage) == (name, "transformers") and settings == {"quant_method": "bitnet", **said}
+    assert tensors["weight_scale"].shape == (1,)
+    assert all(same_bits(weight.tensors[key], tensor) for key, tensor in expected(name).tensors.items())
+
+
+@pytest.mark.parametrize(("said", "name"), [
+    ({}, "bitnet"), ({"linear_class": "bitlinear"}, "bitnet"),
+    ({"linear_class": "bitlinear", "quantization_mode": "online"}, "bitnet"),
+    ({"quantization_mode": "offline", "use_rms_norm": True}, "bitnet"),
+    ({"linear_class": "autobitlinear"}, "bitnet_offline"),
+    ({"linear_class": "autobitlinear", "quantization_mode": "offline"}, "bitnet_offline")])
+def test_bitnet_by_what_transformers_takes_where_nothing_is_said(tmp_path: Path, said: dict[str, Any], name: str) -> None:
+    """BitLinear divides by the scale, in every mode, and is the class by default; AutoBitLinear multiplies by it, offline."""
+    packed = expected(name, scale_type="bf16")
+    config = {"quantization_config": {"quant_method": "bitnet", **said}}
+    layer, weight, _, _ = read(folders.folder(tmp_path / "in", folders.named({"up": packed}), config=config))
+    assert layer.format == name and same_bits(weight.format.dequantize(weight), packed.format.dequantize(packed))
+
+
+def test_bitnet_that_is_quantized_when_it_runs_is_not_packed(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}}
+    path = folders.folder(tmp_path / "in", folders.named({"up": expected("bitnet")}), config=config)
+    with Folder(path) as folder:
+        [layer] = layers(folder).layers
+    assert layer.problems or not layer.format
