@@ -126,3 +126,13 @@ def test_bitnet_that_is_quantized_when_it_runs_is_not_packed(tmp_path: Path) -> 
     with Folder(path) as folder:
         [layer] = layers(folder).layers
     assert layer.problems or not layer.format
+
+
+# What is no target
+
+
+@pytest.mark.parametrize("name", ["df11", "hlane", "fix4", "hlane.hlane"])
+def test_entropy_codes_are_left_to_compress(path: Path, name: str) -> None:
+    with pytest.raises(RewriteError, match=f"`qdsl compress --format {name.partition('.')[0]}` writes plain matrices so"):
+        requantized(path, name)
+    assert not (path.parent / "out").exists()

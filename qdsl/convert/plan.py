@@ -133,7 +133,7 @@ class _File:
 def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None) -> Aim:
     """What 'STORAGE', or 'FORMAT.STORAGE' for the layers of that format alone, means; to requantize 'FORMAT' is enough.
 
-    Raises RewriteError for a format or parameters that there are not.
+    Raises RewriteError for a format or parameters that there are not, and for storages that are held in entropy codes.
     """
     if not requantize:
         format, _, storage = to.rpartition(".")
@@ -148,6 +148,9 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
         chosen, rest, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
     except FormatError as error:
         raise RewriteError(str(error)) from None
+    if format.storage(storage, chosen)[1].streams:
+        raise RewriteError(f"{name}.{storage} holds bfloat16 in an entropy code, as long as the numbers want it: "
+                           f"`qdsl compress --format {name}` writes plain matrices so, without loss")
     return Aim(name, storage, True, {**chosen, **rest})
 
 
