@@ -25,7 +25,8 @@ NOT_OF_WEIGHTS = ("kv_cache_scheme", "kv_cache_quant_algo", "input_activations",
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
            "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", "mxfp4": "modules_to_not_convert",
-           "blockwise_int8": "ignored_layers", OWN: "modules_to_not_convert"}
+           "bitnet": "modules_to_not_convert", "hqq": "skip_modules", "blockwise_int8": "ignored_layers",
+           OWN: "modules_to_not_convert"}
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
