@@ -97,3 +97,42 @@ def test_layers_with_settings_of_their_own() -> None:
     extra = {"quant_method": "auto-round", "bits": 4, "extra_config": {Q: {"bits": 8}}}
     found = quantization(extra, "config.json", "")
     assert [(found.scheme(name).settings or {})["bits"] for name in (Q, MLP)] == [8, 4]
+
+
+def test_a_word_by_itself_is_a_list_of_one() -> None:
+    groups = {"a": {"targets": "Linear", "weights": {"num_bits": 4}}}
+    assert said({"quant_method": "compressed-tensors", "config_groups": groups}, Q, HEAD) == [(True, "a"), (True, "a")]
+    groups["a"]["targets"] = "re:.*q_proj"
+    assert said({"config_groups": groups}, Q, MLP) == [(True, "a"), (False, "in no group")]
+    assert said({"quant_method": "compressed-tensors", "ignore": HEAD}, Q, HEAD) == [(True, ""), (False, "lm_head (regex)")]
+    for inside in ("self_attn.q_proj", ["self_attn.q_proj"], [["self_attn.q_proj"], "o_proj"]):
+        assert said({"quant_method": "gptq", "modules_in_block_to_quantize": inside}, Q, MLP) == [
+            (True, ""), (False, "not in modules_in_block_to_quantize (suffix)")]
+
+
+HOSTILE: list[Any] = [5, True, 1.5, "Linear", "", "(", None, [], [5], [None], [[5]], [{}], {}, {"a": 5}, {"a": None}, {"a": [1]},
+                      {"a": {"targets": 5, "weights": {"num_bits": 8}}}, {"a": {"targets": {"b": 5}, "weights": 5}}]
+LISTED = ("ignore", "exclude_modules", "modules_to_not_convert", "llm_int8_skip_modules", "modules_in_block_to_quantize")
+MAPPED = ("config_groups", "dynamic", "quantized_layers", "extra_config")
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=repr)
+def test_settings_of_layers_may_be_anything(value: object) -> None:
+    for key in (*LISTED, *MAPPED):
+        for method in ("gptq", "compressed-tensors", "modelopt", 5):
+            found = quantization({"quant_method": method, key: value}, "config.json", "")
+            found.scheme(Q)
+            found.maybe(Q)
+
+
+@pytest.mark.parametrize(("settings", "wrong"), [
+    *(({key: 5}, "'5' stands for the name of a layer, and is none") for key in LISTED),
+    *(({key: [HEAD, True]}, "'True' stands for the name of a layer, and is none") for key in LISTED),
+    *(({key: [5]}, f"{key} is '[5]', no object") for key in MAPPED),
+    *(({key: {"a": 5}}, f"{key}: 'a' is '5', no object of settings") for key in MAPPED),
+    ({"config_groups": {"a": {"targets": True, "weights": {"num_bits": 8}}}},
+     "'True' stands for the name of a layer, and is none"),
+])
+def test_settings_of_layers_that_are_none_are_said(settings: dict[str, Any], wrong: str) -> None:
+    found = quantization({"quant_method": "gptq", **settings}, "config.json: x", "")
+    assert found.problems == [f"config.json: x: {wrong}"]

@@ -85,9 +85,12 @@ class Rules:
 
 
 def rules(dialect: str, patterns: object) -> Rules:
-    """The rules of a list in a config; whatever else stands there gives none."""
+    """The rules of a list in a config, or of one that stands there by itself; whatever else stands there is a problem."""
     found = patterns if isinstance(patterns, list) else [patterns]
-    return Rules([Rule(dialect, each) for each in found if isinstance(each, str) and each])
+    names = [each for each in found if isinstance(each, str)]
+    others = [each for each in found if not isinstance(each, str)]
+    return Rules([Rule(dialect, name) for name in names if name],
+                 [f"{shown(str(each))} stands for the name of a layer, and is none" for each in others])
 
 
 @cache

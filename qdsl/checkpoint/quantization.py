@@ -140,11 +140,29 @@ def quantization(data: Mapping[str, Any], source: str, method: str) -> Quantizat
                               None if pattern.startswith("-:") or overrides is False else
                               overrides if isinstance(overrides, Mapping) else {}))
     inside = settings.get("modules_in_block_to_quantize")
-    if isinstance(inside, list) and inside:
-        found.only = rules("suffix", [name for each in inside for name in (each if isinstance(each, list) else [each])])
-    read_rules = [*found.lists, *(each for each, _ in found.dynamic), *(each.targets for each in found.groups if each.targets)]
-    found.problems = list(dict.fromkeys(f"{source}: {problem}" for each in read_rules for problem in each.problems))
+    if inside:
+        found.only = rules("suffix", [name for each in _listed(inside) for name in _listed(each)])
+    read_rules = [*found.lists, *(each for each, _ in found.dynamic), *(each.targets for each in found.groups if each.targets),
+                  *([found.only] if found.only else [])]
+    problems = [*_misplaced(settings), *(problem for each in read_rules for problem in each.problems)]
+    found.problems = list(dict.fromkeys(f"{source}: {problem}" for problem in problems))
     return found
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list, or one of what stands by itself where a list should."""
+    return value if isinstance(value, list) else [value]
+
+
+def _misplaced(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Settings that are of layers, and not the objects that they should be."""
+    for key in ("config_groups", "dynamic", *LAYERS):
+        value = settings.get(key)
+        if value and not isinstance(value, Mapping):
+            yield f"{key} is {shown(str(value))}, no object"
+        for name, each in value.items() if isinstance(value, Mapping) else ():
+            if not (isinstance(each, Mapping) or (key == "dynamic" and (each is False or name.startswith("-:")))):
+                yield f"{key}: {shown(name)} is {shown(str(each))}, no object of settings"
 
 
 def _unnamed(data: Mapping[str, Any]) -> str:
@@ -163,7 +181,7 @@ def _groups(settings: Mapping[str, Any]) -> list[Group]:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping):
             own = {"format": group["format"]} if group.get("format") else {}
-            targets = [each for each in group.get("targets") or () if isinstance(each, str)]
+            targets = _listed(group.get("targets") or [])
             every = LINEAR in targets or not targets
             found.append(Group(name, None if every else rules("regex", targets), {**rest, **weights, **own}))
     return found
