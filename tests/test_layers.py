@@ -211,7 +211,9 @@ def test_json_beside_a_weight_says_its_shape_and_block(tmp_path: Path) -> None:
     assert one(read(checkpoints.folder(tmp_path, {UP: tensors}))).format == ""
     for state, why in ((b'{"quant_type": "nf4", "blocksize": 48, "shape": [64, 128]}', "says block = 48"),
                        (b'{"quant_type": "fp4", "blocksize": 64, "shape": [64, 128]}', "of another format"), (b"{", "not JSON"),
-                       (b"[" * 5000, "nested deeper"), (b'{"shape": [-1, 1e999]}', "out of range")):
+                       (b"[" * 5000, "nested deeper"), (b'{"shape": [-1, 1e999]}', "out of range"),
+                       (b"[]", "not a JSON object"), (b"null", "not a JSON object"), (b'"x"', "not a JSON object"),
+                       (b"5", "not a JSON object")):
         tensors["weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         layer = one(read(checkpoints.folder(tmp_path, {UP: tensors})))
         assert layer.format == "" and why in layer.why
@@ -251,6 +253,7 @@ def test_json_beside_a_weight_says_numbers_of_it(tmp_path: Path) -> None:
         assert same_bits(weight.format.dequantize(weight, torch.float32), torch.from_numpy(file["dequant_f32"]))
     said = json.loads(bytes(tensors[state].tolist()))
     for wrong in ({**said, "nested_offset": "0.2"}, {**said, "nested_offset": True}, {**said, "nested_blocksize": 128},
+                  {**said, "nested_offset": 1e39}, {**said, "nested_offset": -10 ** 60},   # infinite in float32
                   {key: value for key, value in said.items() if key != "nested_offset"}):
         other = tensors | {state: torch.tensor(list(json.dumps(wrong).encode()), dtype=torch.uint8)}
         assert one(read(checkpoints.folder(tmp_path, {UP: other}))).format == ""

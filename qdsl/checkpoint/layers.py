@@ -263,13 +263,16 @@ class _Finder:
         return self.fitting[key]
 
     def _contents(self, tensors: Mapping[str, str]) -> dict[str, Any]:
-        """What small tensors say: JSON where a format's rule for them is of JSON, else numbers."""
-        found = {}
+        """What small tensors say: a JSON object where a format's rule for them is one, else numbers.  Raises CheckpointError."""
+        found: dict[str, Any] = {}
         for leaf, full in tensors.items():
             if leaf in self.saying:
                 data, dtype = self.folder.file(full).start(full, SMALL), self.folder.entry(full).dtype
                 if isinstance(self.saying[leaf], Mapping):
-                    found[leaf] = strict_json(data, f"{self.folder.file(full).path}: tensor {shown(full)}", depth=8)
+                    where = f"{self.folder.file(full).path}: tensor {shown(full)}"
+                    found[leaf] = strict_json(data, where, depth=8)
+                    if not isinstance(found[leaf], Mapping):
+                        raise CheckpointError(f"{where}: not a JSON object")
                 elif dtype in NUMBERS and len(data) <= LISTED:
                     numbers = list(struct.unpack(f"<{len(data) // struct.calcsize(NUMBERS[dtype])}{NUMBERS[dtype]}", data))
                     found[leaf] = numbers[0] if len(numbers) == 1 else numbers
@@ -505,7 +508,7 @@ def _told(format: Description, contents: Mapping[str, Any],
     numbers = [name for name in said if name in format.singles]
     for name, value in said.items():
         if name in numbers:
-            wrong = type(value) not in (int, float)
+            wrong = not _is_float32(value)
         elif name == EXPERTS:
             wrong = type(value) is not int or value < 1
         elif name in EXTENTS:
@@ -516,6 +519,14 @@ def _told(format: Description, contents: Mapping[str, Any],
             raise Misfit(TOLD + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")
     shape = (said["N"], said["K"]) if {*EXTENTS} <= said.keys() else None
     return shape, said.get(EXPERTS), {name: value for name, value in said.items() if name in format.params}, numbers
+
+
+def _is_float32(value: object) -> bool:
+    """Whether it is a number that float32 holds, rounded."""
+    try:
+        return type(value) in (int, float) and len(struct.pack("<f", value)) == 4
+    except (OverflowError, struct.error):
+        return False
 
 
 def _as_bytes(tensor: Given) -> Given:
