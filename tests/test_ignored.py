@@ -16,8 +16,10 @@ NAMES = (Q, MLP, HEAD, "model.mlm_head.lm_head")
 MEANS: list[tuple[str, str, set[str]]] = [
     ("exact", "lm_head", {HEAD}), ("exact", "q_proj", set()), ("exact", Q, {Q}),
     ("substring", "lm_head", {HEAD, "model.mlm_head.lm_head"}), ("substring", "layers.1", {Q, MLP}), ("substring", "q.*", set()),
-    ("transformers", "lm_head", {HEAD, "model.mlm_head.lm_head"}), ("transformers", "model.layers.1", {Q, MLP}),
+    ("transformers", "lm_head", {HEAD, "model.mlm_head.lm_head"}), ("transformers", "model.layers.1", {Q}),
     ("transformers", "model.layers.1.", {Q, MLP}),              # the dot is any character there
+    ("transformers", "model.layers.11|model.layers.1", {Q, MLP}), ("transformers", "model.layers.1.self", set()),
+    ("transformers", "model", {Q, MLP, "model.mlm_head.lm_head"}), ("transformers", "lm", set()),
     ("transformers", "q_proj", {Q}), ("transformers", "self_attn", set()), ("transformers", "model.*proj", {Q, MLP}),
     ("regex", "lm_head", {HEAD}), ("regex", "model.layers.1", set()), ("regex", r"re:.*layers\.1\.", {Q}),
     ("regex", "re:lm_head", {HEAD}), ("regex", "re:q_proj", set()), ("regex", "Linear", set()),
@@ -77,6 +79,15 @@ def test_readers_that_differ() -> None:
     found = quantization({"quant_method": "awq", "modules_to_not_convert": ["self_attn"]}, "config.json", "")
     assert found.scheme(Q).settings is not None and found.maybe(Q) == Rule("substring", "self_attn")
     assert found.maybe(MLP) is None
+
+
+def test_a_part_of_a_name_ends_at_a_dot() -> None:
+    """For transformers; a reader that looks for words anywhere in names would leave these alone, too."""
+    for skip, name in (("model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"), ("model.layers.1", MLP)):
+        assert said({"load_in_8bit": True, "llm_int8_skip_modules": [skip]}, skip, name) == [
+            (False, f"{skip} (transformers)"), (True, "")]
+        found = quantization({"quant_method": "fp8", "modules_to_not_convert": [skip]}, "config.json", "")
+        assert found.scheme(name).settings is not None and found.maybe(name) == Rule("substring", skip)
 
 
 def test_gptq_says_more() -> None:

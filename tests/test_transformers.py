@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.ignored import Rule
 from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import write
@@ -136,3 +137,16 @@ def test_experts_in_one_tensor_are_those_of_its_modules(tmp_path: Path, monkeypa
             for full in layer.tensors.values():
                 assert model.get_parameter(full).dtype == folder.tensor(full).dtype
                 assert model.get_parameter(full).data.view(torch.uint8).equal(folder.tensor(full).view(torch.uint8))
+
+
+WORDS = ("lm_head", "model.layers.1", "layers.1", "model.layers.1.", "mlp.gate", "model.layers.11.mlp.gate", "proj", "mod",
+         "model.*gate", "model.layers.(1|11)", "lm|model.layers.1|x", "model", ".*", r".*\.mlp", "[a-z]*", "q_proj$", "e")
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_list_leaves_alone_what_transformers_does(word: str) -> None:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    for name in ("lm_head", "model.lm_head", "model", "model.layers.1", "model.layers.1.mlp.gate", "layers.1.x", "mlp.gate", "",
+                 "model.layers.11.mlp.gate_proj", "model.layers.11.mlp.gate.proj", "model.layers.1.self_attn.q_proj"):
+        assert Rule("transformers", word).matches(name) is not should_convert_module(name, [word]), name

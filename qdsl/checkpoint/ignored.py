@@ -4,7 +4,7 @@ Each producer reads its list in its own way, and the same word means different l
 
     exact        the module's whole name
     substring    a part of its name
-    transformers a regular expression or a plain name at its start, or a plain name at its end (should_convert_module)
+    transformers a regular expression at its start up to a dot or its end, or a plain name at its end (should_convert_module)
     regex        compressed-tensors: the whole name, or after 're:' a regular expression at its start
     glob         modelopt: a name with *, ? and [...]
     dynamic      GPTQ: after '-:' a regular expression at its start
@@ -24,6 +24,7 @@ from typing import Any
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 
 LONGEST = 1000                                                   # characters of a pattern
+BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"                               # where transformers lets a part of a name end
 COST = 1 << 24                                                   # steps that a pattern may take on a name of 64 characters
 _parser: Any = importlib.import_module("re._parser")
 
@@ -46,7 +47,7 @@ class Rule:
         if self.dialect == "glob":
             return fnmatch.fnmatchcase(module, self.pattern)
         if self.dialect == "transformers":
-            return module.endswith(self.pattern) or expression(self.pattern).match(module) is not None
+            return module.endswith(self.pattern) or expression(self.pattern, BOUNDARY).match(module) is not None
         if self.dialect == "dynamic":
             return expression(self.pattern).match(module) is not None
         if self.pattern.startswith("re:"):
@@ -94,12 +95,12 @@ def rules(dialect: str, patterns: object) -> Rules:
 
 
 @cache
-def expression(pattern: str) -> re.Pattern[str]:
-    """A stranger's regular expression, which cannot take long on a name.  Raises CheckpointError."""
+def expression(pattern: str, ending: str = "") -> re.Pattern[str]:
+    """A stranger's regular expression, which cannot take long on a name, with an ending of ours.  Raises CheckpointError."""
     try:
         steps = _steps(_parser.parse(pattern)) if len(pattern) <= LONGEST else COST + 1
         if steps <= COST:
-            return re.compile(pattern)
+            return re.compile(f"(?:{pattern}){ending}" if ending else pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{shown(pattern)} is not a regular expression: {error}") from None
     raise CheckpointError(f"the regular expression {shown(pattern)} may take too long, and is not used")
