@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from qdsl.checkpoint import layer_weights
 from qdsl.checkpoint.folder import INDEX, Folder
 from qdsl.checkpoint.layers import layers
+from qdsl.checkpoint.quantization import quantization
 from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.cli import app
 from qdsl.convert import plan, run
@@ -128,6 +129,28 @@ def test_the_config_says_the_new_storage(tmp_path: Path, to: str, expected: dict
     with Folder(tmp_path / "out") as folder:
         [layer] = layers(folder).layers
         assert (layer.storage, layer.problems) == (to, ())
+
+
+@pytest.mark.parametrize(("to", "key", "said", "wrong"), [
+    ("fp8_block", "modules_to_not_convert", ["head"], ["a.gate", "out"]),          # a beginning or an end, or any part
+    ("nf4", "llm_int8_skip_modules", ["a.gate", "head", "out$"], []),              # a beginning or an end
+    ("fp8_channel", "ignore", ["a.gate", "head", "out"], []),                      # whole names
+    ("nvfp4_modelopt", "exclude_modules", ["a.gate", "head", "out"], []),
+    ("hqq", "modules_to_not_convert", ["a.gate", "head", "out"], []),              # in settings of ours
+])
+def test_a_list_names_no_layer_that_is_quantized(tmp_path: Path, to: str, key: str, said: list[str], wrong: list[str]) -> None:
+    """In none of the readings of its readers: 'out' is the end of 'a.out', and 'a.gate' is in 'a.gate_proj'."""
+    packed = [int_group.quantize(torch.randn(128, 256), bits=8, group=128) for _ in range(2)]
+    plain = {f"{name}.weight": torch.ones(4, 64) for name in ("a.gate", "head", "out")}
+    path = folders.folder(tmp_path / "in", {**folders.named({"a.gate_proj": packed[0], "a.out": packed[1]}), **plain})
+    report = requantized(path, tmp_path / "out", to)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert sorted(settings[key]) == said
+    assert [note for note in report["notes"] if "cannot name" in note] == (
+        [f"{key} of the config cannot name {', '.join(wrong)}"] if wrong else [])
+    read = quantization(settings, "config.json", "")
+    assert not any(read.scheme(name).settings is None or read.maybe(name) for name in ("a.gate_proj", "a.out"))
+    assert all(read.scheme(name).settings is None for name in ("a.gate", "head", "out") if name not in wrong)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

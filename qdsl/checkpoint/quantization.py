@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.ignored import Rule, Rules, rules
 from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json
@@ -128,10 +129,9 @@ def quantization(data: Mapping[str, Any], source: str, method: str) -> Quantizat
     names = NAMES.get(method, {})
     settings = {names.get(key, key): value for key, value in data.items()} | {"quant_method": method}
     found = Quantization(source, method, settings)
-    for key, dialects in LISTS.items():
+    for key in LISTS:
         if settings.get(key):
-            read = ("glob",) if key == "ignore" and method in GLOBS else dialects
-            found.lists += [rules(dialect, settings[key]) for dialect in read]
+            found.lists += [rules(dialect, settings[key]) for dialect in dialects(key, method)]
     found.groups = _groups(settings)
     found.layers = _layers(settings)
     dynamic = settings.get("dynamic")
@@ -163,6 +163,13 @@ def _misplaced(settings: Mapping[str, Any]) -> Iterator[str]:
         for name, each in value.items() if isinstance(value, Mapping) else ():
             if not (isinstance(each, Mapping) or (key == "dynamic" and (each is False or name.startswith("-:")))):
                 yield f"{key}: {shown(name)} is {shown(str(each))}, no object of settings"
+
+
+def dialects(key: str, method: str) -> tuple[str, ...]:
+    """How a producer's list of layers that are left alone is read, by its key."""
+    if method == OWN:
+        return ("exact",)                                        # no other loader reads it
+    return ("glob",) if key == "ignore" and method in GLOBS else LISTS[key]
 
 
 def _unnamed(data: Mapping[str, Any]) -> str:

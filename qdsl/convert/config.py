@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qdsl.checkpoint.detect import OWN, SPOKEN, same
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.ignored import rules
 from qdsl.checkpoint.layers import Layers
-from qdsl.checkpoint.quantization import NAMES, PLACES, in_headers, quantization
+from qdsl.checkpoint.quantization import NAMES, PLACES, dialects, in_headers, quantization
 from qdsl.convert.plan import Plan, description
 from qdsl.stored import OF_X, Description
 
@@ -112,7 +114,7 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
     if _is_own(rule, method, plan):
         return _changed(old, rule, params), ""
     plain, wrong = ignored(folder, layers, rule["quant_method"])
-    note = f"{IGNORED['awq']} of the config cannot name {', '.join(wrong)}" if wrong else ""
+    note = f"{IGNORED[rule['quant_method']]} of the config cannot name {', '.join(wrong)}" if wrong else ""
     return _made(dict(_given(rule, params)), plain), note
 
 
@@ -225,11 +227,23 @@ def _made(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
 
 
 def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], list[str]]:
-    """Modules with a plain matrix, which the producer's list names, and those of them that it cannot.
-
-    Some readers of AWQ's list look for its words inside of names: 'mlp.gate' would be 'mlp.gate_proj' too.
-    """
+    """What the producer's list says of modules with a plain matrix, and those of them that it cannot name."""
     plain = [name.removesuffix(".weight") for name in layers.plain
              if name.endswith(".weight") and len(folder.entry(name).shape) == 2]
-    wrong = [name for name in plain if method == "awq" and any(name in layer.name for layer in layers.layers)]
-    return [name for name in plain if name not in wrong], wrong
+    if method not in IGNORED:
+        return plain, []
+    read = dialects(IGNORED[method], method)
+    found = {name: _naming(name, read, [layer.name for layer in layers.layers]) for name in plain}
+    return [word for word in found.values() if word], [name for name, word in found.items() if not word]
+
+
+def _naming(module: str, read: Sequence[str], others: Sequence[str]) -> str:
+    """What names a module to all readers of a list, and none of the others to any; '' where there is no such word.
+
+    The end of a name, which is one more to transformers: 'head' is 'lm_head' too, where 'head$' is not.
+    """
+    for word in (module, f"{re.escape(module)}$"):
+        each = [rules(dialect, word) for dialect in read]
+        if all(rule.first(module) for rule in each) and not any(rule.first(other) for rule in each for other in others):
+            return word
+    return ""
