@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.descriptions import described
+from qdsl.checkpoint.descriptions import described, descriptions
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.layers import Layer, Layers, layers
@@ -333,6 +334,44 @@ def test_settings_that_the_tensors_do_not_bear_out(tmp_path: Path) -> None:
     assert (layer.format, layer.params["bn"], layer.params["bk"]) == ("fp8_block", 128, 32)
     assert layer.problems == ("config.json: quantization_config says weight_block_size = [128, 128]; the tensors fit "
                               "fp8_block.safetensors bn=128 bk=32 scale_type=f32",)
+
+
+PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "format": "pack-quantized"}
+ASYMMETRIC = "ct_pack4_g128_asym_N64_K128", {**PACKED, "group_size": 128}
+ORDERED = {"bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}
+
+
+@pytest.mark.parametrize(("name", "config", "says"), [
+    (ASYMMETRIC[0], ct(**ASYMMETRIC[1], symmetric=True), "symmetric = True, but 'weight_zero_point' is there"),
+    (ASYMMETRIC[0], ct(**ASYMMETRIC[1], symmetric=False, actorder=None), ""),
+    ("ct_pack4_g32_sym_N64_K128", ct(**PACKED, symmetric=False), "symmetric = False, but there is no 'weight_zero_point'"),
+    ("ct_pack4_g32_sym_N64_K128", ct(**PACKED, symmetric=True, actorder=None), ""),
+    ("ct_pack4_g32_sym_N64_K128", ct(**PACKED, symmetric=True, actorder="weight"), ""),    # of which no tensor tells
+    ("ct_pack4_g32_sym_N64_K128", ct(**PACKED, actorder="group"), "actorder = group, but there is no 'weight_g_idx'"),
+    ("ct_pack4_actorder_gidx_g32_N64_K128", ct(**PACKED, actorder="group"), ""),
+    ("ct_pack4_actorder_gidx_g32_N64_K128", ct(**PACKED, actorder=None), "actorder = None, but 'weight_g_idx' is there"),
+    ("gptq_b4_asym1_g32_act_N64_K128", gptq(**ORDERED, desc_act=False), "desc_act = False, but 'g_idx' is not in order"),
+    ("gptq_b4_asym1_g32_act_N64_K128", gptq(**ORDERED, desc_act=True), ""),
+    ("gptq_b4_asym_g32_N64_K128", gptq(**ORDERED, desc_act=False), ""),
+    ("gptq_b4_asym_g32_N64_K128", gptq(**ORDERED, desc_act=True), ""),                     # also where they came out in order
+])
+def test_settings_that_follow_from_tensors(tmp_path: Path, name: str, config: dict[str, Any], says: str) -> None:
+    layer = one(read(checkpoints.folder(tmp_path, {UP: golden(name)}, config)))
+    assert layer.format == "int_group"
+    assert layer.problems == ((f"config.json: quantization_config says {says}",) if says else ())
+
+
+@pytest.mark.parametrize(("group", "bits", "says"), [
+    (16, 4, []), (None, None, []), (32, 4, ["group_size = 32, but the tensors fit nvfp4_ct of 16"]),
+    (16, 8, ["num_bits = 8, but the tensors fit nvfp4_ct of 4"]),
+])
+def test_numbers_that_a_format_has_for_good(tmp_path: Path, group: int | None, bits: int | None, says: list[str]) -> None:
+    rule = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+            "with": {"num_bits": 4, "group_size": 16, "dynamic": False, "type": "float"}}
+    format = replace(next(each for each in descriptions() if each.name == "nvfp4_ct"), detect={"config": rule})
+    config = ct(format="nvfp4-pack-quantized", group_size=group, num_bits=bits, dynamic=True, type="any")
+    with Folder(checkpoints.folder(tmp_path, {UP: golden("ct_nvfp4_N64_K128")}, config)) as folder:
+        assert one(layers(folder, [format])).problems == tuple(f"config.json: quantization_config says {each}" for each in says)
 
 
 def test_a_missing_scale(tmp_path: Path) -> None:

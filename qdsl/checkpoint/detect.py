@@ -26,6 +26,8 @@ class Reading:
     keys: the setting that gave each, none of those that the rule itself gives; values may be any that a config has, also such
     as the format does not know.
     weak: the rule took the absence of a setting for one of its words.
+    follows: settings and what each follows from: a tensor or a field, and the words where that says something, and where not.
+    facts: numbers that its producer writes beside, which a format has for good.
     fronts: what lists have in front of what the rule has, the extent of one more axis, of experts; None for those that have
     nothing there, by settings.
     """
@@ -35,6 +37,8 @@ class Reading:
     keys: Mapping[str, str]
     weak: bool = False
     fronts: Mapping[str, Any] = field(default_factory=dict)
+    follows: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+    facts: Mapping[str, int] = field(default_factory=dict)
 
 
 def own_rule(format: Description, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +53,7 @@ def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any], s
     rules: one mapping or a list of them.  names: what settings may give values, parameters and N and K.  In a rule a setting
     is a word that it must be, a list of words of which it must be one, 'null' if it must be absent, or names, which take its
     values, in a list beside words; dots lead to settings within settings.  'storage' and 'where', values of parameters, say what
-    the rule speaks of.  What follows from a tensor, another mapping, says nothing here, nor what stands under 'with'.  stacks:
+    the rule speaks of.  What follows from a tensor, another mapping, decides nothing here, nor what stands under 'with'.  stacks:
     settings may be those of experts in one tensor.
     """
     for rule in rules if isinstance(rules, list) else [rules] if isinstance(rules, dict) else []:
@@ -83,7 +87,9 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
         given = {word: each for word, each in zip(words, many, strict=True) if word in names}
         values |= given
         keys |= dict.fromkeys(given, key)
-    return Reading(str(rule.get("storage", "")), values, keys, weak, fronts)
+    follows = {key: wanted for key, wanted in rule.items() if key not in SPOKEN and isinstance(wanted, Mapping)}
+    facts = {key: word for key, word in rule.get("with", {}).items() if type(word) is int}
+    return Reading(str(rule.get("storage", "")), values, keys, weak, fronts, follows, facts)
 
 
 def is_block(key: str) -> bool:

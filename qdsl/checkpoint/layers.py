@@ -12,6 +12,7 @@ import struct
 from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from qdsl.checkpoint.descriptions import descriptions
@@ -333,9 +334,10 @@ class _Finder:
                          why=f"the tensors fit {' and '.join(each.label for each in pool)}, and nothing says which")
         if denied:
             problems.append(self._disagreement(best, settings))
+        uses = {own: tensors[use.name] for own, use in best.fit.tensors.items() if use.name in tensors}
+        problems += [] if denied else self._contradicted(best, uses, settings)
         if scheme.settings is None:
             problems = [f"its config leaves it as it is, by {scheme.by}"]
-        uses = {own: tensors[use.name] for own, use in best.fit.tensors.items() if use.name in tensors}
         problems += [f"{full}: {LOST}" for full in self._spilled(best, uses)]
         settle = tuple(tensors[leaf] for leaf in best.format.detect.get("tensors", {})
                        if leaf in tensors and tensors[leaf] not in uses.values())
@@ -430,6 +432,36 @@ class _Finder:
         return f"{self.says.source} says {_brief(settings)}; the tensors fit {candidate.label}"
 
 
+    def _contradicted(self, best: _Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
+        """Settings from which no parameter follows, and that the tensors speak against."""
+        found: list[str] = []
+        for reading in self._readings(best, settings):
+            if self.says is None or not all(_means(best, name, value) for name, value in reading.values.items()):
+                continue
+            wrong = {key: f"the tensors fit {best.format.name} of {fact}" for key, fact in reading.facts.items()
+                     if type(settings.get(key)) is int and settings[key] != fact}
+            for key, wanted in reading.follows.items():
+                [(source, (word, without))] = wanted.items()
+                there, seen = self._seen(best, uses, source)
+                if seen and key in settings and same(settings[key], without if there else word):
+                    wrong[key] = seen
+            if not wrong:
+                return []
+            found = found or [f"{self.says.source} says {key} = {settings[key]}, but {why}" for key, why in wrong.items()]
+        return found
+
+    def _seen(self, best: _Candidate, uses: Mapping[str, str], source: str) -> tuple[bool, str]:
+        """Whether a tensor is there, or an index not in order, and in words; '' for what is not looked at."""
+        layout = best.format.layout(best.fit.storage, best.fit.params)
+        if source in layout:
+            return source in uses, f"'{source}' is there" if source in uses else f"there is no '{source}'"
+        for own in (name for name in uses if layout[name].optional == source and layout[name].dtype == "index"):
+            entry, data = self.folder.entry(uses[own]), self.folder.file(uses[own]).start(uses[own], SMALL)
+            if len(entry.shape) == 1 and not _rises(data):
+                return True, f"'{own}' is not in order"
+        return False, ""
+
+
 def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
           ) -> list[_Candidate]:
     """Every way to read tensors as a format's, with what is stated of them alone.  Raises Misfit."""
@@ -519,6 +551,13 @@ def _told(format: Description, contents: Mapping[str, Any],
             raise Misfit(TOLD + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")
     shape = (said["N"], said["K"]) if {*EXTENTS} <= said.keys() else None
     return shape, said.get(EXPERTS), {name: value for name, value in said.items() if name in format.params}, numbers
+
+
+@lru_cache(maxsize=64)                                           # most layers have the same
+def _rises(words: bytes) -> bool:
+    """Whether numbers of 32 bits are in order."""
+    numbers = struct.unpack(f"<{len(words) // 4}i", words)
+    return list(numbers) == sorted(numbers)
 
 
 def _is_float32(value: object) -> bool:
