@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -229,12 +229,15 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
     typer.echo(json.dumps({"schema": 1, "kernels": found}) if as_json else text.LEGEND)
 
 
-def _param(text: str) -> tuple[str, int | str]:
-    """A parameter that a user wrote as key=value."""
+def _param(text: str) -> tuple[str, Any]:
+    """A parameter that a user wrote as key=value: true or false, an integer, a number, or else a word."""
     key, equals, value = text.partition("=")
     if not (key and equals and value):
         _fail(f"error: --param is key=value, not '{text}'", 2)
-    return key, int(value) if value.removeprefix("-").isdigit() else value
+    for read in (int, float):
+        with suppress(ValueError):
+            return key, read(value)
+    return key, {"true": True, "false": False}.get(value.lower(), value)
 
 
 @app.command()

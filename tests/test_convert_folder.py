@@ -746,6 +746,27 @@ def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -
     assert f"signal to noise {data['snr_db']:.2f} dB, the least of '{worst}'" in found.stdout
 
 
+@pytest.mark.parametrize(("to", "given", "expected"), [
+    ("int_group", "symmetric=true", {"symmetric": True}), ("int_group", "symmetric=False", {"symmetric": False}),
+    ("int_group", "span=FULL", "error: int_group: span is one of "),
+    ("int_group", "symmetric=yes", "error: int_group: symmetric is one of True, False, not yes"),
+    ("int_group", "bits=\u00b2", "error: int_group: bits is one of "), ("fp8_channel", "least=1e-3", {"least": 0.001}),
+    ("fp8_channel", "least=nan", "error: fp8_channel: least is a positive number, not nan"),
+    ("fp8_channel", "scale_type=f32", {"scale_type": "f32"}),
+])
+def test_parameters_are_numbers_words_and_truths(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str,
+                                                 given: str, expected: dict[str, object] | str) -> None:
+    aims: list[plan.Aim] = []
+    monkeypatch.setattr(run, "convert", lambda source, found, aim, out, **options: aims.append(aim) or {})
+    monkeypatch.setattr("qdsl.cli._converted", lambda *_: None)
+    found = command("convert", sharded, "--requantize", to, "--param", given, "-o", tmp_path / "out")
+    if isinstance(expected, str):
+        assert found.exit_code == 1 and found.stderr.startswith(expected) and not aims
+    else:
+        assert found.exit_code == 0
+        assert all(aims[0].params[key] == value and type(aims[0].params[key]) is type(value) for key, value in expected.items())
+
+
 def test_parts_and_their_index_as_commands(sharded: Path, tmp_path: Path) -> None:
     for part in ("1/2", "2/2"):
         found = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out", "--shard", part, "-j", "1")
