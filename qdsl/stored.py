@@ -213,12 +213,13 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
         raise Misfit(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
     there = _rows_of_experts(layout, {name: tensors[key] for name, key in keys.items()})
     chosen, dtypes = _typed(format, layout, label, there, given)
-    solved = _said(layout, label, there, shape) or shape or _solved(layout, label, there)
+    told = _said(layout, label, there, shape) or shape
+    solved = told or _solved(layout, label, there)
     found: list[Fit] = []
     nearest = Misfit(0, "")
     for sizes in _open(format, chosen):
         try:
-            shapes = _shaped(layout, label, there, solved, format.numbers({**chosen, **sizes}, solved))
+            shapes = _shaped(layout, label, there, solved, format.numbers({**chosen, **sizes}, solved), told is not None)
         except Misfit as miss:
             nearest = max(nearest, miss, key=lambda each: each.reached)
             continue
@@ -311,8 +312,11 @@ def _open(format: Description, given: Mapping[str, int | str]) -> Iterator[dict[
 
 
 def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int],
-            sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Exactly the storage's shapes.  Records that have the last axis for themselves may be seen in any shape."""
+            sizes: Mapping[str, int], told: bool) -> dict[str, tuple[int, ...]]:
+    """Exactly the storage's shapes.  Records that have the last axis for themselves may be seen in any shape.
+
+    told: N and K are said, and not found from these shapes; then axes may be run together, in the order that they have here.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for reached, (name, tensor) in enumerate(tensors.items()):
         stored = layout[name]
@@ -323,7 +327,8 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
             bad = next(a for a in stored.axes if a.extent(*shape, sizes) is None)
             raise Misfit(2, f"{label}: {bad.wrong(*shape, sizes)}")
         records = stored.axes and stored.axes[-1].dim == "1" and wanted[-1] > 1 and prod(tensor.shape) == prod(wanted)
-        if not records and _squeezed(tensor.shape) not in (_squeezed(wanted), _squeezed((prod(wanted),))):
+        fit = [_squeezed(wanted), *([_squeezed((prod(wanted),))] if told else [])]
+        if not records and _squeezed(tensor.shape) not in fit:
             shown = "".join(f", {key} = {value}" for key, value in sizes.items())
             raise Misfit(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "
                                       f"[{stored.text}] = {list(wanted)} for N = {shape[0]}, K = {shape[1]}{shown}")

@@ -22,7 +22,7 @@ from qdsl.checkpoint.layers import Layer, Layers, layers
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.checkpoint.survey import survey, tables
 from qdsl.cli import app
-from qdsl.generated import int_group
+from qdsl.generated import fp8_block, int_group
 from tests.support import checkpoints
 from tests.support.checkpoints import golden
 from tests.support.formats import ROOT, module, same_bits
@@ -372,6 +372,20 @@ def test_numbers_that_a_format_has_for_good(tmp_path: Path, group: int | None, b
     config = ct(format="nvfp4-pack-quantized", group_size=group, num_bits=bits, dynamic=True, type="any")
     with Folder(checkpoints.folder(tmp_path, {UP: golden("ct_nvfp4_N64_K128")}, config)) as folder:
         assert one(layers(folder, [format])).problems == tuple(f"config.json: quantization_config says {each}" for each in says)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 2, 3), (6,), (6, 1), (1, 6), (3, 2)])
+def test_scales_of_blocks_tell_rows_from_columns(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Flat, as well as turned, they may mean other blocks; who says N and K may give them flat."""
+    tensors = fp8_block.quantize(torch.randn(256, 384), bn=128, bk=128).tensors
+    tensors = {**tensors, "weight_scale_inv": tensors["weight_scale_inv"].reshape(shape)}
+    layer = one(read(checkpoints.folder(tmp_path, {UP: tensors}, fp8(weight_block_size=[128, 128]))))
+    if len(shape) > 1 and shape[-2:] == (2, 3):
+        assert (layer.format, layer.problems) == ("fp8_block", ())
+    else:
+        assert layer.format == "" and f"'weight_scale_inv' has shape {list(shape)}" in layer.why
+    if shape == (6,):
+        assert fp8_block.wrap(tensors, (256, 384), bn=128, bk=128).shape == (256, 384)
 
 
 def test_a_missing_scale(tmp_path: Path) -> None:
