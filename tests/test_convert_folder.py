@@ -114,7 +114,7 @@ def test_experts_one_after_the_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("to", "expected"), [
     ("gptq_v1", {**folders.GPTQ, "checkpoint_format": "gptq"}),
     ("awq", {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True,
-             "modules_to_not_convert": ["head"]}),
+             "modules_to_not_convert": ["head", r"mlp\.gate$"]}),
 ])
 def test_the_config_says_the_new_storage(tmp_path: Path, to: str, expected: dict[str, Any]) -> None:
     """As its producer does; what else it holds stays.  AWQ's readers would take 'mlp.gate' for 'mlp.gate_proj' too."""
@@ -125,14 +125,14 @@ def test_the_config_says_the_new_storage(tmp_path: Path, to: str, expected: dict
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said == {**config, "text_config": {"quantization_config": expected}}
     assert [note for note in report["notes"] if "gate" in note] == (
-        ["modules_to_not_convert of the config cannot name mlp.gate"] if to == "awq" else [])
+        ["modules_to_not_convert of the config cannot name mlp.gate to all readers"] if to == "awq" else [])
     with Folder(tmp_path / "out") as folder:
         [layer] = layers(folder).layers
         assert (layer.storage, layer.problems) == (to, ())
 
 
 @pytest.mark.parametrize(("to", "key", "said", "wrong"), [
-    ("fp8_block", "modules_to_not_convert", ["head"], ["a.gate", "out"]),          # a beginning or an end, or any part
+    ("fp8_block", "modules_to_not_convert", [r"a\.gate$", "head", "out$"], ["a.gate", "out"]),   # both or any part
     ("nf4", "llm_int8_skip_modules", ["a.gate", "head", "out$"], []),              # a beginning or an end
     ("fp8_channel", "ignore", ["a.gate", "head", "out"], []),                      # whole names
     ("nvfp4_modelopt", "exclude_modules", ["a.gate", "head", "out"], []),
@@ -147,7 +147,7 @@ def test_a_list_names_no_layer_that_is_quantized(tmp_path: Path, to: str, key: s
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert sorted(settings[key]) == said
     assert [note for note in report["notes"] if "cannot name" in note] == (
-        [f"{key} of the config cannot name {', '.join(wrong)}"] if wrong else [])
+        [f"{key} of the config cannot name {', '.join(wrong)} to all readers"] if wrong else [])
     read = quantization(settings, "config.json", "")
     assert not any(read.scheme(name).settings is None or read.maybe(name) for name in ("a.gate_proj", "a.out"))
     assert all(read.scheme(name).settings is None for name in ("a.gate", "head", "out") if name not in wrong)

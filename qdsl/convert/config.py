@@ -114,7 +114,7 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
     if _is_own(rule, method, plan):
         return _changed(old, rule, params), ""
     plain, wrong = ignored(folder, layers, rule["quant_method"])
-    note = f"{IGNORED[rule['quant_method']]} of the config cannot name {', '.join(wrong)}" if wrong else ""
+    note = f"{IGNORED[rule['quant_method']]} of the config cannot name {', '.join(wrong)} to all readers" if wrong else ""
     return _made(dict(_given(rule, params)), plain), note
 
 
@@ -227,23 +227,24 @@ def _made(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
 
 
 def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], list[str]]:
-    """What the producer's list says of modules with a plain matrix, and those of them that it cannot name."""
+    """What the producer's list says of modules with a plain matrix, and those of them that it cannot name to all readers."""
     plain = [name.removesuffix(".weight") for name in layers.plain
              if name.endswith(".weight") and len(folder.entry(name).shape) == 2]
     if method not in IGNORED:
         return plain, []
     read = dialects(IGNORED[method], method)
     found = {name: _naming(name, read, [layer.name for layer in layers.layers]) for name in plain}
-    return [word for word in found.values() if word], [name for name, word in found.items() if not word]
+    return [word for word, _ in found.values() if word], [name for name, (_, every) in found.items() if not every]
 
 
-def _naming(module: str, read: Sequence[str], others: Sequence[str]) -> str:
-    """What names a module to all readers of a list, and none of the others to any; '' where there is no such word.
+def _naming(module: str, read: Sequence[str], others: Sequence[str]) -> tuple[str, bool]:
+    """What names a module to some reader of a list, and none of the others to any; '' where nothing does.  And whether to all.
 
-    The end of a name, which is one more to transformers: 'head' is 'lm_head' too, where 'head$' is not.
+    To transformers a name may be the end of another: 'head' is 'lm_head' too, where 'head$' is not; to others that is no name.
     """
     for word in (module, f"{re.escape(module)}$"):
         each = [rules(dialect, word) for dialect in read]
-        if all(rule.first(module) for rule in each) and not any(rule.first(other) for rule in each for other in others):
-            return word
-    return ""
+        named = [rule.first(module) is not None for rule in each]
+        if any(named) and not any(rule.first(other) for rule in each for other in others):
+            return word, all(named)
+    return "", False
