@@ -9,6 +9,7 @@ import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.cli import app
 from qdsl.convert import plan, run
 from qdsl.convert.run import merge
-from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int_group
+from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int8_tensor, int_group
 from qdsl.quantize.quality import Sums, measured
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.shards import share
@@ -227,6 +228,31 @@ def test_compressed_tensors_says_what_follows_from_tensors(tmp_path: Path, optio
     with Folder(tmp_path / "out") as folder:
         [layer] = layers(folder).layers
         assert (layer.storage, layer.params["group"], layer.problems) == ("pack_quantized", packed.params["group"], ())
+
+
+def group_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a folder's config says, and its one group of weights."""
+    found = json.loads((path / "config.json").read_text())["quantization_config"]
+    [group] = found["config_groups"].values()
+    return found, group
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("module", [int8_channel, int8_tensor])
+def test_bytes_with_zero_points_are_not_symmetric(tmp_path: Path, module: ModuleType, zeros: bool) -> None:
+    """Their readers take weights for symmetric where nothing is said, and then leave zero points out."""
+    fields = module.unpack(module.quantize(torch.randn(16, 64), "torchao"))
+    if zeros:
+        fields["z"] = torch.full_like(fields["s"], 3, dtype=torch.int8)
+    packed = module.pack(fields, "torchao", scale_type="bf16")
+    said = {"quant_method": "qdsl", "format": module.SPEC.name, "storage": "torchao", **packed.params}
+    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": said})
+    convert(path, tmp_path / "out", "safetensors")
+    _, group = group_of(tmp_path / "out")
+    with Folder(tmp_path / "out") as folder:
+        [layer] = layers(folder).layers
+        assert (layer.problems, "weight_zero_point" in layer.tensors) == ((), zeros)
+    assert group["weights"]["symmetric"] is not zeros
 
 
 def test_columns_that_are_stored_in_order_leave_no_index(tmp_path: Path) -> None:
