@@ -10,7 +10,7 @@
     torchao: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec fp8_tensor (sha256 1c24584aa8fba54b) by qdsl 0.1.0.
+Built from the spec fp8_tensor (sha256 69de54907a190918) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -31,10 +31,10 @@ from qdsl.runtime.numbers import e4m3
 
 
 def unpack_safetensors(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
-    """Fields of weight float8_e4m3fn [N, K]; weight_scale scale_type []."""
+    """Fields of weight float8_e4m3fn [N, K]; weight_scale scale_type [1]."""
     return {
         "q": weight,
-        "s": weight_scale,
+        "s": weight_scale.squeeze(0),
     }
 
 
@@ -42,7 +42,7 @@ def pack_safetensors(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale of the fields; the inverse of unpack_safetensors."""
     return {
         "weight": q,
-        "weight_scale": s,
+        "weight_scale": s.unsqueeze(-1),
     }
 
 
@@ -511,7 +511,7 @@ VARIANT = Variant(
         "safetensors": Storage(
             tensors={
                 "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
-                "weight_scale": Stored("scale_type", aliases=("weight_scale_inv", "scale", "qscale_weight"),
+                "weight_scale": Stored("scale_type", "1", aliases=("weight_scale_inv", "scale", "qscale_weight"),
                     bits=("s[]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
@@ -559,7 +559,7 @@ FORMAT = Format(
         "with": {"_data": {"mm_config": "null", "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="1c24584aa8fba54b",
+    digest="69de54907a190918",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

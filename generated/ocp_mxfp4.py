@@ -14,7 +14,7 @@
     torchao_swizzled: 4.25 bits per weight
     planar: 4.25 bits per weight
 
-Built from the spec ocp_mxfp4 (sha256 435b7e82feb3eb46) by qdsl 0.1.0.
+Built from the spec ocp_mxfp4 (sha256 8285155603c0bad3) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -739,7 +739,9 @@ FORMAT = Format(
     formula="e * q",
     variants={(): VARIANT},
     detect={"config": [{"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
-        "storage": "compressed_tensors"}, {"quant_method": "mxfp4", "storage": "gpt_oss"},
+        "storage": "compressed_tensors",
+        "with": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
+        "dynamic": False, "scale_dtype": "torch.uint8"}}, {"quant_method": "mxfp4", "storage": "gpt_oss"},
         {"quant_method": "modelopt", "quant_algo": ["MXFP4", "W4A8_MXFP4_FP8"], "storage": "modelopt"},
         {"quant_method": "fp8", "expert_dtype": "fp4", "storage": "deepseek"},
         {"quant_method": "torchao", "storage": "torchao",
@@ -758,7 +760,7 @@ FORMAT = Format(
         "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
         "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}}]},
-    digest="435b7e82feb3eb46",
+    digest="8285155603c0bad3",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -255,6 +255,32 @@ def test_bytes_with_zero_points_are_not_symmetric(tmp_path: Path, module: Module
     assert group["weights"]["symmetric"] is not zeros
 
 
+@pytest.mark.parametrize(("to", "says"), [
+    ("nvfp4_ct", {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}),
+    *((f"ocp_mxfp{bits}", {"num_bits": bits, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"})
+      for bits in (4, 6, 8))])
+def test_compressed_tensors_is_told_of_small_floats(tmp_path: Path, to: str, says: dict[str, Any]) -> None:
+    """Though the format's word says as much.  A number of the whole weight is a list of one there."""
+    path = folders.folder(tmp_path / "in", folders.named({"w": weight()}))
+    requantized(path, tmp_path / "out", f"{to}.compressed_tensors")
+    found, group = group_of(tmp_path / "out")
+    assert group["weights"] == {"type": "float", "symmetric": True, "dynamic": False, **says}
+    assert group["format"] == found["format"]
+    with Folder(tmp_path / "out") as folder:
+        [layer] = layers(folder).layers
+        assert (layer.format, layer.storage, layer.problems) == (to, "compressed_tensors", ())
+        assert all(folder.entry(full).shape == (1,) for full in layer.tensors.values() if "global" in full)
+
+
+@pytest.mark.parametrize(("to", "code"), [("ocp_mxfp6", "e3m2"), ("ocp_mxfp8", "e5m2")])
+def test_floats_that_others_would_take_for_other_ones(tmp_path: Path, to: str, code: str) -> None:
+    """Those with more exponent: compressed-tensors and its readers have the other of 6 and of 8 bits alone."""
+    path = folders.folder(tmp_path / "in", folders.named({"w": weight()}))
+    requantized(path, tmp_path / "out", f"{to}.compressed_tensors", {"code": code})
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (said["quant_method"], said["code"]) == ("qdsl", code)
+
+
 def test_columns_that_are_stored_in_order_leave_no_index(tmp_path: Path) -> None:
     """Though a tensor says the order: what is planned is what is written."""
     packed = int_group.quantize(torch.randn(64, 256), "xpu_int4pack", group=32, symmetric=True)

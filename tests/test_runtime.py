@@ -85,7 +85,7 @@ def test_bytes_may_stand_for_8_bit_floats() -> None:
 def test_a_tensor_of_one_element_may_have_any_rank() -> None:
     weight = torch.zeros(4, 4).to(torch.float8_e4m3fn)
     for scale in (torch.ones(()), torch.ones(1), torch.ones(1, 1)):
-        assert fp8_tensor.wrap({"weight": weight, "weight_scale": scale}).tensors["weight_scale"].shape == ()
+        assert fp8_tensor.wrap({"weight": weight, "weight_scale": scale}).tensors["weight_scale"].shape == (1,)
 
 
 @pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])

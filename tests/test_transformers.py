@@ -18,7 +18,7 @@ from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import write
 from qdsl.convert import run
-from qdsl.convert.plan import aimed
+from qdsl.convert.plan import Aim, aimed
 from qdsl.generated import fp8_block, fp8_channel, int8_channel, int_group, ocp_mxfp4
 from tests.support import folders
 
@@ -64,8 +64,27 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(12).view(1, -1)).logits
 
 
-def loaded(path: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def loaded(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def check_converted(path: Path, aim: Aim, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    """A model of GPTQ's, converted, is the one of its decoded weights, which a folder without quantization has.
+
+    options: of the weights that are converted.
+    """
+    (path / "gptq").mkdir()
+    options = {"bits": 4, "group": 32, **options}
+    said = {**folders.GPTQ, "bits": options["bits"], "group_size": options["group"]}
+    model = quantized(path / "gptq", int_group, {"storage": "gptq_v2", **options}, said)
+    with Folder(path / "gptq") as folder:
+        run.convert(folder, layers(folder), aim, path / "out")
+    with Folder(path / "out") as folder:
+        for layer in layers(folder).layers:
+            [weight] = weights(folder, layer)
+            model.get_submodule(layer.name).weight.data.copy_(weight.format.dequantize(weight, torch.float32))
+    model.save_pretrained(path / "plain")
+    assert logits(loaded(path / "out", dtype)).equal(logits(loaded(path / "plain", dtype)))
 
 
 @pytest.mark.parametrize(("module", "options", "settings"), [
@@ -97,15 +116,15 @@ def test_gptq_in_the_storage_of_compressed_tensors(tmp_path: Path, group: int) -
 def test_a_converted_folder_loads(tmp_path: Path, to: str, params: dict[str, Any]) -> None:
     """With the config that `convert` writes."""
     pytest.importorskip("compressed_tensors")
-    (tmp_path / "gptq").mkdir()
-    model = quantized(tmp_path / "gptq", int_group, {"storage": "gptq_v2", "bits": 4, "group": 32}, folders.GPTQ)
-    with Folder(tmp_path / "gptq") as folder:
-        run.convert(folder, layers(folder), aimed(to, True, params), tmp_path / "out")
-    with Folder(tmp_path / "out") as folder:
-        for layer in layers(folder).layers:
-            [weight] = weights(folder, layer)
-            model.get_submodule(layer.name).weight.data.copy_(weight.format.dequantize(weight, torch.float32))
-    assert logits(loaded(tmp_path / "out")).equal(logits(model))
+    check_converted(tmp_path, aimed(to, True, params))
+
+
+@pytest.mark.parametrize("to", ["nvfp4_ct", "ocp_mxfp4.compressed_tensors", "ocp_mxfp6.compressed_tensors",
+                                "ocp_mxfp8.compressed_tensors"])
+def test_small_floats_load(tmp_path: Path, to: str) -> None:
+    """compressed-tensors decodes them to bfloat16."""
+    pytest.importorskip("compressed_tensors")
+    check_converted(tmp_path, aimed(to, True), torch.bfloat16)
 
 
 def test_experts_in_one_tensor_are_those_of_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

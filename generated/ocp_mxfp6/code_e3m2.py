@@ -10,7 +10,7 @@
     torchao: 8.25 bits per weight
     torchao_swizzled: 8.25 bits per weight
 
-Built from the spec ocp_mxfp6 (sha256 f5ea02e9787cfb96) by qdsl 0.1.0.
+Built from the spec ocp_mxfp6 (sha256 96aa784d79943bbb) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

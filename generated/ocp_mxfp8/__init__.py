@@ -15,7 +15,7 @@
     planar at code = e4m3: 8.25 bits per weight
     planar at code = e5m2: 8.25 bits per weight
 
-Built from the spec ocp_mxfp8 (sha256 e512c348d9a29ed7) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 931616f456fadab7) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -33,8 +33,12 @@ FORMAT = Format(
     },
     params={"code": ("e4m3", "e5m2")},
     detect={"config": [{"quant_method": "compressed-tensors", "format": "mxfp8-quantized",
-        "storage": "compressed_tensors"}, {"quant_method": "mxfp8", "storage": "compressed_tensors"},
-        {"quant_method": "modelopt", "quant_algo": "MXFP8", "storage": "compressed_tensors"},
+        "storage": "compressed_tensors", "where": {"code": "e4m3"},
+        "with": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
+        "dynamic": False, "scale_dtype": "torch.uint8"}},
+        {"quant_method": "mxfp8", "storage": "compressed_tensors", "where": {"code": "e4m3"}},
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "storage": "compressed_tensors",
+        "where": {"code": "e4m3"}},
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
         "_data": {}}}}},
@@ -61,7 +65,7 @@ FORMAT = Format(
         "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
         "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}}]},
-    digest="e512c348d9a29ed7",
+    digest="931616f456fadab7",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -22,7 +22,8 @@ from qdsl.stored import OF_X, Description
 CONFIG = "config.json"
 NESTED = "compressed-tensors"                                    # whose settings of weights lie in groups
 # What compressed-tensors says of weights, and not of the whole.
-OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic")
+OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic",
+              "scale_dtype")
 NOT_OF_WEIGHTS = ("kv_cache_scheme", "kv_cache_quant_algo", "input_activations", "output_activations")
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
