@@ -10,7 +10,7 @@
     torchao: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec fp8_channel (sha256 1724dc2fa33eb822) by qdsl 0.1.0.
+Built from the spec fp8_channel (sha256 87ee2156664bca98) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -555,8 +555,8 @@ FORMAT = Format(
     source="compressed-tensors float-quantized (channel), ModelOpt FP8 per channel", formula="q * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16", "e8m0")},
-    detect={"config": [{"quant_method": "compressed-tensors", "type": "float", "num_bits": 8, "strategy": "channel",
-        "storage": "safetensors"},
+    detect={"config": [{"quant_method": "compressed-tensors", "format": ["float-quantized", "naive-quantized", "null"],
+        "type": "float", "num_bits": 8, "strategy": "channel", "storage": "safetensors"},
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "storage": "safetensors"},
         {"quant_method": "fbgemm_fp8", "storage": "safetensors"},
         {"quant_method": "torchao", "storage": "torchao",
@@ -565,7 +565,7 @@ FORMAT = Format(
         "with": {"_data": {"mm_config": "null", "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="1724dc2fa33eb822",
+    digest="87ee2156664bca98",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -11,7 +11,7 @@
     torchao: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec int8_channel (sha256 d38823ac2b3348c4) by qdsl 0.1.0.
+Built from the spec int8_channel (sha256 91a01597a422cb42) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -657,15 +657,16 @@ FORMAT = Format(
     source="compressed-tensors int-quantized (channel)", formula="(q - z) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
-    detect={"config": [{"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "channel",
-        "symmetric": {"weight_zero_point": [False, True]}, "storage": "safetensors"},
+    detect={"config": [{"quant_method": "compressed-tensors", "format": ["int-quantized", "naive-quantized", "null"],
+        "type": "int", "num_bits": 8, "strategy": "channel", "symmetric": {"weight_zero_point": [False, True]},
+        "storage": "safetensors"},
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
         "header": [{"_type": "Int8Tensor", "_data.block_size": [1, "K"], "storage": "torchao",
         "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}},
         {"_type": "IntxUnpackedToInt8Tensor", "_data.block_size": [1, "K"], "storage": "torchao"}]},
-    digest="d38823ac2b3348c4",
+    digest="91a01597a422cb42",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

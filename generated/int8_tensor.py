@@ -11,7 +11,7 @@
     torchao: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec int8_tensor (sha256 00f34cb244618ae0) by qdsl 0.1.0.
+Built from the spec int8_tensor (sha256 9db710b442f3fdaa) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -644,14 +644,15 @@ FORMAT = Format(
     source="compressed-tensors int-quantized (tensor)", formula="(q - z) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
-    detect={"config": [{"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "tensor",
-        "symmetric": {"weight_zero_point": [False, True]}, "storage": "safetensors"},
+    detect={"config": [{"quant_method": "compressed-tensors", "format": ["int-quantized", "naive-quantized", "null"],
+        "type": "int", "num_bits": 8, "strategy": "tensor", "symmetric": {"weight_zero_point": [False, True]},
+        "storage": "safetensors"},
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
         "header": [{"_type": "Int8Tensor", "_data.block_size": ["N", "K"], "storage": "torchao",
         "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="00f34cb244618ae0",
+    digest="9db710b442f3fdaa",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -281,6 +281,68 @@ def test_floats_that_others_would_take_for_other_ones(tmp_path: Path, to: str, c
     assert (said["quant_method"], said["code"]) == ("qdsl", code)
 
 
+@pytest.mark.parametrize(("to", "format", "says"), [
+    ("int8_channel", "int-quantized", {"type": "int", "strategy": "channel", "symmetric": True}),
+    ("int8_tensor", "int-quantized", {"type": "int", "strategy": "tensor", "symmetric": True}),
+    ("fp8_channel", "float-quantized", {"type": "float", "strategy": "channel"})])
+def test_compressed_tensors_is_told_how_bytes_are_stored(tmp_path: Path, to: str, format: str, says: dict[str, Any]) -> None:
+    """Its readers would guess, and take bytes for packed words."""
+    path = folders.folder(tmp_path / "in", folders.named({"w": weight()}))
+    requantized(path, tmp_path / "out", to)
+    found, group = group_of(tmp_path / "out")
+    assert (found["format"], group["format"], group["weights"]) == (format, format, {"num_bits": 8, **says})
+
+
+@pytest.mark.parametrize(("group", "says"), [(32, {"strategy": "group", "group_size": 32}), (-1, {"strategy": "channel"})])
+@pytest.mark.parametrize("own", [True, False])
+def test_bytes_of_compressed_tensors(tmp_path: Path, group: int, says: dict[str, Any], own: bool) -> None:
+    """From its packed words, where groups may say the format anew, and from another producer.  A whole row is a channel."""
+    packed = int_group.quantize(torch.randn(16, 64), "pack_quantized" if own else "gptq_v2", bits=8, group=group)
+    weights = {"num_bits": 8, "type": "int", "symmetric": False, **says}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}}
+    said = settings if own else {**folders.GPTQ, "bits": 8, "group_size": group}
+    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": said})
+    convert(path, tmp_path / "out", "int_quantized")
+    found, inside = group_of(tmp_path / "out")
+    assert (found["format"], inside["format"], inside["weights"]) == ("int-quantized", "int-quantized", weights)
+    with Folder(tmp_path / "out") as folder:
+        [layer] = layers(folder).layers
+        [made] = layer_weights.weights(folder, layer)
+        assert layer.problems == () and same_bits(made.format.dequantize(made), int_group.dequantize(packed))
+        assert layer.format == ("int_group" if group == 32 else "int8_channel")
+    if group == 32:
+        convert(tmp_path / "out", tmp_path / "back", "pack_quantized")
+        assert group_of(tmp_path / "back")[0] == (settings if own else {**found, "format": "pack-quantized", "config_groups": {
+            "group_0": {**inside, "format": "pack-quantized"}}})
+
+
+def test_groups_of_several_kinds_keep_what_they_say_of_weights(tmp_path: Path) -> None:
+    """Rows in one group beside rows in several."""
+    packed = {str(group): int_group.quantize(torch.randn(16, 64), "pack_quantized", bits=8, group=group) for group in (-1, 32)}
+    weights = {"num_bits": 8, "type": "int", "symmetric": False}
+    groups = {"rows": {"targets": ["re:.*-1$"], "weights": {**weights, "strategy": "channel"}},
+              "groups": {"targets": ["re:.*32$"], "weights": {**weights, "strategy": "group", "group_size": 32}}}
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    path = folders.folder(tmp_path / "in", folders.named(packed), config={"quantization_config": said})
+    convert(path, tmp_path / "out", "int_quantized")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert found == {**said, "format": "int-quantized"}
+    with Folder(tmp_path / "out") as folder:
+        assert [layer.problems for layer in layers(folder).layers] == [(), ()]
+
+
+@pytest.mark.parametrize("format", ["int-quantized", "naive-quantized", None])
+def test_old_configs_of_bytes_may_say_no_format(tmp_path: Path, format: str | None) -> None:
+    packed = int8_channel.quantize(torch.randn(16, 64), scale_type="bf16")
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}
+    said = {"quant_method": "compressed-tensors", "config_groups": groups, **({"format": format} if format else {})}
+    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": said})
+    with Folder(path) as folder:
+        [layer] = layers(folder).layers
+        assert (layer.format, layer.problems) == ("int8_channel", ())
+
+
 def test_columns_that_are_stored_in_order_leave_no_index(tmp_path: Path) -> None:
     """Though a tensor says the order: what is planned is what is written."""
     packed = int_group.quantize(torch.randn(64, 256), "xpu_int4pack", group=32, symmetric=True)

@@ -112,11 +112,19 @@ def test_gptq_in_the_storage_of_compressed_tensors(tmp_path: Path, group: int) -
     assert logits(loaded(tmp_path / "out")).equal(logits(model))
 
 
-@pytest.mark.parametrize(("to", "params"), [("fp8_block", {"bn": 32, "bk": 32}), ("fp8_channel", {"scale_type": "f32"})])
+@pytest.mark.parametrize(("to", "params"), [
+    ("fp8_block", {"bn": 32, "bk": 32}), *((to, {"scale_type": "f32"}) for to in ("fp8_channel", "int8_channel", "int8_tensor"))])
 def test_a_converted_folder_loads(tmp_path: Path, to: str, params: dict[str, Any]) -> None:
     """With the config that `convert` writes."""
     pytest.importorskip("compressed_tensors")
     check_converted(tmp_path, aimed(to, True, params))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, -1])
+def test_bytes_with_and_without_zero_points(tmp_path: Path, group: int, symmetric: bool) -> None:
+    pytest.importorskip("compressed_tensors")
+    check_converted(tmp_path, aimed("int_quantized"), bits=8, group=group, scale_type="f32", symmetric=symmetric)
 
 
 @pytest.mark.parametrize("to", ["nvfp4_ct", "ocp_mxfp4.compressed_tensors", "ocp_mxfp6.compressed_tensors",

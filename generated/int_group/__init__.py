@@ -49,7 +49,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 1d5755f3bb9323bf) by qdsl 0.1.0.
+Built from the spec int_group (sha256 cf9519c4b851be64) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -108,8 +108,13 @@ FORMAT = Format(
         "group_size": "group", "symmetric": False, "storage": "pack_quantized_0_8"},
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "strategy": "channel", "num_bits": "bits",
         "where": {"group": -1}, "symmetric": False, "storage": "pack_quantized_0_8"},
-        {"quant_method": "compressed-tensors", "type": "int", "num_bits": 8, "strategy": "group",
-        "group_size": "group", "symmetric": {"weight_zero_point": [False, True]}, "storage": "int_quantized"},
+        {"quant_method": "compressed-tensors", "format": ["int-quantized", "naive-quantized", "null"], "type": "int",
+        "num_bits": 8, "strategy": "group", "group_size": "group", "symmetric": {"weight_zero_point": [False, True]},
+        "storage": "int_quantized"},
+        {"quant_method": "compressed-tensors", "format": ["int-quantized", "naive-quantized", "null"], "type": "int",
+        "num_bits": 8, "strategy": "group", "group_size":
+        -1, "where": {"group": -1}, "symmetric": {"weight_zero_point": [False, True]}, "storage": "int_quantized",
+        "with": {"strategy": "channel", "group_size": "null"}},
         {"quant_method": "modelopt", "quant_algo": ["W4A16_AWQ", "W4A8_AWQ"], "group_size": "group",
         "storage": "modelopt"},
         {"quant_method": "torchao", "storage": "torchao_plain_int32",
@@ -129,7 +134,7 @@ FORMAT = Format(
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
         "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="1d5755f3bb9323bf",
+    digest="cf9519c4b851be64",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

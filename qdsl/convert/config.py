@@ -147,7 +147,7 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
 
 def _says_blocks(rule: Mapping[str, Any], sizes: Iterable[str], params: Mapping[str, int | str]) -> bool:
     """Whether it gives the extents of blocks, and none of those that are whole axes."""
-    named = [word for key, wanted in rule.items() if key not in SPOKEN
+    named = [word for key, wanted in rule.items() if key not in (*SPOKEN, *WORDS)
              for word in (wanted if isinstance(wanted, list) else [wanted])]
     return all((params[size] == -1) != (size in named) for size in sizes)
 
@@ -188,32 +188,53 @@ def _is_told(folder: Folder, plan: Plan, format: Description, field: str) -> boo
 
 
 def _given(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator[tuple[str, Any]]:
-    """Settings that make a rule hold: its words, the first of several, and values of parameters."""
+    """Settings that make a rule hold: its words, the first of several, and values of parameters; and what `with` says instead."""
+    instead = rule.get("with", {})
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
-        if key in SPOKEN or words == ["null"]:
+        if key in SPOKEN or key in instead or words == ["null"]:
             continue
         if all(word in params for word in words) and key not in WORDS:
             yield key, [params[word] for word in words] if isinstance(wanted, list) else params[wanted]
         else:
             yield key, words[0]
-    yield from rule.get("with", {}).items()
+    yield from ((key, word) for key, word in instead.items() if word != "null")
 
 
 def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[str, int | str]) -> dict[str, Any]:
     """A producer's settings with the words of another rule of its own; parameters are in every storage what they were."""
     new = copy.deepcopy(dict(old))
     method = rule["quant_method"]
+    names = {name: NAMES.get(method, {}).get(name, name) for name in new}
+    groups = [each for each in _mappings(new.get("config_groups")) if isinstance(each.get("weights"), dict)]
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
-        if key in SPOKEN or (method == NESTED and key in OF_WEIGHTS):
+        if key in (*SPOKEN, *WORDS, *rule.get("with", {})) or all(word in params for word in words):
             continue
-        if all(word in params for word in words) and key not in WORDS:
+        if method == NESTED and key in OF_WEIGHTS:
+            places = [(group["weights"], [key]) for group in groups]
+        else:                                                    # a group may say anew what the whole says
+            places = [(new, [name for name in names if names[name] == key] or [key])]
+            places += [(group, [key]) for group in groups if key in group]
+        for place, called in places:
+            _say(place, called, words)
+    return new
+
+
+def _mappings(value: object) -> list[dict[str, Any]]:
+    """Those in a mapping; none where it is none."""
+    return [each for each in value.values() if isinstance(each, dict)] if isinstance(value, dict) else []
+
+
+def _say(settings: dict[str, Any], names: Iterable[str], words: list[Any]) -> None:
+    """Have settings say one of a rule's words under these names, if need be the first."""
+    for name in names:
+        if any(same(settings.get(name), word) for word in words):
             continue
-        names = [name for name in new if NAMES.get(method, {}).get(name, name) == key] or [key]
-        if not all(any(same(new.get(name), word) for word in words) for name in names):
-            new |= dict.fromkeys(names, words[0])
-    return {key: value for key, value in new.items() if value != "null"}
+        if words[0] == "null":
+            del settings[name]
+        else:
+            settings[name] = words[0]
 
 
 def _made(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
