@@ -10,7 +10,7 @@
     torchao: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec fp8_tensor (sha256 16326487fa6cc9cb) by qdsl 0.1.0.
+Built from the spec fp8_tensor (sha256 583814946dc26e1b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -549,10 +549,9 @@ FORMAT = Format(
     source="AutoFP8, ModelOpt FP8, compressed-tensors float-quantized (tensor)", formula="q * s",
     variants={(): VARIANT},
     params={"scale_type": ("f32", "bf16", "f16", "e8m0")},
-    detect={"config": [{"quant_method": "fp8", "weight_block_size": "null", "storage": "safetensors",
-        "with": {"activation_scheme": "dynamic"}},
-        {"quant_method": "compressed-tensors", "format": ["float-quantized", "naive-quantized", "null"],
+    detect={"config": [{"quant_method": "compressed-tensors", "format": ["float-quantized", "naive-quantized", "null"],
         "type": "float", "num_bits": 8, "strategy": "tensor", "storage": "safetensors"},
+        {"quant_method": "fp8", "weight_block_size": "null", "storage": "safetensors"},
         {"quant_method": "modelopt", "quant_algo": "FP8", "storage": "safetensors"},
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
@@ -560,7 +559,7 @@ FORMAT = Format(
         "with": {"_data": {"mm_config": "null", "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="16326487fa6cc9cb",
+    digest="583814946dc26e1b",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

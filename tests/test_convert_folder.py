@@ -284,7 +284,8 @@ def test_floats_that_others_would_take_for_other_ones(tmp_path: Path, to: str, c
 @pytest.mark.parametrize(("to", "format", "says"), [
     ("int8_channel", "int-quantized", {"type": "int", "strategy": "channel", "symmetric": True}),
     ("int8_tensor", "int-quantized", {"type": "int", "strategy": "tensor", "symmetric": True}),
-    ("fp8_channel", "float-quantized", {"type": "float", "strategy": "channel"})])
+    ("fp8_channel", "float-quantized", {"type": "float", "strategy": "channel"}),
+    ("fp8_tensor", "float-quantized", {"type": "float", "strategy": "tensor"})])
 def test_compressed_tensors_is_told_how_bytes_are_stored(tmp_path: Path, to: str, format: str, says: dict[str, Any]) -> None:
     """Its readers would guess, and take bytes for packed words."""
     path = folders.folder(tmp_path / "in", folders.named({"w": weight()}))
@@ -341,6 +342,44 @@ def test_old_configs_of_bytes_may_say_no_format(tmp_path: Path, format: str | No
     with Folder(path) as folder:
         [layer] = layers(folder).layers
         assert (layer.format, layer.problems) == ("int8_channel", ())
+
+
+@pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv"])
+def test_a_scale_is_called_as_its_loader_calls_it(tmp_path: Path, scale: str) -> None:
+    """Of those of `fp8` some have the one name and some the other: both are read, and compressed-tensors' is what is written."""
+    packed = fp8_tensor.quantize(torch.randn(16, 64))
+    tensors = {"w.weight": packed.tensors["weight"], f"w.{scale}": packed.tensors["weight_scale"]}
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": said})
+    with Folder(path) as folder:
+        assert [(layer.format, layer.problems) for layer in layers(folder).layers] == [("fp8_tensor", ())]
+    convert(path, tmp_path / "torchao", "torchao")
+    convert(tmp_path / "torchao", tmp_path / "out", "safetensors")
+    with Folder(tmp_path / "out") as folder:
+        assert {*folder.names()} == {"w.weight", "w.weight_scale"}
+        assert folder.tensor("w.weight_scale").equal(packed.tensors["weight_scale"].view(1))
+        assert layers(folder).layers[0].problems == ()
+    found, group = group_of(tmp_path / "out")
+    assert (found["quant_method"], found["format"], group["weights"]["strategy"]) == (
+        "compressed-tensors", "float-quantized", "tensor")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_that_old_storage_must_have_are_said(tmp_path: Path, bits: int) -> None:
+    """Symmetric codes get them there; they stay when others are packed again."""
+    packed = int_group.quantize(torch.randn(16, 64), "pack_quantized", bits=bits, group=32, symmetric=True)
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {**weights, "symmetric": True}}}}
+    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": settings})
+    for to, symmetric in (("pack_quantized_0_8", False), ("pack_quantized", True)):
+        convert(path, tmp_path / to, to)
+        path = tmp_path / to
+        with Folder(path) as folder:
+            [layer] = layers(folder).layers
+            assert (layer.storage, layer.problems) == (to, ())
+            assert ("weight_zero_point" in layer.tensors) is not symmetric
+        assert group_of(path)[1]["weights"] == {**weights, "symmetric": symmetric}
 
 
 def test_columns_that_are_stored_in_order_leave_no_index(tmp_path: Path) -> None:

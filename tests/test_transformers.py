@@ -113,7 +113,8 @@ def test_gptq_in_the_storage_of_compressed_tensors(tmp_path: Path, group: int) -
 
 
 @pytest.mark.parametrize(("to", "params"), [
-    ("fp8_block", {"bn": 32, "bk": 32}), *((to, {"scale_type": "f32"}) for to in ("fp8_channel", "int8_channel", "int8_tensor"))])
+    ("fp8_block", {"bn": 32, "bk": 32}),
+    *((to, {"scale_type": "f32"}) for to in ("fp8_channel", "fp8_tensor", "int8_channel", "int8_tensor"))])
 def test_a_converted_folder_loads(tmp_path: Path, to: str, params: dict[str, Any]) -> None:
     """With the config that `convert` writes."""
     pytest.importorskip("compressed_tensors")

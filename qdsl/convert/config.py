@@ -160,19 +160,21 @@ def _is_own(rule: Mapping[str, Any], method: str, plan: Plan) -> bool:
 def _followed(rule: Mapping[str, Any], format: Description, folder: Folder, plan: Plan, own: bool) -> dict[str, Any] | None:
     """A rule with the words that follow from tensors and fields; None where layers differ in a tensor.
 
-    own: those stay what the settings say.
+    own: those stay what the settings say; but readers of compressed-tensors want just the tensors that its settings speak of, and
+    a word that is wrong of all layers has the right one beside it.
     """
     found = dict(rule)
     for key, wanted in rule.items():
         if isinstance(wanted, dict) and key not in SPOKEN:
-            if own:
+            [(name, words)] = wanted.items()
+            if own and rule["quant_method"] != NESTED:
                 del found[key]
                 continue
-            [(name, words)] = wanted.items()
             there = {_is_told(folder, plan, format, name)} if name in format.spared else {name in names for names in plan.tensors}
-            if len(there) > 1:
+            if len(there) > 1 and not own:
                 return None
-            found[key] = words[0] if True in there else words[1]
+            right, wrong = words if True in there else words[::-1]
+            found[key] = right if not own else {wrong: right} if len(there) == 1 else {}
     return found
 
 
@@ -208,7 +210,7 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
     names = {name: NAMES.get(method, {}).get(name, name) for name in new}
     groups = [each for each in _mappings(new.get("config_groups")) if isinstance(each.get("weights"), dict)]
     for key, wanted in rule.items():
-        words = wanted if isinstance(wanted, list) else [wanted]
+        words = wanted if isinstance(wanted, list) else [*wanted.values()] if isinstance(wanted, dict) else [wanted]
         if key in (*SPOKEN, *WORDS, *rule.get("with", {})) or all(word in params for word in words):
             continue
         if method == NESTED and key in OF_WEIGHTS:
@@ -217,7 +219,8 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
             places = [(new, [name for name in names if names[name] == key] or [key])]
             places += [(group, [key]) for group in groups if key in group]
         for place, called in places:
-            _say(place, called, words)
+            if not isinstance(wanted, dict) or any(same(place.get(name), wrong) for name in called for wrong in wanted):
+                _say(place, called, words)
     return new
 
 
