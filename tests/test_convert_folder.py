@@ -319,7 +319,7 @@ def test_bytes_of_compressed_tensors(tmp_path: Path, group: int, says: dict[str,
 
 
 def test_groups_of_several_kinds_keep_what_they_say_of_weights(tmp_path: Path) -> None:
-    """Rows in one group beside rows in several."""
+    """Rows in one group beside rows in several.  Where none said the format some readers would guess the new one."""
     packed = {str(group): int_group.quantize(torch.randn(16, 64), "pack_quantized", bits=8, group=group) for group in (-1, 32)}
     weights = {"num_bits": 8, "type": "int", "symmetric": False}
     groups = {"rows": {"targets": ["re:.*-1$"], "weights": {**weights, "strategy": "channel"}},
@@ -328,7 +328,8 @@ def test_groups_of_several_kinds_keep_what_they_say_of_weights(tmp_path: Path) -
     path = folders.folder(tmp_path / "in", folders.named(packed), config={"quantization_config": said})
     convert(path, tmp_path / "out", "int_quantized")
     found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert found == {**said, "format": "int-quantized"}
+    expected = {name: {**group, "format": "int-quantized"} for name, group in groups.items()}
+    assert found == {**said, "format": "int-quantized", "config_groups": expected}
     with Folder(tmp_path / "out") as folder:
         assert [layer.problems for layer in layers(folder).layers] == [(), ()]
 

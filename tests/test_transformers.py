@@ -128,6 +128,21 @@ def test_bytes_with_and_without_zero_points(tmp_path: Path, group: int, symmetri
     check_converted(tmp_path, aimed("int_quantized"), bits=8, group=group, scale_type="f32", symmetric=symmetric)
 
 
+@pytest.mark.parametrize("says", [{}, {"format": "pack-quantized"}])
+def test_another_storage_of_compressed_tensors(tmp_path: Path, says: dict[str, Any]) -> None:
+    """Whether groups say the format or not."""
+    pytest.importorskip("compressed_tensors")
+    (tmp_path / "in").mkdir()
+    settings = compressed("pack-quantized", "int")
+    del settings["config_groups"]["group_0"]["format"]
+    settings["config_groups"]["group_0"] |= says
+    options = {"storage": "pack_quantized", "bits": 8, "group": -1, "scale_type": "f32", "symmetric": True}
+    model = quantized(tmp_path / "in", int_group, options, settings)
+    with Folder(tmp_path / "in") as folder:
+        run.convert(folder, layers(folder), aimed("int_quantized"), tmp_path / "out")
+    assert logits(loaded(tmp_path / "out")).equal(logits(model))
+
+
 @pytest.mark.parametrize("to", ["nvfp4_ct", "ocp_mxfp4.compressed_tensors", "ocp_mxfp6.compressed_tensors",
                                 "ocp_mxfp8.compressed_tensors"])
 def test_small_floats_load(tmp_path: Path, to: str) -> None:

@@ -208,16 +208,20 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
     new = copy.deepcopy(dict(old))
     method = rule["quant_method"]
     names = {name: NAMES.get(method, {}).get(name, name) for name in new}
-    groups = [each for each in _mappings(new.get("config_groups")) if isinstance(each.get("weights"), dict)]
+    nested = method == NESTED
+    groups = [each for each in _mappings(new.get("config_groups")) if isinstance(each.get("weights"), dict)] if nested else []
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [*wanted.values()] if isinstance(wanted, dict) else [wanted]
         if key in (*SPOKEN, *WORDS, *rule.get("with", {})) or all(word in params for word in words):
             continue
-        if method == NESTED and key in OF_WEIGHTS:
+        if nested and key in OF_WEIGHTS:
             places = [(group["weights"], [key]) for group in groups]
-        else:                                                    # a group may say anew what the whole says
-            places = [(new, [name for name in names if names[name] == key] or [key])]
-            places += [(group, [key]) for group in groups if key in group]
+        else:
+            if not any(same(new.get(key), word) for word in words):
+                for group in groups:                             # of one that says nothing readers guess
+                    group |= {key: new.get(key)} if group.get(key) is None else {}
+            places = [(group, [key]) for group in groups if key in group]
+            places += [(new, [name for name in names if names[name] == key] or [key])]
         for place, called in places:
             if not isinstance(wanted, dict) or any(same(place.get(name), wrong) for name in called for wrong in wanted):
                 _say(place, called, words)
