@@ -431,7 +431,6 @@ class _Finder:
             return f"{self.says.source} says {said or _brief(settings)}; the tensors fit {candidate.label}"
         return f"{self.says.source} says {_brief(settings)}; the tensors fit {candidate.label}"
 
-
     def _contradicted(self, best: _Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
         """Settings from which no parameter follows, and that the tensors speak against."""
         found: list[str] = []

@@ -9,13 +9,15 @@ import copy
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from qdsl.checkpoint.detect import OWN, SPOKEN, same
 from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.ignored import rules
+from qdsl.checkpoint.ignored import expression, rules
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, dialects, in_headers, quantization
+from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.convert.plan import Plan, description
 from qdsl.stored import OF_X, Description
 
@@ -262,8 +264,18 @@ def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], lis
     if method not in IGNORED:
         return plain, []
     read = dialects(IGNORED[method], method)
-    found = {name: _naming(name, read, [layer.name for layer in layers.layers]) for name in plain}
+    others = [layer.name for layer in layers.layers]
+    text = "\n".join(others)
+    found = {name: _naming(name, read, others if _may_name(name, text) else []) for name in plain}
     return [word for word, _ in found.values() if word], [name for name, (_, every) in found.items() if not every]
+
+
+def _may_name(module: str, text: str) -> bool:
+    """Whether a module's name, as it is or as a regular expression, is anywhere in a text: few are in thousands of names."""
+    with suppress(CheckpointError):
+        if expression(module).search(text):
+            return True
+    return module in text
 
 
 def _naming(module: str, read: Sequence[str], others: Sequence[str]) -> tuple[str, bool]:
