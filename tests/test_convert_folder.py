@@ -588,7 +588,7 @@ def test_layers_of_one_format_alone(tmp_path: Path) -> None:
     other = int8_channel.quantize(torch.randn(8, 64))
     weights = {"up": weight(), "down": weight(storage="awq"), "other": other}
     path = folders.folder(tmp_path / "in", folders.named(weights))
-    assert "layer 'other' (int8_channel.safetensors) cannot be awq: int8_channel has no" in refused(path, "awq")
+    assert "layer 'other': int8_channel.safetensors cannot be awq: int8_channel has no" in refused(path, "awq")
     report = convert(path, tmp_path / "out", "int_group.awq")
     assert report["layers"] == [{"from": "int_group.gptq_v2", "to": "int_group.awq", "count": 1}]
     assert report["layers_kept"] == 2
@@ -608,8 +608,8 @@ def test_what_would_change_numbers_is_refused_before_anything_is_written(tmp_pat
     config = {"quantization_config": {**folders.GPTQ, "dynamic": {"wide": {"bits": 8}}}}
     path = folders.folder(tmp_path / "in", folders.named(weights), config=config)
     message = refused(path, "awq")
-    assert "layer 'order' (int_group.gptq_v2) cannot be awq: int_group.awq cannot hold 'g'" in message
-    assert "layer 'wide' (int_group.gptq_v2) cannot be awq: int_group has no storage 'awq' for bits=8" in message
+    assert "layer 'order': int_group.gptq_v2 cannot be awq: int_group.awq cannot hold 'g'" in message
+    assert "layer 'wide': int_group.gptq_v2 cannot be awq: int_group has no storage 'awq' for bits=8" in message
     assert "fine" not in message
 
 
@@ -617,14 +617,23 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     every = folders.named({"v": weight(), "w": weight()})
     path = folders.folder(tmp_path / "in", {**every, "norm": torch.ones(1)})
     monkeypatch.setattr(plan, "full_name", lambda *_: "norm")
-    assert "layer 'w': there is a tensor 'norm' already" in refused(path, "awq")
+    assert "layer 'v' and 1 more: int_group.gptq_v2 cannot be awq: there is a tensor 'norm' already" in refused(path, "awq")
 
 
-def test_what_is_made_when_a_checkpoint_is_loaded_is_refused(tmp_path: Path) -> None:
+def test_what_no_file_can_hold_is_refused_once(tmp_path: Path) -> None:
+    """A storage that is made when a checkpoint is loaded, and none at all: layers that are alike are one line."""
     path = folders.folder(tmp_path / "in", folders.named({f"w{i}": weight() for i in range(9)}))
-    message = refused(path, "planar").splitlines()
-    assert message[0].endswith("layer 'w0' (int_group.gptq_v2) cannot be planar, which is made when a checkpoint is loaded")
-    assert len(message) == 10 and message[-2] == "... and 1 layers more" and "--requantize FORMAT" in message[-1]
+    loaded, advice = refused(path, "planar").splitlines()
+    assert loaded.endswith("layer 'w0' and 8 more: int_group.gptq_v2 cannot be planar: it is made when a checkpoint is loaded")
+    assert "--requantize FORMAT" in advice
+    assert "cannot be marlin2: int_group has no such storage; it has gptq_v2, gptq_v1, awq," in refused(path, "marlin2")
+
+
+def test_of_many_problems_some_are_told(tmp_path: Path) -> None:
+    """Last groups that are short, which AWQ has none of, of another number of columns in each layer."""
+    path = folders.folder(tmp_path / "in", folders.named({f"w{i}": weight(k=32 * i + 40) for i in range(10)}))
+    message = refused(path, "awq").splitlines()
+    assert len(message) == 10 and message[-2] == "... and 2 layers more" and "--requantize FORMAT" in message[-1]
 
 
 def test_what_is_not_recognised_is_refused(tmp_path: Path) -> None:
@@ -758,7 +767,7 @@ def test_what_cannot_be_requantized(tmp_path: Path) -> None:
                               ("int_group.nope", 8, "no storage 'nope'"), ("int_group.planar", 8, "when a checkpoint is loaded")):
         with pytest.raises(RewriteError, match=message):
             requantized(path, tmp_path / "out", to, {"bits": bits})
-    with pytest.raises(RewriteError, match="cannot be cpu_avx2, which is made when a checkpoint is loaded"):
+    with pytest.raises(RewriteError, match="cannot be cpu_avx2: it is made when a checkpoint is loaded"):
         requantized(path, tmp_path / "out", "int4pack.cpu_avx2", {})
     assert not (tmp_path / "out").exists()
 

@@ -161,10 +161,9 @@ def plan(folder: Folder, layers: Layers, aim: Aim) -> Plan:
     Raises RewriteError with everything that cannot.
     """
     known = layers.layers
-    unknown = [f"{folder.path}: layer {shown(layer.name)}: {layer.why}" for layer in known if not layer.format]
     wanted = [layer for layer in known if aim.meant(layer)]
     changed = [layer for layer in wanted if not aim.reached(layer)]
-    _refuse(unknown)
+    _refuse(folder, [(layer, layer.why) for layer in known if not layer.format])
     if not wanted:
         raise RewriteError(f"{folder.path}: no layer of format {aim.format}" if known else f"{folder.path}: no quantized layer")
     files = {file.path: _File(file) for file in folder.files()}
@@ -174,13 +173,14 @@ def plan(folder: Folder, layers: Layers, aim: Aim) -> Plan:
             file = files[folder.file(name).path]
             file.copied.append(name)
             file.tensors[name] = (folder.entry(name).dtype, folder.entry(name).shape)
-    problems: list[str] = []
+    problems: list[tuple[Layer, str]] = []
     for layer in changed:
         try:
             _place(files, folder, layer, aim)
         except RewriteError as error:
-            problems.append(str(error))
-    _refuse(problems, "" if aim.requantize else "--requantize FORMAT writes other numbers, and says how far they are from these")
+            problems.append((layer, f"{layer.format}.{layer.storage} cannot be {aim.storage}: {error}"))
+    _refuse(folder, problems,
+            "" if aim.requantize else "--requantize FORMAT writes other numbers, and says how far they are from these")
     names = [name for file in files.values() for name in file.tensors]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -204,11 +204,17 @@ def _stated(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim
     return {file.old.path: header.renewed(file.old.header.metadata, new, gone, plain) for file in files}
 
 
-def _refuse(problems: Sequence[str], advice: str = "") -> None:
-    """Raises RewriteError where there are any; a checkpoint may have thousands of layers that are alike."""
-    if problems:
-        more = [f"... and {len(problems) - SAID} layers more"] if len(problems) > SAID else []
-        raise RewriteError("\n".join([*problems[:SAID], *more, *([advice] if advice else [])]))
+def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], advice: str = "") -> None:
+    """Raises RewriteError where there are any; each is told once, as a checkpoint may have thousands of layers that are alike."""
+    if not problems:
+        return
+    alike: dict[str, list[str]] = {}
+    for layer, problem in problems:
+        alike.setdefault(problem, []).append(shown(layer.name))
+    lines = [f"{folder.path}: layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {problem}"
+             for problem, names in alike.items()]
+    more = [f"... and {sum(map(len, list(alike.values())[SAID:]))} layers more"] if len(alike) > SAID else []
+    raise RewriteError("\n".join([*lines[:SAID], *more, *([advice] if advice else [])]))
 
 
 def _place(files: Mapping[Path, _File], folder: Folder, layer: Layer, aim: Aim) -> None:
@@ -222,17 +228,14 @@ def _place(files: Mapping[Path, _File], folder: Folder, layer: Layer, aim: Aim) 
     stated = header.rule(format, aim.storage, params) is not None
     tensors = tensors_in(folder, layer, aim)
     if wrong := header.unsaid(layer, format, aim.storage, params, list(tensors)):
-        raise RewriteError(f"{_cannot(folder, layer, aim)}: {wrong}")
+        raise RewriteError(wrong)
     names = {}
     for name, (dtype, shape) in tensors.items():
         shape = header.seen(format, aim.storage, name, layer.shape) or shape
-        try:
-            names[name] = header.called(layer, format, aim.storage, name) if stated else \
-                full_name(layer, name, aliases.get(name, ()), aim.storage in WHOLE)
-        except RewriteError as error:
-            raise RewriteError(f"{_cannot(folder, layer, aim)}: {error}") from None
+        names[name] = header.called(layer, format, aim.storage, name) if stated else \
+            full_name(layer, name, aliases.get(name, ()), aim.storage in WHOLE)
         if names[name] in file.tensors:
-            raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: there is a tensor {shown(names[name])} already")
+            raise RewriteError(f"there is a tensor {shown(names[name])} already")
         file.tensors[names[name]] = (dtypes[dtype], shape)
     file.layers.append((layer, names))
 
@@ -245,52 +248,47 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     """
     from qdsl.runtime.packed import FormatError
 
-    where = _cannot(folder, layer, aim)
     format, params = target(layer, aim), params_in(layer, aim)
-    variants = description(format.name).variants
-    if aim.storage in format.storages and all(aim.storage not in storages for storages in variants.values()):
-        raise RewriteError(f"{where}, which is made when a checkpoint is loaded")
+    known = description(format.name)
+    written = dict.fromkeys(name for storages in known.variants.values() for name in storages)
+    if aim.storage not in written:
+        raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
+                           f"{format.name} has no such storage; it has {', '.join(written)}")
     try:
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
         stored = [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
     except FormatError as error:
-        raise RewriteError(f"{where}: {error}") from None
+        raise RewriteError(str(error)) from None
     if any(each != stored[0] for each in stored):
-        raise RewriteError(f"{where}: some of its experts need other tensors there")
-    known = description(format.name)
+        raise RewriteError("some of its experts need other tensors there")
     if layer.turned:
-        _check_turned(where, stored[0], known, header.rule(format.name, aim.storage, params) is not None)
+        _check_turned(stored[0], known, header.rule(format.name, aim.storage, params) is not None)
     if layer.experts is not None and says_numbers(known):
-        raise RewriteError(f"{where}: what tensors of numbers say there beside a weight, none says of experts in one tensor")
+        raise RewriteError("what tensors of numbers say there beside a weight, none says of experts in one tensor")
     if layer.experts is not None and not says_extents(known):
         return {name: (dtype, (layer.experts, *(shape[::-1] if layer.turned else shape)))
                 for name, (dtype, shape) in stored[0].items()}
     if layer.experts is not None:
-        _check_flat(where, layer, other, numbers(known))
+        _check_flat(layer, other, numbers(known))
     found = {name: (dtype, shape if layer.experts is None else (layer.experts * shape[0], *shape[1:]))
              for name, (dtype, shape) in stored[0].items() if name not in numbers(known)}
     return found | {name: (dtype, small) for name, (dtype, small, _)
                     in beside(layer, format, params, _settings(folder, format)).items()}
 
 
-def _check_turned(where: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], known: Description, stated: bool,
-                  ) -> None:
+def _check_turned(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], known: Description, stated: bool) -> None:
     """Raises RewriteError where experts' weights cannot be [E, K, N], as the model has them."""
     if stated or says_extents(known) or any(len(shape) > 2 for _, shape in tensors.values()):
-        raise RewriteError(f"{where}: its experts are [E, K, N], and there they are [E, N, K]")
+        raise RewriteError("its experts are [E, K, N], and there they are [E, N, K]")
 
 
-def _check_flat(where: str, layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> None:
+def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> None:
     """Raises RewriteError where tensors cannot run through all experts."""
     if numbers:
-        raise RewriteError(f"{where}: '{numbers[0]}' is one number for all experts there")
+        raise RewriteError(f"'{numbers[0]}' is one number for all experts there")
     step = other.step("N")
     if layer.shape[0] % step:
-        raise RewriteError(f"{where}: experts of {layer.shape[0]} rows would share blocks, which begin every {step} rows")
-
-
-def _cannot(folder: Folder, layer: Layer, aim: Aim) -> str:
-    return f"{folder.path}: layer {shown(layer.name)} ({layer.format}.{layer.storage}) cannot be {aim.storage}"
+        raise RewriteError(f"experts of {layer.shape[0]} rows would share blocks, which begin every {step} rows")
 
 
 def description(name: str) -> Description:

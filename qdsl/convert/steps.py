@@ -27,7 +27,9 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
         try:
             found = become(weight, step.layer, step.aim)
         except FormatError as error:
-            raise RewriteError(f"{folder.path}: layer {shown(step.layer.name)} cannot be {step.aim.storage}: {error}") from None
+            layer = step.layer
+            raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "
+                               f"{step.aim.storage}: {error}") from None
         own, small = _bytes(step, found)
         assert own.keys() | small.keys() == step.to.keys(), step.layer.name
         for name, data in own.items():
