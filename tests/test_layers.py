@@ -353,6 +353,10 @@ ORDERED = {"bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}
     ("gptq_b4_asym1_g32_act_N64_K128", gptq(**ORDERED, desc_act=False), "desc_act = False, but 'g_idx' is not in order"),
     ("gptq_b4_asym1_g32_act_N64_K128", gptq(**ORDERED, desc_act=True), ""),
     ("gptq_b4_asym_g32_N64_K128", gptq(**ORDERED, desc_act=False), ""),
+    ("gptq_b4_asym_g32_N64_K128", gptq(**ORDERED, sym=True), "sym = True, but 'qzeros' is not 0x88888888 throughout"),
+    ("gptq_b4_asym_g32_N64_K128", gptq(**ORDERED, sym=False), ""),
+    ("gptq_b4_sym_g32_N64_K128", gptq(**ORDERED, sym=True), ""),
+    ("gptq_b4_sym_g32_N64_K128", gptq(**ORDERED, sym=False), ""),                          # as they may be by chance
     ("gptq_b4_asym_g32_N64_K128", gptq(**ORDERED, desc_act=True), ""),                     # also where they came out in order
 ])
 def test_settings_that_follow_from_tensors(tmp_path: Path, name: str, config: dict[str, Any], says: str) -> None:

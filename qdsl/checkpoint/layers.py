@@ -363,13 +363,8 @@ class _Finder:
 
     def _tells(self, candidate: _Candidate, tensors: Mapping[str, str]) -> bool:
         """Whether all words of a tensor are the one that the format's storage has there more often than not."""
-        for rule in candidate.format.detect.get("words", []):
-            words = {own: word for own, word in rule.items() if own in candidate.fit.tensors}
-            if rule.get("storage") == candidate.fit.storage and all(
-                    candidate.fit.params.get(name, value) == value for name, value in rule.items() if name not in words):
-                return all(self._is_filled(tensors[candidate.fit.tensors[own].name], int(str(word), 16))
-                           for own, word in words.items())
-        return False
+        words = _words(candidate)
+        return bool(words) and all(self._is_filled(tensors[candidate.fit.tensors[own].name], word) for own, word in words.items())
 
     def _padded(self, pool: Sequence[_Candidate], tensors: Mapping[str, str]) -> list[_Candidate]:
         """Of a format's storages that fit alike, those whose padding holds nothing, with padding if there are such."""
@@ -450,7 +445,7 @@ class _Finder:
         return found
 
     def _seen(self, best: _Candidate, uses: Mapping[str, str], source: str) -> tuple[bool, str]:
-        """Whether a tensor is there, or an index not in order, and in words; '' for what is not looked at."""
+        """Whether a tensor is there, an index not in order, a field not as usual, and in words; '' for what is not looked at."""
         layout = best.format.layout(best.fit.storage, best.fit.params)
         if source in layout:
             return source in uses, f"'{source}' is there" if source in uses else f"there is no '{source}'"
@@ -458,7 +453,20 @@ class _Finder:
             entry, data = self.folder.entry(uses[own]), self.folder.file(uses[own]).start(uses[own], SMALL)
             if len(entry.shape) == 1 and not _rises(data):
                 return True, f"'{own}' is not in order"
+        for own, word in _words(best).items() if source not in best.format.indices else ():
+            if not self._is_filled(uses[own], word):
+                return True, f"'{own}' is not {word:#010x} throughout"
         return False, ""
+
+
+def _words(candidate: _Candidate) -> dict[str, int]:
+    """Tensors of a way to read a layer, and the word that each is more often than not full of."""
+    for rule in candidate.format.detect.get("words", []):
+        words = {own: int(str(word), 16) for own, word in rule.items() if own in candidate.fit.tensors}
+        if rule.get("storage") == candidate.fit.storage and all(
+                candidate.fit.params.get(name, value) == value for name, value in rule.items() if name not in words):
+            return words
+    return {}
 
 
 def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
