@@ -121,7 +121,7 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
     rows: list[dict[str, str]] = []
     with _reported():
         paths = places.shipped() if every else [places.find(name) for name in specs or []]
-        made = results(builder.files_of, paths, min(processors(), math.ceil(len(paths) / A_PROCESS)))
+        made = results(builder.files_of, paths, min(processors(), math.ceil(len(paths) / A_PROCESS)), ahead=len(paths))
         for path, files in zip(paths, made, strict=True):
             folder = out or (places.generated() if path.parent.resolve() == places.specs() else Path("generated"))
             try:

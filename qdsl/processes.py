@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 
 
 def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, start: Callable[..., None] | None = None,
-            given: tuple[Any, ...] = ()) -> Generator[Result, None, None]:
-    """work(task) for each task, in `jobs` processes that are a few tasks ahead of the result that is asked for.
+            given: tuple[Any, ...] = (), ahead: int | None = None) -> Generator[Result, None, None]:
+    """work(task) for each task, in `jobs` processes that are `ahead` tasks, or a few, ahead of the result that is asked for.
 
     start: what a process does first, with `given`.  One job needs no process, and `start` is called in this one.
     Raises what `work` raises, and ChildProcessError where a process ended by itself.
@@ -37,7 +37,7 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
     try:
         for task in tasks:
             waiting.append(pool.submit(work, task))
-            if len(waiting) > 2 * jobs:
+            if len(waiting) > (2 * jobs if ahead is None else ahead):
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

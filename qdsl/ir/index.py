@@ -99,7 +99,9 @@ def combine(parts: list[tuple[Index, int]]) -> Index:
         for atom, coefficient in part.terms:
             terms[atom] = terms.get(atom, 0) + factor * coefficient
     kept = [(atom, coefficient) for atom, coefficient in terms.items() if coefficient]
-    return Index(const, tuple(sorted(kept, key=lambda term: (-abs(term[1]), term[0].key))))
+    if len(kept) > 1:
+        kept.sort(key=lambda term: (-abs(term[1]), term[0].key))
+    return Index(const, tuple(kept))
 
 
 def multiply(left: Index, right: Index) -> Index:
