@@ -50,15 +50,18 @@ def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> Non
 
 
 def _decode_flat(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], out: Tensor) -> None:
-    """Rows one after the other: whole blocks, then the short one that is left; or all at once."""
+    """Rows one after the other: whole blocks, then the short one that is left; of scattered blocks, some weights of each."""
     made = out if out.is_contiguous() else empty(out.shape, out.dtype, out.device)
     cut = axis(variant.cuts[1])
-    pieces = list(_pieces(out.numel(), max(1, out.numel()) if cut.dim == "1" else cut.by(sizes), TILE))
+    shared = {name for name in fields if cut.dim == "1" and len(variant.fields[name].axes) < 2}
+    step = max(1, *(fields[name].numel() for name in shared)) if shared else cut.by(sizes)
+    pieces = list(_pieces(out.numel(), step, TILE))
     for start, stop in pieces:
         if len(pieces) == 1:
             variant.decode(**fields, out=made)
             break
-        shown = {name: _flat_piece(variant.fields[name], field, start, stop, sizes) for name, field in fields.items()}
+        shown = {name: field if name in shared else _flat_piece(variant.fields[name], field, start, stop, sizes)
+                 for name, field in fields.items()}
         variant.decode(**shown, out=made.view(-1)[start:stop])
     if made is not out:
         out.copy_(made)
