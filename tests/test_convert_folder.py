@@ -778,15 +778,16 @@ def test_what_cannot_be_requantized(tmp_path: Path) -> None:
 def test_bytes_do_not_depend_on_processes_or_parts(sharded: Path, tmp_path: Path) -> None:
     convert(sharded, tmp_path / "one")
     convert(sharded, tmp_path / "jobs", jobs=2)
+    layers = []
     for part in ((2, 3), (1, 3)):
         assert not (tmp_path / "parts" / INDEX).exists()
-        convert(sharded, tmp_path / "parts", part=part)
+        layers += convert(sharded, tmp_path / "parts", part=part)["layers"]
         if part == (2, 3):
             with pytest.raises(RewriteError, match=f"1 of 2 shards are not there, .*: {TWO[0]}"):
                 merge(tmp_path / "parts")
     with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
         Folder(tmp_path / "parts")
-    merge(tmp_path / "parts")
+    assert [layer["count"] for layer in merge(tmp_path / "parts")["layers"]] == [2] == [sum(layer["count"] for layer in layers)]
     assert folders.files(tmp_path / "one") == folders.files(tmp_path / "jobs") == folders.files(tmp_path / "parts")
 
 

@@ -5,6 +5,7 @@ A shard is written into the stage (qdsl/rewrite); when all are there, they are m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from qdsl.checkpoint.folder import INDEX, Folder
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.safetensors import shown
 from qdsl.convert.config import rewritten
-from qdsl.convert.plan import Aim, Plan, plan
+from qdsl.convert.plan import Aim, Change, Plan, plan
 from qdsl.quantize.quality import Sums
 from qdsl.rewrite import stage
 from qdsl.rewrite.complete import complete
@@ -74,13 +75,16 @@ def _complete(folder: Folder, planned: Plan, known: Layers, out: Path) -> list[s
 
 def _report(planned: Plan, out: Path, shards: Sequence[Shard], written: int, notes: Sequence[str], costs: Mapping[str, Any],
             ) -> dict[str, Any]:
-    changed: dict[tuple[str, str], int] = {}
-    for layer in planned.changed:
-        changed[layer.format, layer.storage] = changed.get((layer.format, layer.storage), 0) + 1
+    """What is in these shards, of which so many were written now."""
+    done = {step.layer.name for shard in shards for step in shard.steps if isinstance(step, Change)}
+    made = [layer for layer in planned.changed if layer.name in done]
+    changed = Counter((layer.format, layer.storage) for layer in made)
+    there = {name for shard in shards for name in shard.tensors}
+    kept = sum(next(iter(layer.tensors.values())) in there for layer in planned.kept)
     aim, sums = planned.aim, {name: Sums(**cost) for name, cost in costs.items()}
-    notes = [*(f"layer {shown(layer.name)}: {problem}" for layer in planned.changed for problem in layer.problems), *notes]
+    notes = [*(f"layer {shown(layer.name)}: {problem}" for layer in made for problem in layer.problems), *notes]
     return {"out": str(out), "shards": [shard.name for shard in shards], "shards_written": written,
-            "nbytes": sum(shard.size for shard in shards), "notes": notes, "layers_kept": len(planned.kept),
+            "nbytes": sum(shard.size for shard in shards), "notes": notes, "layers_kept": kept,
             "layers": [{"from": f"{format}.{storage}", "to": f"{aim.format if aim.requantize else format}.{aim.storage}",
                         "count": count} for (format, storage), count in changed.items()],
             "requantized": {name: each.data() for name, each in sums.items()},
