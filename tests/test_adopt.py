@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from qdsl.generated import fp8_channel, fp8_tensor, mxfp4, nvfp4_modelopt, ocp_mxfp4, ocp_mxfp8, q4_0
-from qdsl.runtime import FormatError, tiles
-from tests.support.formats import same_bits
+from qdsl.runtime import FormatError, PackedWeight, tiles
+from qdsl.runtime.layout import FLOATS
+from tests.support.formats import SHIPPED, Case, cases, random_fields, same_bits, shapes
 
 
 @pytest.fixture(params=[1 << 19, 256])
@@ -49,3 +50,46 @@ def test_other_fields_are_refused() -> None:
         fp8_tensor.convert(fp8_channel.quantize(torch.randn(4, 64)), "safetensors")
     with pytest.raises(FormatError, match=r"'q' is e4m3 \[N, K\] in ocp_mxfp8 and e2m1 \[N, K\] in ocp_mxfp4"):
         ocp_mxfp4.convert(ocp_mxfp8.quantize(torch.randn(4, 64)), "modelopt")
+
+
+SHAPE = 64, 1024
+
+
+def fields(case: Case) -> set[str]:
+    """The names of all but an index."""
+    return {name for name, field in case.module.FORMAT.variant(case.choice).fields.items() if field.groups is None}
+
+
+WEIGHTS = [case for case in cases(types=True) if case.path in SHIPPED and any(shapes(case, SHAPE[:1], SHAPE[1:]))]
+FORMATS = {case.path.stem: case for case in reversed(WEIGHTS)}
+KIN = [(name, other) for name, case in FORMATS.items() for other, to in FORMATS.items()
+       if name != other and fields(case) == fields(to)]
+EXACT = {("int_group", "int4pack"), ("int_group", "awq_gemv_fast"), ("mxfp4", "ocp_mxfp4"), ("ocp_mxfp4", "mxfp4"),
+         ("nvfp4_ct", "nvfp4_modelopt"), ("nvfp4_modelopt", "nvfp4_ct"), ("tq1_0", "tq2_0"), ("tq2_0", "tq1_0"),
+         ("bf16", "f16"), ("f16", "bf16"), ("f32", "bf16"), ("bf16", "df11"), ("df11", "hlane"), ("hlane", "fix4")}
+
+
+def weights(case: Case) -> list[PackedWeight]:
+    """One whose floats are any, and one in which they are powers of two, as more formats hold."""
+    some = random_fields(case, SHAPE)
+    even = {name: torch.exp2(field.float().abs().log2().round()).to(field.dtype) if field.dtype in FLOATS.values() else field
+            for name, field in some.items()}
+    return [case.module.pack(fields, storage=case.storage, **case.choice) for fields in (some, even)]
+
+
+@pytest.mark.parametrize(("name", "other"), KIN)
+def test_no_number_changes(name: str, other: str) -> None:
+    """Whatever is converted to another format, from any storage into any, is the same weight there; what is not is refused."""
+    format, done = FORMATS[other].module.FORMAT, False
+    for case in (case for case in WEIGHTS if case.path.stem == name):
+        for packed in weights(case):
+            before = case.module.dequantize(packed, torch.float32)
+            for storage in format.storages:
+                try:
+                    found = format.convert(packed, storage)
+                except FormatError:
+                    continue
+                done = True
+                after = format.dequantize(found, torch.float32)
+                assert bool(((before == after) | (before.isnan() & after.isnan())).all()), (case, storage)
+    assert done or (name, other) not in EXACT

@@ -85,15 +85,16 @@ class _Adoption:
         format.empty(packed.shape, storage, "meta", (), **params)  # refuses a shape that the storage cannot hold
 
     def tensors(self) -> dict[str, Tensor]:
-        format, kept = self.other.format, {name for name, way in self.ways.items() if way.bits}
-        try:
-            if self._blocks() is not None:
-                made = convert.by_words(format, self.packed, self.other, convert.Turned(kept, self._agreeing))
+        if self._blocks() is not None:
+            code = str(_code(self.packed.variant))
+            blocks = convert.unpacked(self.packed, lambda held: held <= {code})
+            if self._agrees(blocks):
+                turned = convert.Turned({name for name, way in self.ways.items() if way.bits},
+                                        lambda fields: self._made(self.packed, {**blocks, code: fields[code]}))
+                made = convert.by_words(self.other.format, self.packed, self.other, turned)
                 if made:
                     return made
-        except _Different:
-            pass                                                 # perhaps in codes that the weight does not have
-        return convert.in_rows(self.packed, self.other, self._part)
+        return convert.in_rows(self.packed, self.other, self._part)          # perhaps the weight has no code that differs
 
     def _part(self, part: PackedWeight, start: int) -> PackedWeight:
         fields = self._made(part, part.format.unpack(part))
@@ -112,9 +113,10 @@ class _Adoption:
         for name, field in own.items():
             kinds = [str(each.params.get(of.type, of.type)) for each, of in ((self.other, field), (self.packed, other[name]))]
             dtype, alike = torch_dtype(kinds[0]), _steps(field) == _steps(other[name])
-            if alike and _bits(kinds[0]) == _bits(kinds[1]):
+            floats = set(kinds) <= FLOATS.keys()
+            if alike and (kinds[0] == kinds[1] or (not floats and _bits(kinds[0]) == _bits(kinds[1]))):
                 found[name] = _Way(dtype, bits=True)
-            elif alike and set(kinds) <= FLOATS.keys():
+            elif alike and floats:
                 found[name] = _Way(dtype)
             elif self._blocks() is not None and (code := self._code_of(name)) is not None:
                 found[name] = _Way(dtype, code=code)
@@ -151,20 +153,16 @@ class _Adoption:
         whole = same and [dim for dim, _ in axes[0]] == ["N", "K"] and not axes[0][0][1]
         return axes[0] if whole and any(isinstance(step, str) for step in axes[0][1][1]) else None
 
-    def _agreeing(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The fields of the other format, if every code of every block is the same number in both."""
+    def _agrees(self, fields: dict[str, Tensor]) -> bool:
+        """Whether every code of every block is the same number in both formats; the field of codes need have no numbers."""
         made = self._made(self.packed, fields)
         sides = [(part, {name: _ready(value) for name, value in each.items()})
                  for part, each in ((self.packed, fields), (self.other, made))]
         for code in range(_count(self.packed.variant)):
             before, after = (_at(part, each, code) for part, each in sides)
             if not torch.equal(before, after) and bool(_wrong(before, after).any()):
-                raise _Different
-        return made
-
-
-class _Different(Exception):
-    """Some code of some block is not the same number in both formats."""
+                return False
+        return True
 
 
 def _fields(variant: Variant) -> dict[str, Field]:

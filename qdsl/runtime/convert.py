@@ -48,12 +48,12 @@ def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
 
 def usual(packed: PackedWeight, names: Collection[str]) -> set[str]:
     """Those of some fields that have in all of a weight what they have where their tensor is missing."""
-    fields = _unpacked(packed, lambda held: held.isdisjoint(names))
+    fields = unpacked(packed, lambda held: held.isdisjoint(names))
     return {name for name in names
             if name not in fields or packed.format.is_default(packed.variant, name, fields[name], packed.sizes)}
 
 
-def _unpacked(packed: PackedWeight, spared: Callable[[set[str]], bool]) -> dict[str, Tensor]:
+def unpacked(packed: PackedWeight, spared: Callable[[set[str]], bool]) -> dict[str, Tensor]:
     """The fields of a weight; those of tensors that hold none but such as may be spared are without numbers, on meta."""
     given: list[Tensor | None] = []
     for name in packed.layout.coded:
@@ -223,11 +223,12 @@ class _Change:
     def rest(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors that are left, by way of their fields; what is moved is without numbers there."""
         done = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
-        fields = _unpacked(self.packed, lambda held: held <= done)
+        fields = unpacked(self.packed, lambda held: held <= done)
         packed = self.packed
         fields |= {name: packed.format.default(packed.variant, name, packed.shape, packed.sizes, packed.device)
                    for name in self.other.layout.always if name not in fields and self.turned is None}
-        fields = fields if self.turned is None else self.turned.all(fields)
+        if self.turned is not None:
+            fields = {name: field.to("meta") if name in done else field for name, field in self.turned.all(fields).items()}
         made = self.other.layout.tensors_of({name: fields.get(name) for name in self.other.variant.fields
                                              if name not in self.other.layout.where}, self.packed.extents)
         return {name: tensor.contiguous() for name, tensor in made.items() if name not in moved}
