@@ -163,6 +163,27 @@ def test_an_index_that_nobody_filled(group: int) -> None:
         int_group.wrap({**filled, "g_idx": torch.full_like(filled["g_idx"], 9)}, storage="gptq_v2")
 
 
+@pytest.mark.parametrize("group", [0, -1])
+def test_an_index_that_nobody_filled_comes_into_a_layer(group: int) -> None:
+    """By loading, or put there as libraries do: the layer has the numbers of `wrap`."""
+    tensors = gptq()
+    empty = torch.full_like(tensors["g_idx"], group)
+    loaded = int_group.Linear.empty((64, 128), "gptq_v2", optional=["g_idx"], bits=4, group=32)
+    loaded.load_state_dict({**tensors, "g_idx": empty}, assign=True)
+    placed = int_group.Linear(int_group.wrap(tensors, storage="gptq_v2"))
+    placed.g_idx = torch.nn.Parameter(empty, requires_grad=False)
+    for layer in (loaded, placed):
+        assert same_bits(layer.dequantize(), int_group.dequantize(int_group.wrap(tensors, storage="gptq_v2")))
+        assert same_bits(layer.state_dict()["g_idx"], tensors["g_idx"])
+    assert bool((empty == group).all())
+
+
+def test_an_index_that_would_be_taken_for_missing_is_not_packed() -> None:
+    fields = int_group.unpack(int_group.quantize(torch.randn(8, 64), "gptq_v2", bits=4, group=32))
+    with refused("'g_idx' would have one value for all columns, which readers take for missing"):
+        int_group.pack({**fields, "g": torch.zeros(64, dtype=torch.int32)}, "gptq_v2", bits=4, group=32)
+
+
 def test_rows_of_blocks_have_a_whole_number_of_bytes() -> None:
     with refused(r"q4_0\.gguf: .*'blocks'"):
         q4_0.wrap({"blocks": torch.zeros(4, 35, dtype=torch.uint8)})

@@ -126,20 +126,26 @@ class Format:
             notes += [f"{key} = {value} by default; the tensors fit {' and '.join(others)} too"] if others else []
         notes += [f"tensor '{name}': {LOST}" for name in self._spilled(match)]
         names = {name: keys[0] for name, keys in given.items() if keys[0] != name}
-        empty = self._empty_indices(match)
+        empty = self.unfilled(match)
         notes += [f"tensor '{name}' has one value for all columns and tells no groups apart: taken for missing" for name in empty]
         held = {name: tensor for name, tensor in match.tensors.items() if name not in empty}
         return self._packed(match.storage, held, match.shape, match.params, notes, names)
 
-    def _empty_indices(self, match: Match) -> list[str]:
-        """Indices that nobody filled, which producers store as 0 (auto-gptq) or -1 (compressed-tensors), of several groups."""
-        stored = self.variant(match.params).storages[match.storage].tensors
-        indices = {name: tensor for name, tensor in match.tensors.items()
+    def unfilled(self, packed: Match | PackedWeight) -> dict[str, Tensor]:
+        """Indices that nobody filled, which producers store as 0 (auto-gptq) or -1 (compressed-tensors), of several groups.
+
+        With each what it would be if columns were in order, as they are where it is missing.
+        """
+        variant = self.variant(packed.params)
+        stored = variant.storages[packed.storage].tensors
+        indices = {name: tensor for name, tensor in packed.tensors.items()
                    if stored[name].dtype == "index" and stored[name].optional and not tensor.is_meta}
         if not indices:
-            return []
-        groups = _groups(self.variant(match.params)).extent(*match.shape, self.sizes(match.params, match.shape)) or 0
-        return [name for name, tensor in indices.items() if groups > 1 and int(tensor.max()) == int(tensor.min()) in (0, -1)]
+            return {}
+        sizes, groups = self.sizes(packed.params, packed.shape), _groups(variant)
+        several = (groups.extent(*packed.shape, sizes) or 0) > 1
+        return {name: _in_order(tensor, groups.by(sizes)) for name, tensor in indices.items()
+                if several and int(tensor.max()) == int(tensor.min()) in (0, -1)}
 
     def _spilled(self, match: Match) -> list[str]:
         """Tensors whose producer lost fields."""
@@ -289,7 +295,10 @@ class Format:
             tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors
         if layout.shape:
             extra[layout.shape] = said(shape, next(iter(tensors.values())).device)
-        return self._packed(name, {**tensors, **extra}, shape, chosen)
+        packed = self._packed(name, {**tensors, **extra}, shape, chosen)
+        for key in self.unfilled(packed):
+            raise FormatError(f"{self.name}.{name}: '{key}' would have one value for all columns, which readers take for missing")
+        return packed
 
     def _order_of(self, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],
                   params: Mapping[str, int | str]) -> dict[str, Tensor]:

@@ -58,7 +58,7 @@ class PackedModule(nn.Module):
         if torch.compiler.is_compiling():
             return self._packed.derive(held, in_order=_ordered(held))
         if any(not hasattr(tensor, "_in_order") for tensor in held.values()) and is_plain(*held.values()):
-            self._note(held)
+            held = self._note(held)
         return self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
 
     def _held(self) -> dict[str, Tensor]:
@@ -99,6 +99,7 @@ class PackedModule(nn.Module):
                     given[name] = tensor
         try:
             if is_plain(*given.values()):
+                given |= self.format.unfilled(self._packed.derive(given))
                 self.format.checked(self._packed.derive(given))
         except FormatError as error:
             wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
@@ -144,11 +145,18 @@ class PackedModule(nn.Module):
             except FormatError:
                 return
 
-    def _note(self, held: Mapping[str, Tensor]) -> None:
-        """Keep what the tensors say once they are looked at.  Raises FormatError for those that do not fit."""
+    def _note(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, of which is kept what they say once they are looked at.  Raises FormatError for those that do not fit.
+
+        In place of an index that nobody filled, which `wrap` takes for missing, columns are in order.
+        """
+        for name, index in self.format.unfilled(self._packed.derive(held)).items():
+            self._parameters[self._names[name]] = nn.Parameter(index, requires_grad=False)
+        held = self._held()
         found = self.format.checked(self._packed.derive(held))
         self._packed.finite, self._packed.facts = found.finite, found.facts
         _note(held, found.in_order)
+        return held
 
 
 def _note(held: Mapping[str, Tensor], in_order: frozenset[str]) -> None:
