@@ -575,6 +575,15 @@ def test_a_file_without_an_index(tmp_path: Path, weights: dict[str, PackedWeight
     assert (tmp_path / "alone" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
 
 
+def test_an_index_keeps_its_name(tmp_path: Path, weights: dict[str, PackedWeight]) -> None:
+    """Models of diffusers have another."""
+    name = "diffusion_pytorch_model.safetensors.index.json"
+    path = folders.folder(tmp_path / "in", *[folders.named({key: each}) for key, each in weights.items()])
+    (path / INDEX).rename(path / name)
+    assert convert(path, tmp_path / "out")["notes"] == ["pytorch_model.bin holds other weights, and was not copied"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", name, *TWO, "tokenizer"]
+
+
 def test_a_file_that_is_left_without_tensors_is_not_written(tmp_path: Path) -> None:
     weights = {"w": weight()}
     every = folders.named(weights)

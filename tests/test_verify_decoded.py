@@ -89,6 +89,13 @@ def test_plain_tensors(tmp_path: Path) -> None:
     assert decoded_differences(a, c)[0].kind == "values"
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 7), (0,), ()])
+def test_tensors_of_few_elements(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    a = stored(tmp_path / "a", {}, {}, x=torch.ones(shape), y=torch.ones(2))
+    b = stored(tmp_path / "b", {}, {}, x=torch.ones(shape).half(), y=torch.ones(2))
+    assert decoded_differences(a, b) == decoded_differences(a, a, 0.5) == []
+
+
 def test_experts_are_compared_one_by_one(tmp_path: Path) -> None:
     packed = [gptq(), int_group.quantize(-weight(), "gptq_v2", bits=4, group=32)]
     awq = [int_group.convert(each, "awq") for each in packed]

@@ -185,12 +185,12 @@ class _Numbers:
 def _numbers(folder: Folder, unit: Unit) -> _Numbers:
     if isinstance(unit, str):
         tensor = folder.tensor(unit)
-        flat = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+        flat = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.dim() else 1)
         return _Numbers(len(flat), 1, lambda start, stop: flat[start:stop])
     if isinstance(unit, Held):
         if folder not in _groups or _groups[folder][0] != unit.group.name:
             _groups[folder] = unit.group.name, decoded(folder, unit.group)
-        matrix = _groups[folder][1][unit.name].view(-1, unit.shape[-1])
+        matrix = _groups[folder][1][unit.name].view(math.prod(unit.shape[:-1]), unit.shape[-1])
         return _Numbers(len(matrix), 1, lambda start, stop: matrix[start:stop])
     import torch
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint import worker
-from qdsl.checkpoint.folder import INDEX, Folder
+from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.safetensors import shown
 from qdsl.convert.config import rewritten
@@ -69,7 +69,7 @@ def merge(out: Path) -> dict[str, Any]:
 def _complete(folder: Folder, planned: Plan, known: Layers, out: Path) -> list[str]:
     said, notes = rewritten(folder, planned, known)
     if folder.index or len(planned.shards) > 1:
-        said[INDEX] = index(planned.shards, folder.index)
+        said[folder.index_name] = index(planned.shards, folder.index)
     return [*notes, *complete(folder.path, folder.shards, planned.shards, said, out)]
 
 
