@@ -157,6 +157,14 @@ def test_a_negative_scale_counts_as_zero() -> None:
     assert (q2_k.dequantize(packed, torch.float32) - weight).abs().max() < 0.01
 
 
+def test_a_least_scale_whose_reciprocal_float16_has_not() -> None:
+    """Scales by the reciprocal are not less than float16's largest allows, and none is 0."""
+    weight = torch.tensor([[1e-5, 0.0], [0.5, 1.0]], dtype=torch.float16)
+    packed = int8_channel.quantize(weight, by="inverse", least=1e-6, scale_type="f16")
+    assert packed.tensors["weight_scale"].flatten().tolist() == [float(torch.tensor(1 / 65504).half()),
+                                                                 float(1 / (127.5 / torch.tensor(1.0).half()))]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("form", "cut", "largest", "least"), [
     (fp8_tensor, (96, 256), 448, 0), (fp8_channel, (1, 256), 448, 1 / (448 * 512)), (fp8_block, (32, 128), 448, 0),

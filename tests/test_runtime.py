@@ -139,6 +139,23 @@ def test_wrap_says_what_is_wrong(change: dict[str, object], message: str) -> Non
         int_group.wrap(tensors, storage="gptq_v2", bits=4)
 
 
+@pytest.mark.parametrize("shape", [(64,), (64, 128, 1), (64.0, 128.0), [None, 128], "ab", 64])
+def test_a_shape_is_two_numbers(shape: object) -> None:
+    with refused(r"int_group: shape is \(N, K\), not "):
+        int_group.wrap(gptq(), shape=shape, storage="gptq_v2")
+
+
+def test_what_is_no_plain_tensor_is_refused() -> None:
+    tensors = gptq()
+    with refused("'scales' is a sparse_coo tensor"):
+        int_group.wrap({**tensors, "scales": tensors["scales"].to_sparse()}, storage="gptq_v2")
+    fields = int_group.unpack(int_group.wrap(tensors, storage="gptq_v2"))
+    with refused("field 's' is a ndarray, not a torch tensor"):
+        int_group.pack({**fields, "s": fields["s"].numpy()}, "gptq_v2")
+    with refused(r"field 'q' \[N, K\] is missing"):
+        int_group.pack({**fields, "q": None}, "gptq_v2")
+
+
 @pytest.mark.parametrize(("column", "group"), [(7, 4), (0, -1), (127, 1 << 30)])
 def test_a_group_that_does_not_exist_is_refused(column: int, group: int) -> None:
     tensors = gptq()
@@ -260,6 +277,14 @@ def test_weights_that_are_no_numbers_are_refused(module: object, value: float) -
     weight[3, 5] = value
     with refused(rf"the weight is {value} at row 3, column 5"):
         module.quantize(weight)  # type: ignore[attr-defined]
+
+
+def test_weights_beyond_float32_are_refused() -> None:
+    """They are quantized as float32; powers of two would be scales of infinity as of any other number."""
+    weight = torch.ones(64, 128, dtype=torch.float64)
+    weight[3, 5] = 1e39
+    with refused("the weight is inf at row 3, column 5"):
+        fp8_block.quantize(weight, scale_type="e8m0")
 
 
 QUANTIZED = [case for case in CASES if case.module.FORMAT.variant(case.choice).encode is not None]

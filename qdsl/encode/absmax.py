@@ -94,13 +94,13 @@ def _largest(code: str) -> float:
 def _scaled(blocks: Tensor, largest: Tensor, scale: str, divisor: float, offset: int, by: str, lost: str = "least",
             least: float = 0) -> tuple[Tensor, Tensor, Tensor]:
     """The blocks in units of their scales, the scales that they are computed with, and as they are stored."""
+    most = min(1 / least, torch.finfo(largest.dtype).max) if least else math.inf
     if by == "inverse":
-        factor = torch.where(largest == 0, torch.ones_like(largest), divisor / largest)
-        factor = factor.clamp(max=1 / least) if least else factor
+        factor = torch.where(largest == 0, torch.ones_like(largest), divisor / largest).clamp(max=most)
         return blocks * factor, 1 / factor, stored_scale(1 / factor, scale)
     if by == "ratio":
         factor = torch.full_like(largest, divisor) / largest     # a number / a tensor would be rounded twice
-        factor = factor.clamp(-1 / least, 1 / least) if least else factor
+        factor = factor.clamp(-most, most)
         scales = torch.where(largest == 0, torch.zeros_like(factor), 1 / factor)
         scaled = (blocks * factor).masked_fill_(torch.isinf(factor).expand_as(blocks), 0)
         return scaled, scales, stored_scale(scales, scale)

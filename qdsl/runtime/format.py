@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,8 +115,7 @@ class Format:
                                   "nothing of that: multiply x by it, or what comes before, and give the other tensors alone")
         if storage is not None and storage not in self.storages:
             raise FormatError(f"{self.name} has no storage '{storage}'; it has {', '.join(self.storages)}")
-        wanted = None if shape is None else (int(shape[0]), int(shape[1]))
-        found = matches(self, tensors, wanted, storage, params)
+        found = matches(self, tensors, None if shape is None else self._shape(shape), storage, params)
         match = self._choose(found)
         layout = self.variant(match.params).storages[match.storage]
         given = {name: [key for key in (name, *layout.tensors[name].aliases) if key in tensors] for name in match.tensors}
@@ -130,6 +130,13 @@ class Format:
         notes += [f"tensor '{name}' has one value for all columns and tells no groups apart: taken for missing" for name in empty]
         held = {name: tensor for name, tensor in match.tensors.items() if name not in empty}
         return self._packed(match.storage, held, match.shape, match.params, notes, names)
+
+    def _shape(self, given: Sequence[int]) -> tuple[int, int]:
+        try:
+            n, k = map(operator.index, given)
+        except (TypeError, ValueError):
+            raise FormatError(f"{self.name}: shape is (N, K), not {given!r}") from None
+        return n, k
 
     def unfilled(self, packed: Match | PackedWeight) -> dict[str, Tensor]:
         """Indices that nobody filled, which producers store as 0 (auto-gptq) or -1 (compressed-tensors), of several groups.
@@ -268,12 +275,15 @@ class Format:
         Parameters that the fields' dtypes and shapes decide need not be given.  Raises FormatError for fields of the wrong
         dtype, shape or range, and for values that the storage cannot hold.
         """
-        chosen = self.complete({**self._dtype_params(fields), **params})
+        held = {key: value for key, value in fields.items() if value is not None}
+        for key, field in held.items():
+            if not isinstance(field, Tensor):
+                raise FormatError(f"{self.name}: field '{key}' is a {type(field).__name__}, not a torch tensor")
+        chosen = self.complete({**self._dtype_params(held), **params})
         name, layout = self.storage(storage, chosen)
         variant = self.variant(chosen)
-        shape = self._fields_shape(variant, fields, chosen)
+        shape = self._fields_shape(variant, held, chosen)
         sizes = self.sizes(chosen, shape)
-        held = {key: value for key, value in fields.items() if value is not None}
         for key, field in held.items():
             self._check_field(variant, key, field, shape, sizes, chosen)
         others = {key: held.pop(key) for key in layout.where if key in held}
@@ -325,7 +335,7 @@ class Format:
         """Type parameters that the fields' dtypes decide."""
         found: dict[str, int | str] = {}
         for name, field in next(iter(self.variants.values())).fields.items():
-            if field.type in self.params and isinstance(fields.get(name), Tensor):
+            if field.type in self.params and name in fields:
                 fit = [v for v in self.params[field.type] if torch_dtype(str(v)) == fields[name].dtype]
                 found.update({field.type: fit[0]} if fit else {})
         return found

@@ -33,6 +33,8 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise FormatError(f"'{name}' is a {type(tensor).__name__}, not a torch tensor")
+        if tensor.layout != torch.strided:
+            raise FormatError(f"'{name}' is a {str(tensor.layout)[6:]} tensor, whose elements do not all lie in memory")
     says = {name for storages in format.description.variants.values() for layout in storages.values()
             for name, stored in layout.items() if stored.dtype == "shape"}
     known = {name: Given(str(tensor.dtype)[6:], tuple(tensor.shape), _values(tensor) if name in says else ())

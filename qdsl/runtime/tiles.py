@@ -96,7 +96,7 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
     rows = max(1, TILE // max(1, k) // least) * least
     for start in range(0, n, rows):
         part = weight[start:start + rows]
-        part = part.float() if part.element_size() == 1 else part                      # torch does not compute in FP8
+        part = part.float() if part.element_size() in (1, 8) else part                 # torch does not compute in FP8
         _check_finite(part, start)
         try:
             fields = dict(variant.encode(part, **options))
