@@ -675,7 +675,7 @@ def test_a_full_disk_is_said_before_the_work(sharded: Path, tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'out'}/.*\.part'"):
         convert(sharded, tmp_path / "out")
     assert not [name for name in folders.files(tmp_path / "out") if "part" in name or "safetensors" in name]
     monkeypatch.undo()
@@ -805,6 +805,26 @@ def test_parts_are_of_about_the_same_size() -> None:
     parts = [[each.size for each in share(shards, place, 2)] for place in (1, 2)]
     assert parts == [[3, 9, 2], [4, 8]]
     assert [share(shards[:1], place, 2) for place in (1, 2)] == [shards[:1], []]
+
+
+def test_two_processes_do_not_write_one_shard(sharded: Path, tmp_path: Path) -> None:
+    """Nor does one complete what another still writes; parts are written side by side, and what was begun is taken up."""
+    convert(sharded, tmp_path / "one")
+    out = tmp_path / "out"
+    convert(sharded, out, part=(1, 2))
+    with Folder(sharded) as folder:
+        planned = plan.plan(folder, layers(folder), plan.Aim("", "awq"))
+    room = next(stage.room(out / stage.STAGE, shard) for shard in planned.shards if not stage.is_whole(shard, out))
+    room.mkdir()
+    with stage.held(room), pytest.raises(RewriteError, match=rf"{room}: another process is writing here"):
+        convert(sharded, out)
+    with stage.held(out / stage.STAGE, shared=True):
+        convert(sharded, out, part=(2, 2))
+        with pytest.raises(RewriteError, match=rf"{out / stage.STAGE}: another process is writing here"):
+            merge(out)
+    assert not (out / INDEX).exists()
+    assert merge(out)["shards_written"] == 0
+    assert folders.files(out) == folders.files(tmp_path / "one")
 
 
 def test_only_what_is_missing_or_old_is_done_again(sharded: Path, tmp_path: Path) -> None:

@@ -25,8 +25,14 @@ def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], said
 
     source: the folder, or the file, whose shards are these.  read: its files of weights, and their indices, which stay behind.
     said: files with another text than there, or that are not there, by their names from the folder; None for none any more.
-    Raises RewriteError, before it changes anything, where shards are missing or of another input.
+    Raises RewriteError, before it changes anything, where shards are missing, of another input, or being written.
     """
+    with stage.held(out / stage.STAGE):
+        return _completed(source, read, shards, said, out)
+
+
+def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], said: Mapping[str, str | None], out: Path,
+               ) -> list[str]:
     missing = [shard.name for shard in shards if not stage.is_whole(shard, out)]
     if missing:
         raise RewriteError(f"{out}: {len(missing)} of {len(shards)} shards are not there, or not of {source} as it is "

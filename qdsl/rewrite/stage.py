@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,30 @@ def begin(out: Path, asked: dict[str, Any]) -> Path:
     stage.mkdir(parents=True, exist_ok=True)
     write(stage / REQUEST, asked)
     return stage
+
+
+@contextmanager
+def held(folder: Path, shared: bool = False) -> Iterator[None]:
+    """A folder, for this process alone or for those that share it; where files have no locks, for anyone.
+
+    Raises RewriteError where another process has it.  One that is killed has it no more.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RewriteError(f"{folder}: another process is writing here") from None
+        except OSError:                                          # some network file systems
+            pass
+        yield
+    finally:
+        os.close(opened)
 
 
 def asked(out: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Ca
     start: what a process does first, with `given`.
     """
     count = 0
-    with ExitStack() as opened:
+    with stage.held(place, shared=True), ExitStack() as opened:
         files: dict[int, ExitStack] = {}
         left: dict[int, int] = {}
         said: list[dict[str, Any]] = [{} for _ in shards]
@@ -81,9 +81,10 @@ def _tasks(shards: Sequence[Shard], place: Path, opened: ExitStack, files: dict[
     for number, shard in enumerate(shards):
         folder = stage.room(place, shard)
         folder.mkdir(parents=True, exist_ok=True)
+        files[number] = opened.enter_context(ExitStack())
+        files[number].enter_context(stage.held(folder))
         for path in folder.iterdir():                            # of a process that was killed
             path.unlink()
-        files[number] = opened.enter_context(ExitStack())
         file = files[number].enter_context(replacing(folder / folder.name))
         file.write(shard.start)
         _reserve(file, shard.size)
@@ -98,10 +99,13 @@ def _tasks(shards: Sequence[Shard], place: Path, opened: ExitStack, files: dict[
 def _reserve(file: BinaryIO, size: int) -> None:
     """Room on the disk, or the error that there is none, before the work."""
     file.flush()
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:
-        file.truncate(size)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from None
 
 
 def batches(steps: Sequence[Step], nbytes: int = 1 << 25) -> list[tuple[Step, ...]]:
