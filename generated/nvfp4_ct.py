@@ -10,7 +10,7 @@
     compressed_tensors: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec nvfp4_ct (sha256 013f2f41395b4546) by qdsl 0.1.0.
+Built from the spec nvfp4_ct (sha256 005890991ff390c6) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -86,7 +86,7 @@ def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
     block / divisor, in its units.  options: empty, least, by, ties, zeros.
     """
     q, s, g = nested_absmax(weight, code="e2m1", scale="e4m3", super_scale="f32", rows=1, columns=16, axes=2, divisor=6,
-            precision="own", divided=1, **{"empty": 0.125, **options})
+            precision="own", divided=1, **{"empty": 0.125, "zeros": "positive", **options})
     return {"q": q, "s": s, "g": g}
 
 
@@ -345,7 +345,7 @@ FORMAT = Format(
         "storage": "compressed_tensors",
         "with": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
         "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}}]},
-    digest="013f2f41395b4546",
+    digest="005890991ff390c6",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

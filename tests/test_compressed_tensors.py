@@ -60,21 +60,23 @@ def floats(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 
 
 MX = {"group_size": 32, "scale_dtype": torch.uint8}
+PLUS = {"zeros": "positive"}                                      # they add a zero point, 0; of FP6 they do not
 BYTE = {"num_bits": 8, "type": "int", "symmetric": True}
 CASES = {
     **{f"pack{bits}-{strategy}-{'sym' if symmetric else 'asym'}": integers(bits, strategy, symmetric)
        for bits in range(2, 9) for strategy in ("group", "channel") for symmetric in (True, False)},
     "int8-channel": Case("int-quantized", {**BYTE, "strategy": "channel"}, int8_channel, "safetensors"),
     "int8-tensor": Case("int-quantized", {**BYTE, "strategy": "tensor"}, int8_tensor, "safetensors"),
-    "fp8-channel": Case("float-quantized", floats(8, "channel"), fp8_channel, "safetensors"),
-    "fp8-tensor": Case("float-quantized", floats(8, "tensor"), fp8_tensor, "safetensors"),
+    "fp8-channel": Case("float-quantized", floats(8, "channel"), fp8_channel, "safetensors", PLUS),
+    "fp8-tensor": Case("float-quantized", floats(8, "tensor"), fp8_tensor, "safetensors", PLUS),
     "fp8-block": Case("float-quantized", floats(8, "block", block_structure=[32, 64]), fp8_block, "safetensors",
-                      {"bn": 32, "bk": 64}),
+                      {"bn": 32, "bk": 64, **PLUS}),
     "nvfp4": Case("nvfp4-pack-quantized", floats(4, "tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn), nvfp4_ct,
                   "compressed_tensors", {}, 16),
-    "mxfp4": Case("mxfp4-pack-quantized", floats(4, "group", **MX), ocp_mxfp4, "compressed_tensors", {"power": "even"}, 32),
+    "mxfp4": Case("mxfp4-pack-quantized", floats(4, "group", **MX), ocp_mxfp4, "compressed_tensors", {"power": "even", **PLUS},
+                  32),
     "mxfp6": Case("mxfp6-pack-quantized", floats(6, "group", **MX), ocp_mxfp6, "compressed_tensors", {"power": "even"}, 32),
-    "mxfp8": Case("mxfp8-quantized", floats(8, "group", **MX), ocp_mxfp8, "compressed_tensors", {"power": "half"}, 32),
+    "mxfp8": Case("mxfp8-quantized", floats(8, "group", **MX), ocp_mxfp8, "compressed_tensors", {"power": "half", **PLUS}, 32),
 }
 
 
@@ -116,8 +118,9 @@ def test_same_bytes_and_same_weights(name: str, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(list(DTYPES)))
     n, k = data.draw(st.integers(1, 40)), case.columns * data.draw(st.integers(1, 160 // case.columns))
     torch.manual_seed(data.draw(st.integers(0, 999)))
-    weight = (torch.randn(n, k) * data.draw(st.sampled_from([0.02, 1.0, 30.0]))).to(DTYPES[dtype])
-    weight[torch.rand(n, k) < data.draw(st.sampled_from([0.0, 0.3]))] = 0
+    small = [] if dtype == "f16" and case.weights.get("scale_dtype") == torch.uint8 else [1e-6]     # powers of two underflow
+    weight = (torch.randn(n, k) * data.draw(st.sampled_from([*small, 0.02, 1.0, 30.0]))).to(DTYPES[dtype])
+    weight[torch.rand(n, k) < data.draw(st.sampled_from([0.0, 0.3]))] = data.draw(st.sampled_from([0.0, -0.0]))
     theirs, read = compressed(case, weight)
     scale_type = {"scale_type": dtype} if "scale_type" in case.module.SPEC.params else {}
     ours = case.module.quantize(weight, case.storage, **case.options, **scale_type)

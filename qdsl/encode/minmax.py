@@ -25,19 +25,21 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     rounds 'quotient': that is rounded, and the zero point added (GPTQ); 'sum': both are counted from the middle code, and their
     sum is rounded (compressed-tensors).
     span 'found': symmetric leaves a block without negative weights its range, and a block of zeros ranges from -1 to 1 (GPTQ);
-    'full': symmetric doubles that range, and zeros have the scale that is the dtype's epsilon (compressed-tensors).
+    'full': symmetric doubles that range, and a scale that is 0 becomes the dtype's epsilon, after zero points are found
+    (compressed-tensors).
     'tight': the range need not include zero, nor is it below 0.00001, and symmetric takes the largest for the last code (AWQ).
     """
     kind = number(code)
     assert kind is not None
     blocks = cut_blocks(arithmetic(weight, scale), rows, columns, "edge" if span == "tight" else "zeros")
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
-    empty = (low == 0) & (high == 0)
     if span == "tight":
         steps = (kind.high - kind.low) // 2 if symmetric else kind.high - kind.low
         exact = (torch.maximum(high, -low) if symmetric else high - low).clamp(min=LEAST) / steps
     else:
-        exact, low = _with_zero(low, high, empty, symmetric, span, kind.high - kind.low)
+        exact, low = _with_zero(low, high, symmetric, span, kind.high - kind.low)
+    none = exact == 0
+    exact = torch.where(none, torch.finfo(exact.dtype).eps, exact) if span == "full" else exact
     stored = stored_scale(exact, scale)
     used = exact if by == "exact" else stored.to(exact.dtype)
     used = torch.where(used == 0, torch.ones_like(used), used)
@@ -45,8 +47,9 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     first = middle if rounds == "sum" else 0                     # where codes are counted from
     zeros = torch.full_like(low, middle - first)
     if not symmetric:
-        found = torch.round(kind.low - first - low / used).clamp(kind.low - first, kind.high - first)
-        zeros = torch.where(empty, zeros, found) if span == "full" else found
+        begin = low / (used.masked_fill(none, 0) if span == "full" else used)
+        found = torch.round(kind.low - first - begin).clamp(kind.low - first, kind.high - first)
+        zeros = torch.where(found.isnan(), zeros, found)         # of a block of zeros
     scaled = blocks / used
     if rounds == "quotient":
         scaled.round_()
@@ -55,16 +58,16 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
         shaped(stored, axes).contiguous()
 
 
-def _with_zero(low: Tensor, high: Tensor, empty: Tensor, symmetric: bool, span: str, steps: int) -> tuple[Tensor, Tensor]:
+def _with_zero(low: Tensor, high: Tensor, symmetric: bool, span: str, steps: int) -> tuple[Tensor, Tensor]:
     """A step of a range with zero in it, and the range's begin."""
+    empty = (low == 0) & (high == 0)
     low, high = low.clamp(max=0), high.clamp(min=0)
     if symmetric:
         high = torch.maximum(high, -low)
         low = -high if span == "full" else torch.where(low < 0, -high, low)
     if span == "found":
         low, high = torch.where(empty, -1.0, low), torch.where(empty, 1.0, high)
-    exact = (high - low) / steps
-    return torch.where(empty, torch.finfo(exact.dtype).eps, exact) if span == "full" else exact, low
+    return (high - low) / steps, low
 
 
 def scaled_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,9 +132,12 @@ class Format:
 
     def _shape(self, given: Sequence[int]) -> tuple[int, int]:
         try:
-            n, k = map(operator.index, given)
+            n, k = map(int, given)
+            whole = (n, k) == tuple(given)
         except (TypeError, ValueError):
-            raise FormatError(f"{self.name}: shape is (N, K), not {given!r}") from None
+            whole = False
+        if not whole:
+            raise FormatError(f"{self.name}: shape is (N, K), not {given!r}")
         return n, k
 
     def unfilled(self, packed: Match | PackedWeight) -> dict[str, Tensor]:
