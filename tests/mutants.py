@@ -104,8 +104,8 @@ EQUAL: dict[str, dict[str, str]] = {
         "torchao.qdata: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
     },
     "nvfp4_ct": {
-        NESTED.format("empty=0.125, precision=own", "empty=0.125"): OWN,
-        NESTED.format("empty=0.125, precision=own", "empty=0.125, precision=f32"): OWN,
+        NESTED.format("empty=0.125, precision=own, zeros=positive", "empty=0.125, zeros=positive"): OWN,
+        NESTED.format("empty=0.125, precision=own, zeros=positive", "empty=0.125, precision=f32, zeros=positive"): OWN,
         "compressed_tensors.weight_packed: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
     },
     "q2_k": {
