@@ -157,6 +157,16 @@ def test_a_negative_scale_counts_as_zero() -> None:
     assert (q2_k.dequantize(packed, torch.float32) - weight).abs().max() < 0.01
 
 
+def test_ranges_below_the_least_step_of_float16() -> None:
+    """compressed-tensors divides by a step of 0 before that becomes epsilon: infinite zero points are cut, NaN is the middle."""
+    weight = torch.zeros(3, 32, dtype=torch.float16)
+    weight[0, :2], weight[1, 0] = torch.tensor([-1e-6, 1e-6]), 1e-6
+    fields = int_group.unpack(int_group.quantize(weight, "pack_quantized", bits=8, group=32, span="full", rounds="sum"))
+    assert fields["s"].flatten().tolist() == [torch.finfo(torch.float16).eps] * 3
+    assert fields["z"].flatten().tolist() == [255, 128, 128]
+    assert fields["q"].unique(dim=1).flatten().tolist() == [255, 128, 128]
+
+
 def test_a_least_scale_whose_reciprocal_float16_has_not() -> None:
     """Scales by the reciprocal are not less than float16's largest allows, and none is 0."""
     weight = torch.tensor([[1e-5, 0.0], [0.5, 1.0]], dtype=torch.float16)
