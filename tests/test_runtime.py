@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -139,7 +140,7 @@ def test_wrap_says_what_is_wrong(change: dict[str, object], message: str) -> Non
         int_group.wrap(tensors, storage="gptq_v2", bits=4)
 
 
-@pytest.mark.parametrize("shape", [(64,), (64, 128, 1), (64.5, 128), [None, 128], "ab", 64])
+@pytest.mark.parametrize("shape", [(64,), (64, 128, 1), (64.5, 128), (math.inf, 3), [None, 128], "ab", 64])
 def test_a_shape_is_two_numbers(shape: object) -> None:
     with refused(r"int_group: shape is \(N, K\), not "):
         int_group.wrap(gptq(), shape=shape, storage="gptq_v2")
@@ -189,10 +190,31 @@ def test_an_index_that_nobody_filled_comes_into_a_layer(group: int) -> None:
     loaded.load_state_dict({**tensors, "g_idx": empty}, assign=True)
     placed = int_group.Linear(int_group.wrap(tensors, storage="gptq_v2"))
     placed.g_idx = torch.nn.Parameter(empty, requires_grad=False)
+    wanted = int_group.dequantize(int_group.wrap(tensors, storage="gptq_v2"))
     for layer in (loaded, placed):
-        assert same_bits(layer.dequantize(), int_group.dequantize(int_group.wrap(tensors, storage="gptq_v2")))
-        assert same_bits(layer.state_dict()["g_idx"], tensors["g_idx"])
+        assert same_bits(layer.dequantize(), wanted) and same_bits(copy.deepcopy(layer.to("cpu")).dequantize(), wanted)
+        assert same_bits(int_group.dequantize(int_group.convert(layer.packed, "gptq_v1")), wanted)
+    assert same_bits(loaded.state_dict()["g_idx"], tensors["g_idx"])
     assert bool((empty == group).all())
+
+
+def test_an_index_is_filled_in_place() -> None:
+    """Of a layer that was cast and used before, as loaders that hold its parameters do."""
+    fields = int_group.unpack(int_group.wrap(gptq(), storage="gptq_v2"))
+    shuffled = fields["g"][torch.randperm(128, generator=torch.Generator().manual_seed(0))]
+    packed = int_group.pack({**fields, "g": shuffled}, "gptq_v2", bits=4, group=32)
+    layer = int_group.Linear.empty((64, 128), "gptq_v2", device="cpu", optional=["g_idx"], bits=4, group=32)
+    held = dict(layer.named_parameters())
+    for tensor in held.values():
+        tensor.data.zero_()
+    layer.to("cpu")(torch.ones(1, 128))
+    for name, tensor in held.items():
+        tensor.data.copy_(packed.tensors[name])
+    assert same_bits(layer.dequantize(), int_group.dequantize(packed))
+    layer.g_idx = torch.nn.Parameter(torch.empty(0, dtype=torch.int32), requires_grad=False)
+    copy.deepcopy(layer.to("cpu"))
+    with refused(r"'g_idx' has become int32 \[0\]"):
+        layer.dequantize()
 
 
 def test_an_index_that_would_be_taken_for_missing_is_not_packed() -> None:

@@ -335,7 +335,7 @@ class _Finder:
         if denied:
             problems.append(self._disagreement(best, settings))
         uses = {own: tensors[use.name] for own, use in best.fit.tensors.items() if use.name in tensors}
-        problems += [] if denied else self._contradicted(best, uses, settings)
+        problems += [] if denied or problems else self._contradicted(best, uses, settings)
         if scheme.settings is None:
             problems = [f"its config leaves it as it is, by {scheme.by}"]
         problems += [f"{full}: {LOST}" for full in self._spilled(best, uses)]
@@ -454,7 +454,7 @@ class _Finder:
             if len(entry.shape) == 1 and not _rises(data):
                 return True, f"'{own}' is not in order"
         for own, word in _words(best).items() if source not in best.format.indices else ():
-            if not self._is_filled(uses[own], word):
+            if self.folder.entry(uses[own]).nbytes and not self._is_filled(uses[own], word):
                 return True, f"'{own}' is not {word:#010x} throughout"
         return False, ""
 

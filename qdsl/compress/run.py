@@ -114,9 +114,7 @@ def _plain(asked: dict[str, Any]) -> dict[str, Any]:
 def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
     if not todo:
         return
-    todo[0].path.parent.mkdir(exist_ok=True)
-    for path in todo[0].path.parent.glob(".qdsl-*.part"):        # of a process that was killed
-        path.unlink()
+    todo[0].path.parent.mkdir(exist_ok=True)                     # which goes with the stage, and all that a killed process left
     before = after = 0
     with tell(sum(each.size for each in todo)) as told, closing(results(pieces.encode, todo, min(jobs, len(todo)))) as sizes:
         for piece, size in zip(todo, sizes, strict=True):

@@ -61,7 +61,10 @@ def held(folder: Path, shared: bool = False) -> Iterator[None]:
         return
     import fcntl
 
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        raise RewriteError(f"{folder}: is gone, as where another process completed the work") from None
     try:
         try:
             fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -92,7 +95,7 @@ def was_ended(out: Path) -> bool:
     """Whether a process was killed when everything was in its place; then the rest of the stage is removed."""
     if not (out / GONE).exists():
         return False
-    shutil.rmtree(out / GONE)
+    shutil.rmtree(out / GONE, ignore_errors=True)                # another process may be at it, too
     return True
 
 

@@ -62,7 +62,7 @@ def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Ca
         files: dict[int, ExitStack] = {}
         left: dict[int, int] = {}
         said: list[dict[str, Any]] = [{} for _ in shards]
-        tasks = _tasks(shards, place, opened, files, left)
+        tasks = _tasks(shards, place, opened, files, left, said)
         most = sum(len(batches(shard.steps)) for shard in shards)
         for each in opened.enter_context(closing(results(done, tasks, min(jobs, most), start, given))):
             number = each.task.shard
@@ -71,29 +71,40 @@ def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Ca
             left[number] -= 1
             if not left[number]:
                 files[number].close()
-                stage.note(shards[number], place, said[number])
             tell(count, shards[number].name)
 
 
 def _tasks(shards: Sequence[Shard], place: Path, opened: ExitStack, files: dict[int, ExitStack], left: dict[int, int],
-           ) -> Iterator[Task]:
+           said: Sequence[Mapping[str, Any]]) -> Iterator[Task]:
     """The tasks of all shards; a shard's file is made before its first."""
     for number, shard in enumerate(shards):
-        folder = stage.room(place, shard)
-        folder.mkdir(parents=True, exist_ok=True)
         files[number] = opened.enter_context(ExitStack())
-        files[number].enter_context(stage.held(folder))
-        for path in folder.iterdir():                            # of a process that was killed
-            path.unlink()
-        file = files[number].enter_context(replacing(folder / folder.name))
-        file.write(shard.start)
-        _reserve(file, shard.size)
+        file = files[number].enter_context(_written(shard, place, said[number]))
+        if file is None:
+            continue
         parts = batches(shard.steps)
         left[number] = len(parts)
         if not parts:
             files[number].close()
-            stage.note(shard, place, {})
         yield from (Task(number, Path(file.name), part) for part in parts)
+
+
+@contextmanager
+def _written(shard: Shard, place: Path, said: Mapping[str, Any]) -> Iterator[BinaryIO | None]:
+    """A shard's file, which takes its place when the block ends, with its note; None where another process wrote it meanwhile."""
+    folder = stage.room(place, shard)
+    folder.mkdir(parents=True, exist_ok=True)
+    with stage.held(folder):
+        if stage.is_whole(shard, place.parent):
+            yield None
+            return
+        for path in folder.iterdir():                            # of a process that was killed
+            path.unlink()
+        with replacing(folder / folder.name) as file:
+            file.write(shard.start)
+            _reserve(file, shard.size)
+            yield file
+        stage.note(shard, place, said)
 
 
 def _reserve(file: BinaryIO, size: int) -> None:

@@ -134,7 +134,7 @@ class Format:
         try:
             n, k = map(int, given)
             whole = (n, k) == tuple(given)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             whole = False
         if not whole:
             raise FormatError(f"{self.name}: shape is (N, K), not {given!r}")
@@ -154,7 +154,7 @@ class Format:
         sizes, groups = self.sizes(packed.params, packed.shape), _groups(variant)
         several = (groups.extent(*packed.shape, sizes) or 0) > 1
         return {name: _in_order(tensor, groups.by(sizes)) for name, tensor in indices.items()
-                if several and int(tensor.max()) == int(tensor.min()) in (0, -1)}
+                if several and tensor.numel() and int(tensor.max()) == int(tensor.min()) in (0, -1)}
 
     def _spilled(self, match: Match) -> list[str]:
         """Tensors whose producer lost fields."""

@@ -148,15 +148,14 @@ class PackedModule(nn.Module):
     def _note(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors, of which is kept what they say once they are looked at.  Raises FormatError for those that do not fit.
 
-        In place of an index that nobody filled, which `wrap` takes for missing, columns are in order.
+        Without an index that nobody filled, as in `wrap`; it may be yet to be filled, and is looked at whenever it is used.
         """
-        for name, index in self.format.unfilled(self._packed.derive(held)).items():
-            self._parameters[self._names[name]] = nn.Parameter(index, requires_grad=False)
-        held = self._held()
-        found = self.format.checked(self._packed.derive(held))
+        unfilled = self.format.unfilled(self._packed.derive(held))
+        found = self.format.checked(self._packed.derive({**held, **unfilled}))
         self._packed.finite, self._packed.facts = found.finite, found.facts
-        _note(held, found.in_order)
-        return held
+        filled = {name: tensor for name, tensor in held.items() if name not in unfilled}
+        _note(filled, found.in_order)
+        return filled
 
 
 def _note(held: Mapping[str, Tensor], in_order: frozenset[str]) -> None:
