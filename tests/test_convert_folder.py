@@ -27,7 +27,7 @@ from qdsl.convert import plan, run
 from qdsl.convert.run import merge
 from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int8_tensor, int_group
 from qdsl.quantize.quality import Sums, measured
-from qdsl.rewrite import RewriteError, stage
+from qdsl.rewrite import RewriteError, stage, work
 from qdsl.rewrite.shards import share
 from qdsl.runtime import PackedWeight
 from tests.support import folders
@@ -823,7 +823,12 @@ def test_two_processes_do_not_write_one_shard(sharded: Path, tmp_path: Path) -> 
         with pytest.raises(RewriteError, match=rf"{out / stage.STAGE}: another process is writing here"):
             merge(out)
     assert not (out / INDEX).exists()
+    before = [stage.place(shard, out).stat() for shard in planned.shards]
+    work.write(planned.shards, out / stage.STAGE, 1, lambda done, name: None)                # planned before the other was done
+    assert [stage.place(shard, out).stat() for shard in planned.shards] == before
     assert merge(out)["shards_written"] == 0
+    with pytest.raises(RewriteError, match="is gone, as where another process completed the work"), stage.held(out / stage.STAGE):
+        pass
     assert folders.files(out) == folders.files(tmp_path / "one")
 
 

@@ -365,6 +365,17 @@ def test_settings_that_follow_from_tensors(tmp_path: Path, name: str, config: di
     assert layer.problems == ((f"config.json: quantization_config says {says}",) if says else ())
 
 
+@pytest.mark.parametrize(("zero", "rows", "says"), [
+    (0x88888888, 64, ""), (0x77777777, 64, "but its words are those of int_group.gptq_v1"),
+    (0x66666666, 64, "sym = True, but 'qzeros' is not 0x88888888 throughout"), (0, 0, "")])
+def test_zero_points_of_symmetric_codes(tmp_path: Path, zero: int, rows: int, says: str) -> None:
+    """A config that says v2 of tensors of v1 is wrong about that alone; of no tensors nothing is said."""
+    tensors = int_group.quantize(torch.zeros(rows, 128), "gptq_v2", bits=4, group=32).tensors
+    words = torch.full(tensors["qzeros"].shape, zero, dtype=torch.int64).to(torch.int32)
+    found = one(read(checkpoints.folder(tmp_path, {UP: {**tensors, "qzeros": words}}, gptq(**ORDERED, sym=True)))).problems
+    assert len(found) == bool(says) and says in "".join(found)
+
+
 @pytest.mark.parametrize(("group", "bits", "says"), [
     (16, 4, []), (None, None, []), (32, 4, ["group_size = 32, but the tensors fit nvfp4_ct of 16"]),
     (16, 8, ["num_bits = 8, but the tensors fit nvfp4_ct of 4"]),
