@@ -80,12 +80,11 @@ def _tasks(shards: Sequence[Shard], place: Path, opened: ExitStack, files: dict[
     for number, shard in enumerate(shards):
         files[number] = opened.enter_context(ExitStack())
         file = files[number].enter_context(_written(shard, place, said[number]))
-        if file is None:
-            continue
-        parts = batches(shard.steps)
+        parts = batches(shard.steps) if file is not None else []
         left[number] = len(parts)
-        if not parts:
+        if file is None or not parts:
             files[number].close()
+            continue
         yield from (Task(number, Path(file.name), part) for part in parts)
 
 
