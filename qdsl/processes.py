@@ -72,6 +72,13 @@ def affordable(nbytes: int) -> int:
     return max(1, min(processors(), _memory() // max(1, nbytes)))
 
 
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory, mapped files included; 0 where the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
 def _memory() -> int:
     """Bytes that are free, or that this container may have if those are fewer; without end where nothing says it."""
     found = [1 << 62]

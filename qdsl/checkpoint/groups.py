@@ -114,7 +114,10 @@ def _splits(folder: Folder, name: str, count: int) -> list[int]:
     entry = folder.entry(name)
     if entry.dtype != "I64" or len(entry.shape) != 1:
         raise CheckpointError(f"{shown(name)} is {_text(entry)}; the format needs I64 [weights - 1]")
-    found = list(struct.unpack(f"<{entry.shape[0]}q", folder.file(name).start(name, entry.nbytes)))
+    data = folder.file(name).start(name, entry.nbytes)
+    if len(data) < entry.nbytes:
+        raise CheckpointError(f"{shown(name)} is known by its header alone, and its numbers say where weights begin")
+    found = list(struct.unpack(f"<{entry.shape[0]}q", data))
     if any(stop < start for start, stop in zip([0, *found], [*found, count], strict=True)):
         raise CheckpointError(f"{shown(name)} does not rise from 0 to {count}")
     return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -34,6 +35,35 @@ def weights(folder: Folder, layer: Layer) -> list[PackedWeight]:
     return [_wrapped(folder, layer, each) for each in tensors(folder, layer)]
 
 
+def stacked(folder: Folder, layer: Layer) -> PackedWeight:
+    """A layer's weight; of a stack of experts one of E * N rows, expert after expert, without copying where files lie so.
+
+    Raises CheckpointError where tensors do not fit together, FormatError where experts do not make one weight.
+    """
+    from qdsl.runtime.packed import FormatError
+
+    if layer.experts is None:
+        return weights(folder, layer)[0]
+    n, k = layer.shape
+    if not layer.turned and all(axis.dim in ("N", "N*K") for stored in _layout(layer).values() for axis in stored.axes[:1]):
+        whole = {name: _read(folder, layer, name) for name in layer.tensors} | _numbers(layer)
+        with suppress(FormatError):
+            weight: PackedWeight = module_of(layer).wrap(whole, (layer.experts * n, k), layer.storage, **layer.params)
+            if n % weight.step("N") == 0:
+                return weight
+    return joined(layer, weights(folder, layer))
+
+
+def joined(layer: Layer, experts: Sequence[PackedWeight]) -> PackedWeight:
+    """One weight of E * N rows.  Raises FormatError where experts do not make one."""
+    from qdsl.runtime.packed import FormatError, PackedWeight
+
+    try:
+        return PackedWeight.join(experts, "N")
+    except FormatError as error:
+        raise FormatError(f"the {len(experts)} experts of {shown(layer.name)} are no single weight: {error}") from None
+
+
 def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
     """The same of tensors that were not looked at, but for indices, though they have their shapes: `checked` of the format looks
     at them.
@@ -52,14 +82,18 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
 
 def tensors(folder: Folder, layer: Layer) -> list[dict[str, Tensor]]:
     """A layer's tensors, named as in its storage, for each of its experts."""
-    import torch
-
-    whole = {name: _read(folder, layer, name) for name in layer.tensors}
-    numbers = {name: torch.tensor(number, dtype=torch.float32) for name, number in layer.numbers.items()}
+    whole, numbers = {name: _read(folder, layer, name) for name in layer.tensors}, _numbers(layer)
     if layer.turned:
         whole = {name: tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for name, tensor in whole.items()}
     return [{name: _of_one(tensor, layer.experts, expert) for name, tensor in whole.items()} | numbers
             for expert in range(1 if layer.experts is None else layer.experts)]
+
+
+def _numbers(layer: Layer) -> dict[str, Tensor]:
+    """The tensors of one number that JSON next to a layer states."""
+    import torch
+
+    return {name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in layer.numbers.items()}
 
 
 def _of_one(tensor: Tensor, experts: int | None, expert: int) -> Tensor:

@@ -112,20 +112,24 @@ class _Candidate:
         return f"{self.format.name}.{self.fit.storage}" + "".join(f" {key}={value}" for key, value in self.fit.params.items())
 
 
-def layers(folder: Folder, formats: Sequence[Description] | None = None) -> Layers:
+def layers(folder: Folder, formats: Sequence[Description] | None = None, shapes: Mapping[str, Sequence[int]] | None = None,
+           ) -> Layers:
     """The layers of a folder, by the formats that ship or those given.
 
+    shapes: (N, K), or (E, N, K) of experts, by the names of modules; used where tensors and settings do not say it themselves.
     Raises CheckpointError where a file that says settings is none.  What is wrong with a layer is in it.
     """
     known = [each for each in (descriptions() if formats is None else formats)
              if not {"safetensors", "parts"} & each.detect.keys()]                       # plain floats, and groups (groups.py)
     found = quantizations(folder)
-    return _Finder(folder, known, found).layers()
+    return _Finder(folder, known, found, shapes or {}).layers()
 
 
 class _Finder:
-    def __init__(self, folder: Folder, formats: Sequence[Description], found: Sequence[Quantization]) -> None:
+    def __init__(self, folder: Folder, formats: Sequence[Description], found: Sequence[Quantization],
+                 shapes: Mapping[str, Sequence[int]]) -> None:
         self.folder = folder
+        self.shapes = shapes
         self.formats = formats
         self.found = list(found)
         self.says = found[0] if found else None
@@ -156,10 +160,17 @@ class _Finder:
 
     def _layer(self, name: str, tensors: Mapping[str, str], turned: bool = False) -> Layer | None:
         """The module as a layer; None where it holds plain tensors alone.  turned: its tensors are [E, K, N]."""
+        layer = self._layer_of(name, tensors, turned, ())
+        if layer is not None and layer.why and name in self.shapes:
+            layer = self._layer_of(name, tensors, turned, tuple(self.shapes[name])) or layer
+        return layer
+
+    def _layer_of(self, name: str, tensors: Mapping[str, str], turned: bool, shape: tuple[int, ...]) -> Layer | None:
+        """The same, by a shape that the caller knows; () for none."""
         there = {leaf: full for leaf, full in tensors.items() if full not in self.folder.missing}
         try:
             stated = self.stated.settings(name, there)
-            candidates = self._candidates(there, stated, turned)
+            candidates = self._candidates(there, stated, turned, shape)
         except CheckpointError as error:                         # what should be JSON is none
             return Layer(name, others=there, why=str(error))
         if candidates is None:
@@ -245,7 +256,7 @@ class _Finder:
 
     # -- what fits ----------------------------------------------------------------------------------------------------
 
-    def _candidates(self, tensors: Mapping[str, str], stated: Mapping[str, Any] | None, turned: bool,
+    def _candidates(self, tensors: Mapping[str, str], stated: Mapping[str, Any] | None, turned: bool, shape: tuple[int, ...],
                     ) -> list[_Candidate] | Misfit | None:
         """Every way to read a module's tensors, or why there is none; None where they are plain."""
         given = self._given(tensors)
@@ -258,9 +269,9 @@ class _Finder:
         given |= {leaf: replace(given[leaf], values=tuple(content)) for leaf, content in contents.items()
                   if isinstance(content, list)}
         key = (*sorted(given.items(), key=lambda item: item[0]),
-               *((leaf, repr(_without_numbers(content))) for leaf, content in contents.items()), repr(stated))
+               *((leaf, repr(_without_numbers(content))) for leaf, content in contents.items()), repr(stated), shape)
         if key not in self.fitting:
-            self.fitting[key] = self._ways(given, contents, stated) or self._nearest(given, contents, stated)
+            self.fitting[key] = self._ways(given, contents, stated, shape) or self._nearest(given, contents, stated, shape)
         return self.fitting[key]
 
     def _contents(self, tensors: Mapping[str, str]) -> dict[str, Any]:
@@ -269,6 +280,8 @@ class _Finder:
         for leaf, full in tensors.items():
             if leaf in self.saying:
                 data, dtype = self.folder.file(full).start(full, SMALL), self.folder.entry(full).dtype
+                if not data:                                     # known by its header alone
+                    continue
                 if isinstance(self.saying[leaf], Mapping):
                     where = f"{self.folder.file(full).path}: tensor {shown(full)}"
                     found[leaf] = strict_json(data, where, depth=8)
@@ -284,20 +297,21 @@ class _Finder:
         return {leaf: Given(torch_name(entry.dtype), entry.shape) for leaf, entry in entries.items()}
 
     def _ways(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
-              ) -> list[_Candidate]:
+              shape: tuple[int, ...]) -> list[_Candidate]:
         """All formats' ways, or those that a tensor of settings or a header speaks of."""
         found: list[_Candidate] = []
         for format in self.formats:
             with suppress(Misfit):
-                found += _ways(format, given, contents, stated)
+                found += _ways(format, given, contents, stated, shape)
         return [each for each in found if contents.keys() & each.format.detect.get("tensors", {}).keys()] or found
 
-    def _nearest(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None) -> Misfit:
+    def _nearest(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
+                 shape: tuple[int, ...] = ()) -> Misfit:
         """Why tensors are of no format, by the one that they come nearest to."""
         misses: list[tuple[bool, int, int, Misfit]] = []
         for format in self.formats:
             try:
-                _ways(format, given, contents, stated)
+                _ways(format, given, contents, stated, shape)
             except Misfit as miss:
                 rules = format.detect.get("tensors", {})
                 told = bool(contents) and contents.keys() <= rules.keys() and from_tensors(format, contents) is not None
@@ -454,7 +468,7 @@ class _Finder:
             if len(entry.shape) == 1 and not _rises(data):
                 return True, f"'{own}' is not in order"
         for own, word in _words(best).items() if source not in best.format.indices else ():
-            if self.folder.entry(uses[own]).nbytes and not self._is_filled(uses[own], word):
+            if self.folder.file(uses[own]).start(uses[own], 1) and not self._is_filled(uses[own], word):
                 return True, f"'{own}' is not {word:#010x} throughout"
         return False, ""
 
@@ -470,9 +484,14 @@ def _words(candidate: _Candidate) -> dict[str, int]:
 
 
 def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
-          ) -> list[_Candidate]:
-    """Every way to read tensors as a format's, with what is stated of them alone.  Raises Misfit."""
+          known: tuple[int, ...]) -> list[_Candidate]:
+    """Every way to read tensors as a format's, with what is stated of them alone.  Raises Misfit.
+
+    known: the shape that a caller gives, () for none.
+    """
     shape, experts, params, numbers = _told(format, contents)
+    if shape is None and len(known) in (2, 3):
+        shape, experts = (known[-2], known[-1]), known[0] if len(known) == 3 else None
     given = {**dict.fromkeys(numbers, Given("float32", ())), **given}
     if any(isinstance(content, Mapping) for content in contents.values()):
         given = {leaf: _as_bytes(tensor) if leaf in format.in_bytes else tensor for leaf, tensor in given.items()}

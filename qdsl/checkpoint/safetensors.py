@@ -55,6 +55,18 @@ def torch_name(dtype: str) -> str:
     return _DTYPES[dtype][1] or dtype
 
 
+def dtype_of(name: str) -> str:
+    """The safetensors dtype of a name that torch or safetensors has for it: 'torch.bfloat16', 'bfloat16' and 'BF16' are one.
+
+    Raises CheckpointError for an unknown name.
+    """
+    short = name.removeprefix("torch.")
+    for dtype, (_, torch_dtype) in _DTYPES.items():
+        if short in (dtype, torch_dtype):
+            return dtype
+    raise CheckpointError(f"unknown dtype {shown(name)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a file: dtype as safetensors calls it, and its bytes [start, stop) from the start of the file."""

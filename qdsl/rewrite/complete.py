@@ -40,7 +40,7 @@ def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], sa
     stage.write(out / stage.STAGE / stage.MARK, {})
     others = out / stage.STAGE / stage.OTHERS
     notes = _copy_others(source, read, others, said)
-    for path in _files(others):
+    for path in regular_files(others):
         last = out / path.relative_to(others)
         last.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, last)
@@ -58,7 +58,7 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, said: Mapping[
     shutil.rmtree(out, ignore_errors=True)                       # of a process that was killed
     out.mkdir()
     left = []
-    for path in _files(source) if source.is_dir() else ():
+    for path in regular_files(source) if source.is_dir() else ():
         short = path.relative_to(source)
         if path.name.endswith((*WEIGHTS, *INDICES)):
             left += [] if path in read or str(short) in said else [str(short)]
@@ -73,10 +73,10 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, said: Mapping[
     return [f"{name} holds other weights, and was not copied" for name in sorted(left)]
 
 
-def _files(root: Path) -> Iterator[Path]:
+def regular_files(root: Path) -> Iterator[Path]:
     """The regular files of a folder, and of those in it that are not hidden, such as .git."""
     for path in sorted(root.iterdir()):
         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-            yield from _files(path)
+            yield from regular_files(path)
         elif path.is_file():
             yield path

@@ -1,0 +1,228 @@
+"""A checkpoint opened: its layers, its weights one at a time, and a report of what is in it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdsl.checkpoint import components
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.groups import Group
+from qdsl.checkpoint.headers import Headers
+from qdsl.checkpoint.layers import Layer
+from qdsl.checkpoint.safetensors import CheckpointError, shown
+from qdsl.checkpoint.sources import FolderSource, GgufSource, Shapes, Source
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from qdsl.runtime.packed import PackedWeight
+
+SHOWN = 20                                                       # problems that a report prints
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """What a checkpoint holds.
+
+    packed: by 'format.storage parameters', how many layers, weights and bytes.  groups: weights that are coded together, by
+    the name of their group.  plain: tensors of plain numbers and their bytes.  unrecognised: layers, and why.
+    """
+
+    path: Path
+    packed: Mapping[str, tuple[int, int, int]]
+    groups: Mapping[str, Sequence[str]]
+    plain: Mapping[str, int]
+    unrecognised: Mapping[str, str]
+    problems: Sequence[str] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, _, nbytes in self.packed.values()) + sum(self.plain.values())
+
+    def __str__(self) -> str:
+        lines = [str(self.path), *(f"  {count} layers {label}: {weights} weights in {nbytes} bytes"
+                                   for label, (count, weights, nbytes) in self.packed.items())]
+        lines += [f"  {len(self.groups)} groups of {sum(map(len, self.groups.values()))} weights"] if self.groups else []
+        lines += [f"  {len(self.plain)} plain tensors in {sum(self.plain.values())} bytes"] if self.plain else []
+        wrong = [*(f"{name}: {why}" for name, why in self.unrecognised.items()), *self.problems]
+        lines += [f"  {each}" for each in wrong[:SHOWN]]
+        return "\n".join([*lines, *([f"  and {len(wrong) - SHOWN} problems more"] if len(wrong) > SHOWN else [])])
+
+
+class Checkpoint:
+    """A checkpoint's weights by name, read when they are asked for: `with qdsl.open(path) as checkpoint`.
+
+    Layers are called as their modules, 'model.layers.0.mlp.up_proj', and plain tensors by their whole names.  In a pipeline of
+    several models each name begins with the folder of its model, 'transformer/'.  What was read stays valid after `close`.
+    """
+
+    def __init__(self, path: Path, sources: Mapping[str, Source]) -> None:
+        self.path = path
+        self._sources = dict(sources)                            # by the prefix of their names
+        self._decoded: tuple[str, dict[str, Tensor]] = ("", {})  # the group that was decoded last
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all files; tensors that were read stay valid."""
+        for source in self._sources.values():
+            source.close()
+
+    @property
+    def components(self) -> list[str]:
+        """The folders of a pipeline's models; none where the checkpoint is one model."""
+        return [prefix.removesuffix("/") for prefix in self._sources if prefix]
+
+    def component(self, name: str) -> Checkpoint:
+        """One model of a pipeline.  Raises CheckpointError for a name that it does not have."""
+        if f"{name}/" not in self._sources:
+            raise CheckpointError(f"{self.path}: no model {shown(name)}; there are {', '.join(self.components) or 'none'}")
+        return Checkpoint(self.path / name, {"": self._sources[f"{name}/"]})
+
+    @property
+    def source(self) -> Source:
+        """Where the weights of a single model come from.  Raises CheckpointError for a pipeline of several."""
+        if list(self._sources) != [""]:
+            raise CheckpointError(f"{self.path}: a pipeline of {', '.join(self.components)}; choose one of these folders")
+        return self._sources[""]
+
+    def use_shapes(self, shapes: Shapes) -> None:
+        """Read the layers of a single model that do not state their shapes by these.  Raises CheckpointError for a pipeline."""
+        self.source.use_shapes(shapes)
+        self.__dict__.pop("layers", None)
+
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        """The layers that are packed, by name; those that no format reads too, with the reason in `why`."""
+        return {prefix + name: layer for prefix, source in self._sources.items() for name, layer in source.layers.items()}
+
+    @cached_property
+    def plain(self) -> list[str]:
+        """The names of the tensors of plain numbers."""
+        return [prefix + name for prefix, source in self._sources.items() for name in source.plain]
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """The groups of weights that are coded together, as DFloat11's, by name."""
+        return {prefix + group.name: group for prefix, source in self._sources.items() for group in source.groups}
+
+    def layer(self, name: str) -> Layer:
+        """A packed layer, by the name of its module or of its weight.  Raises CheckpointError for an unknown name."""
+        for key in (name, name.removesuffix(".weight")):
+            if key in self.layers:
+                return self.layers[key]
+        raise CheckpointError(f"{self.path}: no packed layer {shown(name)}{self._nearby(name)}")
+
+    def weight(self, name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+               expert: int | None = None) -> PackedWeight | Tensor:
+        """A weight as the checkpoint stores it: a PackedWeight, or a plain tensor; dtype: its numbers [N, K] in that dtype.
+
+        On a CPU it is mapped, not copied.  Experts of a stack are one PackedWeight of E * N rows; expert: that one alone.
+        A weight of a DF11 group is decoded, and flat where no shape is known.  Raises CheckpointError, and FormatError where
+        experts do not make one weight.
+        """
+        weight: Any = self._stored(name, expert)
+        if device is not None:
+            weight = weight.to(device)
+        if dtype is None:
+            stored: PackedWeight | Tensor = weight
+            return stored
+        dense: Tensor = weight.format.dequantize(weight, dtype) if hasattr(weight, "format") else weight.to(dtype)
+        return dense
+
+    def weights(self, device: torch.device | str | None = None) -> Iterator[tuple[str, PackedWeight | Tensor]]:
+        """All weights and plain tensors with their names, one at a time.  Raises as `weight` does."""
+        names = [*self.layers, *(part for group in self.groups.values() for part in self._parts(group)), *self.plain]
+        for name in names:
+            yield name, self.weight(name, device)
+
+    def report(self) -> CheckpointReport:
+        """What is packed and how, what is plain, and what is wrong."""
+        packed: dict[str, Counter[str]] = {}
+        for source in self._sources.values():
+            for layer in source.layers.values():
+                if not layer.why:
+                    params = (f"{key}={value}" for key, value in layer.params.items())
+                    packed.setdefault(" ".join([f"{layer.format}.{layer.storage}", *params]), Counter()).update(
+                        layers=1, weights=math.prod(layer.shape) * (layer.experts or 1),
+                        nbytes=sum(map(source.nbytes, layer.tensors.values())))
+            for group in source.groups:
+                packed.setdefault(f"{group.format} in groups", Counter()).update(
+                    layers=len(group.parts), weights=group.numbers, nbytes=sum(map(source.nbytes, group.tensors.values())))
+        return CheckpointReport(
+            self.path, {label: (each["layers"], each["weights"], each["nbytes"]) for label, each in packed.items()},
+            {name: list(group.parts) for name, group in self.groups.items()},
+            {prefix + name: source.nbytes(name) for prefix, source in self._sources.items() for name in source.plain},
+            {name: layer.why for name, layer in self.layers.items() if layer.why},
+            [f"{prefix}{problem}" for prefix, source in self._sources.items() for problem in (
+                *source.problems, *(f"{layer.name}: {each}" for layer in source.layers.values() for each in layer.problems),
+                *(f"{group.name}: {each}" for group in source.groups for each in group.problems))])
+
+    def _stored(self, name: str, expert: int | None) -> Any:
+        for prefix, source in self._sources.items():
+            own = name.removeprefix(prefix)
+            if not name.startswith(prefix):
+                continue
+            for key in (own, own.removesuffix(".weight")):
+                if key in source.layers:
+                    layer = source.layers[key]
+                    return source.stacked(layer) if expert is None else source.weights(layer)[expert]
+            for group in source.groups:
+                if own in group.parts:
+                    if self._decoded[0] != prefix + group.name:
+                        self._decoded = prefix + group.name, source.decoded(group)
+                    return self._decoded[1][own]
+            if own in source.plain:
+                return source.tensor(own)
+        raise CheckpointError(f"{self.path}: no weight {shown(name)}{self._nearby(name)}")
+
+    def _parts(self, group: Group) -> Iterator[str]:
+        prefix = next(prefix for prefix, source in self._sources.items() if group in source.groups)
+        return (prefix + part for part in group.parts)
+
+    def _nearby(self, name: str) -> str:
+        """Names that end alike, which a wrong prefix hides, for a message."""
+        leaf = name.removesuffix(".weight").rpartition(".")[2]
+        alike = [each for each in (*self.layers, *self.plain) if leaf in each.removesuffix(".weight").split(".")]
+        return f"; there is {', '.join(map(shown, alike[:3]))}" if alike else ""
+
+
+def open_checkpoint(path: Path, shapes: Shapes | None = None) -> Checkpoint:
+    """A checkpoint at a path: a folder of safetensors, a pipeline of such folders, a .safetensors file, or a GGUF file.
+
+    Raises CheckpointError for anything that is wrong in the files, OSError where they cannot be read.
+    """
+    if path.suffix == ".gguf":
+        return Checkpoint(path, {"": GgufSource(path)})
+    names = components.names(path)
+    ggufs = sorted(path.glob("*.gguf")) if path.is_dir() and names == [""] and not any(path.glob("*.safetensors")) else []
+    if len(ggufs) == 1 or (ggufs and "-00001-of-" in ggufs[0].name):
+        return Checkpoint(path, {"": GgufSource(ggufs[0])})
+    sources: dict[str, Source] = {}
+    try:
+        for name in names:
+            sources[f"{name}/" if name else ""] = FolderSource(Folder(path / name if name else path), shapes)
+    except Exception:
+        for source in sources.values():
+            source.close()
+        raise
+    return Checkpoint(path, sources)
+
+
+def open_headers(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
+                 metadata: Mapping[str, str] | None = None, config: Mapping[str, Any] | None = None,
+                 weight_shapes: Shapes | None = None) -> Checkpoint:
+    """A checkpoint known by headers alone; its weights are on meta."""
+    folder = Headers(names, dtypes, shapes, metadata, config)
+    return Checkpoint(folder.path, {"": FolderSource(folder, weight_shapes)})
