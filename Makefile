@@ -14,7 +14,7 @@ test: .venv/ready            ## all tests; without a GPU kernels run in Triton's
 test-all: .venv/ready        ## the same, the dearest over every format too
 	QDSL_TEST_ALL=1 $(BIN)/python -m pytest
 
-live: .venv-live/ready       ## beside compressed-tensors, transformers, bitsandbytes and torchao, in an environment of their own
+live: .venv-live/ready       ## beside compressed-tensors, transformers, diffusers, bitsandbytes, torchao, in an environment of their own
 	.venv-live/bin/python -m pytest tests/test_compressed_tensors.py tests/test_transformers.py tests/test_bitsandbytes.py \
 		tests/test_torchao_live.py
 

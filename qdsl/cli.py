@@ -460,6 +460,8 @@ def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensor
              threads: Annotated[int | None, typer.Option("--threads-per-block", help="df11: a power of two; by default 512, 256 "
                                                          "for GPUs with little shared memory.")] = None,
              by_group: Annotated[bool, typer.Option("--file-per-group", help="df11: a file for each group.")] = False,
+             plain_config: Annotated[bool, typer.Option("--plain-config", help="df11: the dfloat11 package's config.json, to be "
+                                     "loaded with that package.")] = False,
              as_json: Json = False) -> None:
     """Write a checkpoint with its bfloat16 matrices in fewer bits, without loss, and all else as it was.
 
@@ -476,15 +478,15 @@ def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensor
     part = None if shard is None else _part(shard)
     if format not in FORMATS:
         _fail(f"error: no '{format}': expected one of {', '.join(FORMATS)}", 2)
-    if format != "df11" and (patterns is not None or threads is not None or by_group):
-        _fail("error: --patterns, --threads-per-block and --file-per-group are of df11", 2)
+    if format != "df11" and (patterns is not None or threads is not None or by_group or plain_config):
+        _fail("error: --patterns, --threads-per-block, --file-per-group and --plain-config are of df11", 2)
     if threads is not None and threads not in [1 << power for power in range(3, 11)]:
         _fail(f"error: --threads-per-block is a power of two from 8 to 1024, not {threads}", 2)
     if part is not None and check:
         _fail("error: --check reads whole files, which --shard does not write: give it to the call that completes them", 2)
     with _reported(), _ended_by_exit():
         aim = Aim(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
-                  tuple(component or ()))
+                  tuple(component or ()), plain_config)
         found = run.compress(folder, aim, out, jobs=jobs, part=part, check=check, tell=partial(progress, unit="B"))
     _compressed(found, as_json, "" if part is None else f"part {shard} of ")
 

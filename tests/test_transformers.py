@@ -6,6 +6,10 @@ Needs transformers and compressed-tensors, in versions that few others want: wit
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,14 @@ import pytest
 import torch
 
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.guard import SENTENCE, guarded, unguarded
 from qdsl.checkpoint.ignored import Rule
 from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import write
+from qdsl.compress import run as compressing
+from qdsl.compress.units import FORMATS
+from qdsl.compress.units import Aim as Compression
 from qdsl.convert import run
 from qdsl.convert.plan import Aim, aimed
 from qdsl.generated import fp8_block, fp8_channel, int8_channel, int_group, ocp_mxfp4
@@ -193,3 +201,109 @@ def test_a_list_leaves_alone_what_transformers_does(word: str) -> None:
     for name in ("lm_head", "model.lm_head", "model", "model.layers.1", "model.layers.1.mlp.gate", "layers.1.x", "mlp.gate", "",
                  "model.layers.11.mlp.gate_proj", "model.layers.11.mlp.gate.proj", "model.layers.1.self_attn.q_proj"):
         assert Rule("transformers", word).matches(name) is not should_convert_module(name, [word]), name
+
+
+# Loaders without qdsl
+
+# Prints, for every class, path and options, the error of from_pretrained, or 'loaded'.
+LOADER = """
+import importlib, json, sys
+
+sys.modules["qdsl"] = None                                       # whose import is an error
+outcomes = []
+for library, name, path, options in json.loads(sys.argv[1]):
+    try:
+        getattr(importlib.import_module(library), name).from_pretrained(path, **options)
+        outcomes.append("loaded")
+    except Exception as error:
+        outcomes.append(f"{type(error).__name__}: {error}")
+print(json.dumps(outcomes))
+"""
+ALONE = dict.fromkeys(("transformer", "vae", "tokenizer", "scheduler"))       # components that a pipeline is to do without
+REFUSED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    **{f"causal {name}": ("transformers", "AutoModelForCausalLM", name, {}) for name in (*FORMATS, "xpu_int4pack")},
+    **{f"base {name}": ("transformers", "AutoModel", name, {}) for name in (*FORMATS, "xpu_int4pack")},
+    "a class of the model": ("transformers", "Qwen3ForCausalLM", "df11", {}),
+    "vision and text": ("transformers", "AutoModelForImageTextToText", "gemma3", {}),
+    "text alone": ("transformers", "Gemma3ForCausalLM", "gemma3", {}),
+    "text alone, base": ("transformers", "Gemma3TextModel", "gemma3", {}),
+    "vision alone": ("transformers", "SiglipVisionModel", "gemma3", {}),
+    "text encoder": ("transformers", "Qwen3Model", "pipeline", {"subfolder": "text_encoder"}),
+    "text encoder of df11": ("transformers", "AutoModel", "pipeline df11", {"subfolder": "text_encoder"}),
+    **({"pipeline": ("diffusers", "DiffusionPipeline", "pipeline", ALONE)} if find_spec("diffusers") else {}),
+}
+LOADED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "before": ("transformers", "AutoModelForCausalLM", "qwen3", {}),
+    "text alone, before": ("transformers", "Gemma3ForCausalLM", "gemma3 before", {}),
+    "hlane, without the guard": ("transformers", "AutoModelForCausalLM", "hlane unguarded", {}),
+    "df11, without the guard": ("transformers", "AutoModelForCausalLM", "df11 unguarded", {}),
+}
+
+
+def gemma3() -> Any:
+    """A model of text and images with a layer for either."""
+    text = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 32,
+            "num_attention_heads": 2, "num_key_value_heads": 1}
+    vision = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+              "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90,
+                                       boi_token_index=91, eoi_token_index=92)
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def outcomes(root: Path, loads: dict[str, tuple[str, str, str, dict[str, Any]]]) -> dict[str, str]:
+    """The errors of loaders in a process of their own, where qdsl cannot be imported."""
+    arguments = [(library, name, str(root / path), options) for library, name, path, options in loads.values()]
+    process = subprocess.run([sys.executable, "-c", LOADER, json.dumps(arguments)], cwd=root, check=True, stdout=subprocess.PIPE)
+    return dict(zip(loads, json.loads(process.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def without_qdsl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The outcome of every case of REFUSED and LOADED."""
+    root = tmp_path_factory.mktemp("without")
+    tiny().bfloat16().save_pretrained(root / "qwen3")
+    for name in FORMATS:
+        compressing.compress(root / "qwen3", Compression(name), root / name)
+    for name in ("hlane", "df11"):
+        shutil.copytree(root / name, root / f"{name} unguarded")
+        config = json.loads((root / name / "config.json").read_text())
+        (root / f"{name} unguarded" / "config.json").write_text(json.dumps(unguarded(config)))
+    (root / "gptq").mkdir()
+    quantized(root / "gptq", int_group, {"storage": "gptq_v2", "bits": 4, "group": 32, "symmetric": True}, folders.GPTQ)
+    with Folder(root / "gptq") as folder:
+        run.convert(folder, layers(folder), aimed("xpu_int4pack"), root / "xpu_int4pack")
+    gemma3().bfloat16().save_pretrained(root / "gemma3 before")
+    compressing.compress(root / "gemma3 before", Compression("hlane"), root / "gemma3")
+    shutil.copytree(root / "qwen3", root / "plain" / "text_encoder")
+    components = {key: [None, None] for key in ALONE} | {"text_encoder": ["transformers", "Qwen3Model"]}
+    (root / "plain" / "model_index.json").write_text(json.dumps({"_class_name": "ZImagePipeline", **components}))
+    compressing.compress(root / "plain", Compression("hlane"), root / "pipeline")
+    compressing.compress(root / "plain", Compression("df11"), root / "pipeline df11")
+    return outcomes(root, REFUSED | LOADED)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_loader_without_qdsl_names_the_package(case: str, without_qdsl: dict[str, str]) -> None:
+    assert without_qdsl[case].startswith("ValueError: ") and without_qdsl[case].endswith(f" {SENTENCE}")
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_the_guard_alone_stops_a_loader(case: str, without_qdsl: dict[str, str]) -> None:
+    """The models themselves load; and so, with random weights, does a compressed one without a guard."""
+    assert without_qdsl[case] == "loaded"
+
+
+def test_diffusers_refuses_the_settings_and_ignores_the_guard(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
+                                             joint_attention_dim=64, pooled_projection_dim=64, axes_dims_rope=(8, 12, 12))
+    model.bfloat16().save_pretrained(tmp_path / "model")
+    before = json.loads((tmp_path / "model" / "config.json").read_text())
+    for format in FORMATS:
+        compressing.compress(tmp_path / "model", Compression(format), tmp_path / format)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(guarded(before)))
+    name = "FluxTransformer2DModel"
+    texts = outcomes(tmp_path, {path: ("diffusers", name, path, {}) for path in ("model", *FORMATS)})
+    assert texts.pop("model") == "loaded"
+    assert all(text.startswith("ValueError: Unknown quantization type, got qdsl") for text in texts.values()), texts

@@ -42,9 +42,9 @@ class Reading:
 
 
 def own_rule(format: Description, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The rule for settings that `qdsl convert` writes where no producer has words for a storage, which they name."""
+    """The rule for settings that qdsl writes where no producer has words for a storage; what they do not state is left open."""
     params = {name: name for name in format.params if name in settings}
-    return {"quant_method": OWN, "format": format.name, "storage": str(settings.get("storage", "")), **params}
+    return {"quant_method": OWN, "format": [format.name, "null"], "storage": str(settings.get("storage", "")), **params}
 
 
 def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any], stacks: bool = False) -> Iterator[Reading]:

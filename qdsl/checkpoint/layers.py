@@ -133,6 +133,7 @@ class _Finder:
         self.formats = formats
         self.found = list(found)
         self.says = found[0] if found else None
+        self.together = groups(folder)
         self.stated = Stated(folder)
         self.leaves = Leaves(formats, self.stated)
         self.saying: dict[str, object] = {leaf: None for each in formats for storages in each.variants.values()
@@ -144,8 +145,7 @@ class _Finder:
         self.fitting: dict[tuple[object, ...], list[_Candidate] | Misfit] = {}
 
     def layers(self) -> Layers:
-        together = groups(self.folder)
-        inside = {full for each in together for full in each.tensors.values()}
+        inside = {full for each in self.together for full in each.tensors.values()}
         modules = self.leaves.modules(name for name in [*self.folder.names(), *self.folder.missing] if name not in inside)
         found = {name: self._layer(name, tensors) for name, tensors in modules.items()}
         found |= {name: self._layer(name, modules[name], turned=True) for name in self._turned(found)}
@@ -156,7 +156,7 @@ class _Finder:
         held = {full for layer in kept.values() for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
         plain = [name for name in self.folder.names() if name not in held]
         left = self._left({name: tensors for name, tensors in modules.items() if name not in kept}, kept)
-        return Layers(list(kept.values()), plain, left, self.found, self._problems(kept, modules), together)
+        return Layers(list(kept.values()), plain, left, self.found, self._problems(kept, modules), self.together)
 
     def _layer(self, name: str, tensors: Mapping[str, str], turned: bool = False) -> Layer | None:
         """The module as a layer; None where it holds plain tensors alone.  turned: its tensors are [E, K, N]."""
@@ -247,12 +247,24 @@ class _Finder:
             there = {name[:end] for name in modules for end in (*(i for i, letter in enumerate(name) if letter == "."), None)}
             problems += [f"{self.says.source} has settings for {shown(name)}, of which there is no tensor"
                          for name in self.says.layers if name not in there]
-        if self.says is not None and not layers:
+        problems += self._misnamed(layers)
+        if self.says is not None and not layers and not self.together:
             problems.append(f"{self.says.source} says {_brief(self.says.settings)}, but no tensor is quantized")
         problems += [problem for each in self.found[1:] for problem in _differing(self.found[0], each)]
         shards = dict.fromkeys(self.folder.missing.values())
         return [*problems, *(f"{shard} is missing, with {list(self.folder.missing.values()).count(shard)} tensors"
                              for shard in shards)]
+
+    def _misnamed(self, layers: Mapping[str, Layer]) -> list[str]:
+        """The problem of qdsl's settings that state another format than all layers and groups, which need no settings, have."""
+        if self.says is None or self.says.method != OWN or "format" not in self.says.settings:
+            return []
+        of_groups = {group.format for group in self.together}
+        formats = {layer.format for layer in layers.values()} | of_groups
+        unstated = {format.name for format in self.formats if _needs_no_settings(format)} | of_groups
+        if not formats or not formats <= unstated or self.says.settings["format"] in formats:
+            return []
+        return [f"{self.says.source} says {_brief(self.says.settings)}; the tensors fit {' and '.join(sorted(formats))}"]
 
     # -- what fits ----------------------------------------------------------------------------------------------------
 
@@ -339,7 +351,7 @@ class _Finder:
             pool = [each for each in pool if any(reading.storage for reading in self._readings(each, settings))] or pool
         ways = list(dict.fromkeys(f"{each.format.name}.{each.fit.storage}" for each in pool))
         if len(ways) > 1:
-            against = f"; {self._disagreement(pool[0], settings)}" if denied else ""
+            against = f"; {self._disagreement(pool[0], settings)}" if denied else self._remedy(settings)
             return Layer(name, others=tensors, by=scheme.by,
                          why=f"the tensors fit {' and '.join(ways)}, and nothing says which{against}")
         best = _with_defaults(pool)
@@ -350,7 +362,7 @@ class _Finder:
             problems.append(self._disagreement(best, settings))
         uses = {own: tensors[use.name] for own, use in best.fit.tensors.items() if use.name in tensors}
         problems += [] if denied or problems else self._contradicted(best, uses, settings)
-        if scheme.settings is None:
+        if scheme.settings is None and not _needs_no_settings(best.format):
             problems = [f"its config leaves it as it is, by {scheme.by}"]
         problems += [f"{full}: {LOST}" for full in self._spilled(best, uses)]
         settle = tuple(tensors[leaf] for leaf in best.format.detect.get("tensors", {})
@@ -421,15 +433,23 @@ class _Finder:
         return len(data) > 0 and data == word.to_bytes(4, "little") * (len(data) // 4)
 
     def _readings(self, candidate: _Candidate, settings: Mapping[str, Any]) -> list[Reading]:
-        format = candidate.format
-        rules = own_rule(format, settings) if same(settings.get("quant_method"), OWN) else format.detect.get("config")
-        return [each for each in readings(rules, list(format.params), settings) if each.storage in ("", candidate.fit.storage)]
+        """What settings say of a candidate; those of qdsl that state no storage choose none against the words of tensors."""
+        format, own = candidate.format, same(settings.get("quant_method"), OWN)
+        rules = own_rule(format, settings) if own else format.detect.get("config")
+        return [replace(reading, weak=reading.weak or (own and not reading.storage))
+                for reading in readings(rules, list(format.params), settings) if reading.storage in ("", candidate.fit.storage)]
 
     def _is_spoken_of(self, candidate: _Candidate, settings: Mapping[str, Any]) -> bool:
         """Whether settings of this kind say anything of the format."""
-        if same(settings.get("quant_method"), OWN):
-            return (settings.get("format"), settings.get("storage")) == (candidate.format.name, candidate.fit.storage)
-        return "config" in candidate.format.detect
+        own = same(settings.get("quant_method"), OWN)
+        if _needs_no_settings(candidate.format):
+            return own and settings.get("format") in (None, candidate.format.name)
+        return own or "config" in candidate.format.detect
+
+    def _remedy(self, settings: Mapping[str, Any]) -> str:
+        """What to add to qdsl's settings that leave the storage open, '' for others."""
+        is_open = same(settings.get("quant_method"), OWN) and "storage" not in settings
+        return f": state 'storage' in {self.says.source}" if self.says is not None and is_open else ""
 
     def _disagreement(self, candidate: _Candidate, settings: Mapping[str, Any]) -> str:
         """What settings say that the tensors do not bear out."""
@@ -471,6 +491,12 @@ class _Finder:
             if self.folder.file(uses[own]).start(uses[own], 1) and not self._is_filled(uses[own], word):
                 return True, f"'{own}' is not {word:#010x} throughout"
         return False, ""
+
+
+def _needs_no_settings(format: Description) -> bool:
+    """Whether qdsl alone writes the format: its tensors are recognised beside settings of other layers."""
+    rule = format.detect.get("config")
+    return isinstance(rule, Mapping) and same(rule.get("quant_method"), OWN)
 
 
 def _words(candidate: _Candidate) -> dict[str, int]:

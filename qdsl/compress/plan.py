@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qdsl.checkpoint.components import within
+from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import CONFIG
+from qdsl.checkpoint.guard import guarded
+from qdsl.checkpoint.quantization import quantizations
 from qdsl.checkpoint.safetensors import TensorFile, laid_out, shown
 from qdsl.compress import pieces
 from qdsl.compress.codecs import LEAVES
@@ -25,7 +28,7 @@ from qdsl.rewrite.shards import Copy, Shard, in_order, index, key
 
 SINGLE = "model.safetensors"
 DF11_VERSION = "0.5.0"                                           # of the package whose files these are
-VERSION = 1                                                      # of hlane's and fix4's tensors in files
+VERSION = 1                                                      # of hlane's, fix4's and df11's settings and tensors in files
 
 
 @dataclass(slots=True)
@@ -115,15 +118,21 @@ def said(models: Mapping[str, Folder], aim: Aim, made: Sequence[tuple[Piece, Mad
 
 
 def _config(folder: Folder, aim: Aim, patterns: Mapping[str, list[str]]) -> str | None:
-    """The model's config.json, as dfloat11 writes it where there was none; None for a file by itself that needs none."""
-    old = folder.config if folder.path.is_dir() else {}
+    """The model's config.json, guarded; None for a file by itself that needs none.
+
+    Settings of other layers stay, for these need them; hlane's and fix4's tensors and DF11's groups are recognised without any.
+    """
+    config = dict(folder.config) if folder.path.is_dir() else {}
     if aim.format == "df11":
-        settings = {"version": DF11_VERSION, "threads_per_block": [aim.threads], "bytes_per_thread": 8, "pattern_dict": patterns}
-        return json.dumps({**old, CONFIG: settings}, indent=2)
-    if not folder.path.is_dir() or "quantization_config" in old:    # other layers need what it says, and these say it themselves
+        config[CONFIG] = {"version": DF11_VERSION, "threads_per_block": [aim.threads], "bytes_per_thread": 8,
+                          "pattern_dict": patterns}
+        if aim.plain_config:
+            return json.dumps(config, indent=2)
+    elif not folder.path.is_dir():
         return None
-    settings = {"quant_method": "qdsl", "format": aim.format, "storage": aim.format, "version": VERSION}
-    return json.dumps({**old, "quantization_config": settings}, indent=2, ensure_ascii=False) + "\n"
+    if not folder.path.is_dir() or not quantizations(folder):
+        config["quantization_config"] = {"quant_method": OWN, "format": aim.format, "storage": aim.format, "version": VERSION}
+    return json.dumps(guarded(config), indent=2, ensure_ascii=False) + "\n"
 
 
 def _text(folder: Folder, name: str) -> str | None:

@@ -15,8 +15,10 @@ from typing import Any, BinaryIO
 
 from qdsl.checkpoint import components
 from qdsl.checkpoint.components import within
+from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import CONFIG
+from qdsl.checkpoint.guard import has_own_settings, unguarded
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import Header, laid_out, shown
 from qdsl.compress import codecs, original
@@ -267,15 +269,17 @@ def _said(folder: Folder, kept: Original | None, held: Mapping[str, Held], shard
         return old | {"config.json": None} | dict(kept.files)
     text = (folder.root / folder.index_name).read_bytes().decode() if folder.index else None
     if held:
-        rest = {key: value for key, value in folder.config.items()
-                if key != CONFIG and not (key == "quantization_config" and _is_own(value))}
-        old["config.json"] = json.dumps(rest, indent=2, ensure_ascii=False) + "\n"
+        config = {key: value for key, value in folder.config.items()
+                  if key != CONFIG and not (key == "quantization_config" and _is_own(value))}
+        config = config if has_own_settings(config) else unguarded(config)
+        old["config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         text = index(shards, folder.index) if folder.index or len(shards) > 1 else None
     return {**old, folder.index_name: text}
 
 
 def _is_own(settings: object) -> bool:
-    return isinstance(settings, dict) and settings.get("quant_method") == "qdsl" and settings.get("format") in codecs.FORMS
+    """Whether settings are those that `compress` writes."""
+    return isinstance(settings, dict) and settings.get("quant_method") == OWN and settings.get("format") in codecs.LEAVES
 
 
 def _report(out: Path, planned: _Plan, shards: Sequence[Shard], notes: Sequence[str]) -> dict[str, Any]:

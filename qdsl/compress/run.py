@@ -61,7 +61,8 @@ def merge(out: Path, *, jobs: int | None = 1, tell: Telling = quiet) -> dict[str
     Raises RewriteError where some are missing, or are not of the input as it is now.
     """
     asked = stage.asked(out)
-    aim = Aim(asked["format"], asked["threads"], asked["patterns"], asked["by_group"], tuple(asked["only"]))
+    aim = Aim(asked["format"], asked["threads"], asked["patterns"], asked["by_group"], tuple(asked["only"]),
+              asked["plain_config"])
     path = Path(asked["from"])
     with components.opened(path) as models:
         work = _work(path, models, aim, out)

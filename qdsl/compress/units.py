@@ -26,7 +26,8 @@ class Aim:
     """What matrices are to become.
 
     threads: of a block, in DF11.  patterns: of its groups, None for those that names suggest.  by_group: files as dfloat11 cuts
-    them with save_single_file=False.  only: the models of a pipeline that are meant, none for all.
+    them with save_single_file=False.  only: the models of a pipeline that are meant, none for all.  plain_config: config.json as
+    the dfloat11 package writes it, without settings that name qdsl and without a guard.
     """
 
     format: str
@@ -34,6 +35,7 @@ class Aim:
     patterns: Mapping[str, Sequence[str]] | None = None
     by_group: bool = False
     only: tuple[str, ...] = ()
+    plain_config: bool = False
 
     @property
     def may_grow(self) -> bool:

@@ -1,6 +1,7 @@
 """What a folder's files say of its quantization, in another storage: by the rules that the format's page lists under `detect`.
 
-Where no page says how, the settings name the format and the storage as qdsl does, which no other loader takes for its own.
+Where no page says how, the settings name the format and the storage as qdsl does, which no other loader takes for its own; the
+config is then guarded, so that loaders without qdsl refuse it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from qdsl.checkpoint.detect import OWN, SPOKEN, same
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.ignored import expression, rules
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, dialects, in_headers, quantization
@@ -65,6 +67,11 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
         notes += more
         wholes[CONFIG] |= {"quantization_config": new} if new else {}
         touched += [CONFIG] if new else []
+    if wholes[CONFIG]:
+        is_ours = has_own_settings(wholes[CONFIG]) or bool(layers.groups)
+        config = (guarded if is_ours else unguarded)(wholes[CONFIG])
+        touched += [CONFIG] if config != wholes[CONFIG] else []
+        wholes[CONFIG] = config
     return {file: _text(wholes[file]) if wholes[file] else None for file in touched}, list(dict.fromkeys(notes))
 
 
