@@ -7,10 +7,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
+    import torch
     from torch import nn
 
+    from qdsl.checkpoint.checkpoint import Checkpoint
+    from qdsl.models.load import LoadReport
+    from qdsl.models.save import SaveReport
     from qdsl.runtime.model import Report
 
 __version__ = "0.1.0"
@@ -51,6 +55,77 @@ def planar_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = 
     from qdsl.runtime.model import planar_model
 
     return planar_model(model, filter)
+
+
+def open(path: Path | str, shapes: Mapping[str, Sequence[int]] | None = None) -> Checkpoint:
+    """Open a checkpoint of any producer: a folder of safetensors, a pipeline of such folders, a .safetensors or a .gguf file.
+
+    Its `.layers`, `.layer(name)`, `.weight(name)`, `.weights()` and `.report()` read weights as they are packed, mapped and not
+    copied.  shapes: (N, K), or (E, N, K) of experts, by the names of modules whose tensors do not state them.  Raises
+    qdsl.checkpoint.safetensors.CheckpointError for anything that is wrong in the files, OSError where they cannot be read.
+    """
+    from qdsl.checkpoint.checkpoint import open_checkpoint
+
+    return open_checkpoint(Path(path), shapes)
+
+
+def open_headers(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
+                 metadata: Mapping[str, str] | None = None, config: Mapping[str, Any] | None = None,
+                 weight_shapes: Mapping[str, Sequence[int]] | None = None) -> Checkpoint:
+    """Open a checkpoint of which only headers are known; its weights are on meta, with the dtypes and shapes of the real ones.
+
+    names, dtypes, shapes: of all tensors, dtypes as torch or safetensors calls them.  metadata: of the safetensors header.
+    config: what config.json holds.  weight_shapes: as `shapes` of `open`.  Raises CheckpointError for an unknown dtype.
+    """
+    from qdsl.checkpoint.checkpoint import open_headers as open_by_headers
+
+    return open_by_headers(names, dtypes, shapes, metadata, config, weight_shapes)
+
+
+def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], str | None] | Mapping[str, str] | None = None,
+                  device: torch.device | str | None = None, dtype: torch.dtype | None = None, verify: bool = False,
+                  copy: bool = False, format: str | None = None, skip: Sequence[str] | None = None, **options: Any) -> LoadReport:
+    """Fill a model, on meta or not, with the weights of a checkpoint as they are packed, in place, a tensor at a time.
+
+    Linear and Embedding layers with packed weights are replaced, stacks of experts become `qdsl.Experts`, groups that are coded
+    together are decoded for each block as it runs, and all other tensors are loaded as plain numbers.
+
+    rename: what the model calls a weight of the checkpoint, None for one to be left out; a mapping replaces prefixes of names.
+    device: for all weights; by default that of each parameter, the CPU for those on meta.  dtype: of plain floats and of
+    products; by default each parameter's.  verify: decode every stream and check every index first.  copy: own the weights; by
+    default those on a CPU stay mapped from the files, privately: the files must not be changed while the model lives.
+    format, options: quantize plain Linear layers in a format on the way; skip: patterns of names that stay dense then, by
+    default heads, embeddings, norms and routers.
+
+    Returns which layers are packed, which are dense and why, which tensors were not used, and bytes before and after.  Raises
+    qdsl.models.plan.LoadError, with the model unchanged, where a parameter has no weight or shapes differ; CheckpointError for
+    files that are wrong.
+    """
+    from qdsl.models.load import load_weights
+
+    return load_weights(model, Path(path), rename, device, dtype, verify, copy, format, skip, **options)
+
+
+def save_model(model: nn.Module, folder: Path | str, config: Mapping[str, Any] | None = None) -> SaveReport:
+    """Save a model with packed weights as a checkpoint folder.
+
+    A model that `load_weights_` filled keeps its checkpoint's names, storages, settings and files: weights that did not change
+    are the same bytes.  Planar weights are converted back, exactly.  A model that was quantized otherwise gets settings that
+    state format, storage and every parameter.  config: the contents of config.json, by default those of the checkpoint or of
+    `model.config`.  The folder must hold no weights.  Raises qdsl.models.save.SaveError before anything is written.
+    """
+    from qdsl.models.save import save
+
+    return save(model, Path(folder), config)
+
+
+def __getattr__(name: str) -> Any:
+    """`Experts`, which needs torch and is imported when it is asked for."""
+    if name == "Experts":
+        from qdsl.models.experts import Experts
+
+        return Experts
+    raise AttributeError(f"module 'qdsl' has no attribute {name!r}")
 
 
 def _module(spec: str) -> ModuleType:

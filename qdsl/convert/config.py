@@ -131,13 +131,20 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
 def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
     """The settings as we call them: of the whole, and what is not quantized, or where layers differ of each."""
     names = [layer.name for layer in (*plan.changed, *plan.kept)]
-    said = {name: {"format": format, "storage": storage, **params}
-            for name, (format, storage), params in zip(names, plan.storages, plan.params, strict=True)}
-    first = said[names[0]]
-    if any(each != first for each in said.values()):
-        return {"quant_method": OWN, "quantized_layers": said}
-    plain, _ = ignored(folder, layers, OWN)
-    return {"quant_method": OWN, **first, **({IGNORED[OWN]: plain} if plain else {})}
+    settings = {name: {"format": format, "storage": storage, **params}
+                for name, (format, storage), params in zip(names, plan.storages, plan.params, strict=True)}
+    return own_settings(settings, ignored(folder, layers, OWN)[0])
+
+
+def own_settings(layers: Mapping[str, Mapping[str, Any]], plain: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of weights that only qdsl reads.
+
+    layers: format, storage and every parameter of each packed layer, by name.  plain: modules that are not packed.
+    """
+    first = next(iter(layers.values()))
+    if any(layer != first for layer in layers.values()):
+        return {"quant_method": OWN, "quantized_layers": {name: dict(layer) for name, layer in layers.items()}}
+    return {"quant_method": OWN, **first, **({IGNORED[OWN]: list(plain)} if plain else {})}
 
 
 def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""Checkpoints as running models: a model's modules filled with packed weights, and saved again."""

@@ -1,0 +1,126 @@
+"""A stack of experts' weights [E, N, K], packed, in place of the parameter that held it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qdsl.runtime.layers import QuantizedLinear
+from qdsl.runtime.packed import FormatError, PackedWeight
+
+
+class Experts(nn.Module):
+    """E packed weights [N, K], called as a layer or used as the dense tensor [E, N, K] that they stand for.
+
+    `experts(x, offsets, bias)` multiplies rows of x, sorted by expert; a GPU needs one launch for few rows.  `experts[e]` decodes
+    one expert, and torch functions such as `torch.bmm(x, experts)` decode all: a model written for a parameter runs unchanged.
+
+    packed: one weight of E * N rows, or one weight per expert where their tensors cannot be joined (a scale for each expert).
+    transposed: the model has them as [E, K, N].  dtype: of decoded weights.  Raises FormatError where rows do not divide.
+    """
+
+    def __init__(self, packed: PackedWeight | Sequence[PackedWeight], experts: int, transposed: bool = False,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        weights = [packed] if isinstance(packed, PackedWeight) else list(packed)
+        rows = sum(weight.shape[0] for weight in weights)
+        if experts < 1 or rows % experts or len(weights) not in (1, experts):
+            raise FormatError(f"{len(weights)} weights of {rows} rows together do not divide among {experts} experts")
+        self.experts, self.transposed = experts, transposed
+        self.parts = nn.ModuleList([weight.format.Linear(weight, None, dtype) for weight in weights])
+
+    @property
+    def shape(self) -> torch.Size:
+        """[E, N, K], or [E, K, N] where they are transposed."""
+        n, k = sum(part.out_features for part in self._linears()) // self.experts, self._linears()[0].in_features
+        return torch.Size((self.experts, k, n) if self.transposed else (self.experts, n, k))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of decoded weights."""
+        return self._linears()[0].compute_dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._linears()[0].packed.device
+
+    @property
+    def ndim(self) -> int:
+        return 3
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return 3
+
+    def __len__(self) -> int:
+        return self.experts
+
+    def weight(self, expert: int) -> PackedWeight:
+        """The packed weight [N, K] of one expert."""
+        parts = self._linears()
+        if not -self.experts <= expert < self.experts:
+            raise IndexError(f"expert {expert} of {self.experts}")
+        expert %= self.experts
+        if len(parts) == self.experts:
+            return parts[expert].packed
+        n = parts[0].out_features // self.experts
+        return parts[0].packed.cut("N", expert * n, (expert + 1) * n)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """All weights, dense: [E, N, K], or [E, K, N] where they are transposed."""
+        return torch.stack([self._dense(expert, dtype) for expert in range(self.experts)])
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The dense weights that an index of the first axis chooses: one expert, a slice, or a tensor of experts."""
+        if isinstance(index, tuple):
+            return self[index[0]][(Ellipsis, *index[1:]) if index[0] is Ellipsis else index[1:]]
+        if index is Ellipsis:
+            return self.dequantize()
+        chosen = torch.arange(self.experts)[index.cpu() if isinstance(index, Tensor) else index]
+        if chosen.dim() == 0:
+            return self._dense(int(chosen))
+        decoded = {expert: self._dense(expert) for expert in sorted(set(chosen.flatten().tolist()))}
+        dense = [decoded[expert] for expert in chosen.flatten().tolist()]
+        whole = torch.stack(dense) if dense else torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)
+        return whole.view(*chosen.shape, *self.shape[1:])
+
+    def forward(self, x: Tensor, offsets: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
+        """Rows [offsets[e], offsets[e + 1]) of x [M, K] times the transpose of expert e's weight, plus bias[e]: [M, N].
+
+        offsets: E + 1 integers from 0 to M.  bias: [E, N].  Differentiable in x and bias.
+        """
+        parts = self._linears()
+        if len(parts) == 1:
+            return parts[0].format.grouped_linear(x, parts[0].packed, offsets, bias)
+        borders = offsets.tolist() if isinstance(offsets, Tensor) else list(offsets)
+        rises = all(start <= stop for start, stop in pairwise([0, *borders]))
+        if len(borders) != self.experts + 1 or borders[0] or borders[-1] != len(x) or not rises:
+            raise FormatError(f"offsets {borders} do not divide {len(x)} rows of x among {self.experts} experts")
+        rows = [part.format.linear(x[start:stop], part.packed, None if bias is None else bias[expert])
+                for expert, (part, (start, stop)) in enumerate(zip(parts, pairwise(borders), strict=True))]
+        return torch.cat(rows)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """A torch function of the dense weights."""
+        def dense(value: Any) -> Any:
+            return value.dequantize() if isinstance(value, Experts) else value
+
+        return function(*map(dense, args), **{name: dense(value) for name, value in (kwargs or {}).items()})
+
+    def extra_repr(self) -> str:
+        return f"shape={list(self.shape)}, transposed={self.transposed}"
+
+    def _linears(self) -> list[QuantizedLinear]:
+        return list(self.parts)  # type: ignore[arg-type]
+
+    def _dense(self, expert: int, dtype: torch.dtype | None = None) -> Tensor:
+        weight = self.weight(expert)
+        dense = weight.format.dequantize(weight, dtype or self.dtype)
+        return dense.t() if self.transposed else dense

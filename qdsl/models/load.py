@@ -1,0 +1,371 @@
+"""Filling a model with a checkpoint's weights, as they are packed, a tensor at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.models.experts import Experts
+from qdsl.models.grouped import GroupedBlock, Member
+from qdsl.models.origin import origin_of, remember
+from qdsl.models.plan import SKIPPED, GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
+from qdsl.processes import resident_bytes
+from qdsl.runtime.module import PackedModule
+from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.stored import OF_X
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What became of a model's layers and of a checkpoint's tensors.
+
+    packed: 'format.storage' of each layer that holds its weight packed.  dense: Linear and Embedding layers, and packed weights
+    of the checkpoint, that became plain numbers, and why.  unused: tensors of the checkpoint that have no place in the model.
+    bytes_before: what the model's parameters and buffers would take in plain numbers; bytes_after: what they take now.
+    device_bytes: that by device.  resident_bytes: memory of this process after loading, mapped files included.
+    """
+
+    packed: dict[str, str] = field(default_factory=dict)
+    dense: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    resident_bytes: int = 0
+
+    def __str__(self) -> str:
+        counts: dict[str, int] = {}
+        for label in self.packed.values():
+            counts[label] = counts.get(label, 0) + 1
+        lines = [f"{len(self.packed)} layers packed: {', '.join(f'{count} {label}' for label, count in counts.items())}",
+                 f"{self.bytes_before} bytes of plain numbers are {self.bytes_after} bytes: "
+                 + ", ".join(f"{nbytes} on {device}" for device, nbytes in self.device_bytes.items())]
+        lines += [f"{len(self.dense)} layers dense"] if self.dense else []
+        lines += [f"  {name}: {why}" for name, why in self.dense.items()]
+        lines += [f"{len(self.unused)} tensors not used: {', '.join(self.unused)}"] if self.unused else []
+        return "\n".join(lines)
+
+
+def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
+                 skip: Sequence[str] | None = None, **options: Any) -> LoadReport:
+    """Fill a model; `qdsl.load_weights_` explains the arguments."""
+    with open_checkpoint(path) as checkpoint:
+        return fill_model(model, checkpoint, rename, device, dtype, verify, copy, format, skip, **options)
+
+
+def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None = None, device: torch.device | str | None = None,
+               dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
+               skip: Sequence[str] | None = None, **options: Any) -> LoadReport:
+    """Fill a model with the weights of an open checkpoint; as `load_weights`."""
+    if options and format is None:
+        raise LoadError(f"{', '.join(options)}: options of a quantizer need format=")
+    if dtype is not None and not dtype.is_floating_point:
+        raise LoadError(f"dtype is that of plain numbers and of products: a float, not {str(dtype)[6:]}")
+    if format is not None:
+        import_module(f"qdsl.generated.{format}").FORMAT.chosen(options)
+    if callable(tie := getattr(model, "tie_weights", None)):     # builders that put parameters on meta one by one untie them
+        tie()
+    names = Names(model)
+    _know_shapes(checkpoint, names, rename)
+    plan = plan_load(model, checkpoint.source, rename, format, SKIPPED if skip is None else skip)
+    if plan.problems:
+        raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *(f"  {each}" for each in plan.problems)]))
+    if verify:
+        _verify(checkpoint, plan)
+    loader = _Loader(model, names, checkpoint, plan, device, dtype, copy)
+    loader.fill_plain(format, options)
+    for step in plan.packed:
+        loader.place(step)
+    for group in plan.groups:
+        loader.place_group(group)
+    remember(model, loader.origin)
+    return loader.finished()
+
+
+def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None) -> None:
+    """Give a checkpoint the shapes that the model has, for layers that do not say their own."""
+    shapes = {}
+    for name, layer in checkpoint.layers.items():
+        own = renamed(name, rename) if layer.why else None
+        tensor = None if own is None else next((found for key in (f"{own}.weight".lstrip("."), own)
+                                                if (found := names.tensor(key)) is not None), None)
+        if tensor is not None and tensor.dim() in (2, 3):
+            shapes[name] = tuple(tensor.shape)
+    if shapes:
+        checkpoint.use_shapes(shapes)
+
+
+def _verify(checkpoint: Checkpoint, plan: LoadPlan) -> None:
+    """Decode every stream and check every index, before the model changes.  Raises CheckpointError for what is damaged."""
+    for step in plan.packed:
+        for weight in checkpoint.source.weights(step.layer):
+            try:
+                weight.format.checked(weight).open()
+            except FormatError as error:
+                raise CheckpointError(f"{checkpoint.path}: layer {step.layer.name}: {error}") from None
+    for group in plan.groups:
+        checkpoint.source.decoded(group.group)
+
+
+class _Loader:
+    """Places weights in a model, one after the other."""
+
+    def __init__(self, model: nn.Module, names: Names, checkpoint: Checkpoint, plan: LoadPlan, device: torch.device | str | None,
+                 dtype: torch.dtype | None, copy: bool) -> None:
+        self.model, self.names, self.plan = model, names, plan
+        self.source = checkpoint.source
+        self.device = None if device is None else torch.device(device)
+        self.dtype = dtype
+        self.copy = copy
+        self.origin = origin_of(self.source)
+        self.report = LoadReport(unused=list(plan.unused), bytes_before=_dense_bytes(names, dtype))
+
+    def finished(self) -> LoadReport:
+        sizes = held_bytes(self.model)
+        self.report.device_bytes, self.report.bytes_after = sizes, sum(sizes.values())
+        self.report.resident_bytes = resident_bytes()
+        return self.report
+
+    # -- plain tensors ------------------------------------------------------------------------------------------------
+
+    def fill_plain(self, format: str | None, options: Mapping[str, Any]) -> None:
+        """Fill parameters and buffers; then put Linears of a format in place of those that are to be quantized."""
+        quantized = {f"{name}.weight".lstrip("."): name for name in self.plan.quantized}
+        for name, full in self.plan.plain.items():
+            if name in quantized:
+                continue
+            self._fill(name, self.source.tensor(full))
+            self.origin.plain[name] = full
+            module = name.removesuffix(".weight")
+            owner = self.names.modules.get(module)
+            if name.endswith(".weight") and isinstance(owner, nn.Linear | nn.Embedding):
+                self.report.dense[module] = "left out by a pattern" if format is not None and isinstance(owner, nn.Linear) else \
+                    "plain in the checkpoint"
+        for name, module in quantized.items():
+            self._quantize(module, self.plan.plain[name], str(format), options)
+
+    def _fill(self, name: str, tensor: Tensor) -> None:
+        """Set a parameter or buffer under all its names: numbers into memory that is there, a new tensor in place of meta."""
+        old = self.names.tensor(name)
+        assert old is not None
+        device, dtype = self._device(old), self._dtype(old) if tensor.is_floating_point() else tensor.dtype
+        if not old.is_meta and old.device == device and old.dtype == dtype:
+            with torch.no_grad():
+                old.copy_(tensor)
+            return
+        value = self._moved(tensor, device, dtype)
+        if name in self.names.buffers:
+            self._set(name, value)
+            return
+        parameter = nn.Parameter(value, requires_grad=old.requires_grad and value.is_floating_point())
+        for own in self.names.tied(name):
+            self._set(own, parameter)
+
+    def _set(self, name: str, tensor: Tensor) -> None:
+        module, _, leaf = name.rpartition(".")
+        owner = self.names.modules[module]
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[leaf] = tensor
+        else:
+            owner._buffers[leaf] = tensor
+
+    def _moved(self, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if tensor.is_meta:                                       # of headers alone
+            return tensor.to(dtype)
+        moved = tensor.to(device, dtype)
+        return moved.clone() if self.copy and moved.data_ptr() == tensor.data_ptr() else moved
+
+    def _device(self, old: Tensor) -> torch.device:
+        return self.device or (torch.device("cpu") if old.is_meta else old.device)
+
+    def _dtype(self, old: Tensor) -> torch.dtype:
+        return self.dtype or (old.dtype if old.is_floating_point() else torch.get_default_dtype())
+
+    def _quantize(self, name: str, full: str, format: str, options: Mapping[str, Any]) -> None:
+        """Put a Linear of a format in place of a dense one, or leave it dense with the reason."""
+        old = self.names.modules[name]
+        assert isinstance(old, nn.Linear)
+        module = import_module(f"qdsl.generated.{format}")
+        self.origin.plain[f"{name}.weight".lstrip(".")] = full
+        try:
+            weight = module.quantize(self.source.tensor(full).to(self._device(old.weight)), **options)
+        except FormatError as error:
+            self._fill(f"{name}.weight".lstrip("."), self.source.tensor(full))
+            self.report.dense[name] = str(error)
+            return
+        self._replace(name, old, module.Linear(weight, None, self._dtype(old.weight)), weight)
+
+    # -- packed layers ------------------------------------------------------------------------------------------------
+
+    def place(self, step: PackedStep) -> None:
+        if step.kind == "dense":
+            self._fill(step.name, self._decoded(step))
+            self.origin.layers[step.name] = step.layer
+            self.report.dense[step.name] = step.why
+        elif step.kind == "experts":
+            self._place_experts(step)
+        else:
+            self._place_module(step)
+
+    def _place_module(self, step: PackedStep) -> None:
+        old = self.names.modules[step.name]
+        weight = self._owned(self.source.stacked(step.layer), self._target(old))
+        dtype = self._compute_dtype(old)
+        if step.kind == "embedding":
+            new: PackedModule = weight.format.Embedding(weight, getattr(old, "padding_idx", None), dtype)
+        else:
+            new = weight.format.Linear(weight, None, dtype)
+        self._replace(step.name, old, new, weight)
+        self.origin.layers[step.name] = step.layer
+        self._keep_settings(step)
+
+    def _replace(self, name: str, old: nn.Module, new: PackedModule, weight: PackedWeight) -> None:
+        """Put a packed module in place of a dense one, and one that shares its tensors wherever the dense weight was shared."""
+        shared = [other.removesuffix("weight").rstrip(".") for other in self.names.tied(f"{name}.weight".lstrip("."))]
+        for place in dict.fromkeys([name, *shared]):
+            module = self.names.modules[place]
+            if place == name or module is old:
+                made = new
+            elif isinstance(module, nn.Embedding):
+                made = weight.format.Embedding(weight, module.padding_idx, new.compute_dtype)
+            else:
+                made = weight.format.Linear(weight, None, new.compute_dtype)
+            made._parameters.update({own: new._parameters[own] for own in new._names.values()})
+            if isinstance(module, nn.Linear):
+                made.register_parameter("bias", module.bias)
+            made.train(module.training)
+            vars(made).update({key: value for key, value in vars(module).items() if "_hooks" in key})
+            set_submodule(self.model, place, made)
+            self.report.packed[place] = f"{weight.format.name}.{weight.storage}"
+        self._add_scale(name, new)
+
+    def _add_scale(self, name: str, module: PackedModule) -> None:
+        full = self.plan.scales.get(name)
+        if full is not None:
+            module.set_input_scale(self._moved(self.source.tensor(full), module.packed.device, torch.float32))
+            self.origin.plain[f"{name}.input_scale".lstrip(".")] = full
+
+    def _place_experts(self, step: PackedStep) -> None:
+        old = self.names.parameters[step.name]
+        weights: list[PackedWeight]
+        try:
+            weights = [self.source.stacked(step.layer)]
+        except FormatError:
+            weights = self.source.weights(step.layer)
+        weights = [self._owned(weight, self._device(old)) for weight in weights]
+        experts = Experts(weights[0] if len(weights) == 1 else weights, int(step.experts or 1), step.transposed, self._dtype(old))
+        parent, _, leaf = step.name.rpartition(".")
+        owner = self.names.modules[parent]
+        del owner._parameters[leaf]
+        owner.add_module(leaf, experts.train(owner.training))
+        self.report.packed[step.name] = f"{weights[0].format.name}.{weights[0].storage}"
+        self.origin.layers[step.name] = step.layer
+        self._keep_settings(step)
+
+    def _decoded(self, step: PackedStep) -> Tensor:
+        """The numbers of a layer in the shape of a parameter."""
+        old = self.names.tensor(step.name)
+        assert old is not None
+        weights, dtype = self.source.weights(step.layer), self._dtype(old)
+        scaled = next((full for leaf, full in step.layer.others.items() if leaf in OF_X), None)
+        if scaled is not None:                                   # x * s times w is x times w * s
+            scale = self.source.tensor(scaled).float()
+            dense = [weight.format.dequantize(weight, torch.float32).mul_(scale).to(dtype) for weight in weights]
+        else:
+            dense = [weight.format.dequantize(weight, dtype) for weight in weights]
+        if step.experts is None:
+            return dense[0].reshape(step.shape)
+        whole = torch.cat(dense).view(step.stored)
+        return whole.transpose(1, 2) if step.transposed else whole.reshape(step.shape)
+
+    def _owned(self, weight: PackedWeight, device: torch.device) -> PackedWeight:
+        return weight.apply(lambda tensor: self._moved(tensor, device, tensor.dtype))
+
+    def _keep_settings(self, step: PackedStep) -> None:
+        """Small tensors of the layer that its module does not hold, as bitsandbytes' quant_state, for saving."""
+        for full in step.layer.settings:
+            self.origin.settings[full] = self.source.tensor(full).clone()
+
+    def _target(self, old: nn.Module) -> torch.device:
+        tensor = next(iter(old.parameters()), None)
+        return self.device or torch.device("cpu") if tensor is None else self._device(tensor)
+
+    def _compute_dtype(self, old: nn.Module) -> torch.dtype:
+        own = old.compute_dtype if isinstance(old, PackedModule) else old.weight.dtype
+        assert isinstance(own, torch.dtype)
+        return self.dtype or (own if own.is_floating_point else torch.get_default_dtype())
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def place_group(self, step: GroupStep) -> None:
+        """Have a block decode its group whenever it runs; or decode the weights for good."""
+        if step.dense:
+            self._decode_group(step)
+            return
+        block, first = self.names.modules[step.name], self.names.parameters[next(iter(step.members.values()))]
+        dtype = self._dtype(first)
+        for full in step.group.tensors.values():
+            value = self._moved(self.source.tensor(full), self._device(first), self.source.tensor(full).dtype)
+            block.register_parameter(full.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
+        format = import_module(f"qdsl.generated.{step.group.format}")
+        parts = format.SPEC.detect["parts"]
+        names = {leaf: full.rpartition(".")[2] for leaf, full in step.group.tensors.items() if leaf != parts}
+        columns = math.gcd(step.group.numbers, 1 << 12)          # rows of any size
+        packed = format.wrap({leaf: block.get_parameter(own).data for leaf, own in names.items()},
+                             (step.group.numbers // columns, columns))
+        members: dict[nn.Module, list[Member]] = {block: []}
+        start = 0
+        for part, weight in step.members.items():
+            for place in self.names.tied(weight):                # one that shares the weight may run outside of the block
+                module = self._owner(place)
+                runs = block if place == weight else module
+                members.setdefault(runs, []).append(Member(module, self.names.parameters[weight].shape, start))
+            start += step.group.parts[part]
+            self.report.packed[weight.removesuffix(".weight")] = f"{step.group.format}.{packed.storage}"
+        for runs, own_members in members.items():
+            GroupedBlock(block, packed, names, own_members, dtype).install(runs)
+        self.origin.groups[step.name] = step.group
+
+    def _decode_group(self, step: GroupStep) -> None:
+        for part, tensor in self.source.decoded(step.group).items():
+            old = self.names.tensor(step.members[part])
+            assert old is not None
+            self._fill(step.members[part], tensor.view(old.shape))
+            self.report.dense[step.members[part]] = step.dense
+
+    def _owner(self, weight: str) -> nn.Module:
+        owner: nn.Module = self.names.modules[weight.removesuffix("weight").rstrip(".")]
+        return owner
+
+
+def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in place of another of a model.  Raises LoadError for the model itself."""
+    if not name:
+        raise LoadError("the model is itself a layer, which cannot be replaced in place: wrap it in an nn.Sequential")
+    model.set_submodule(name, module)
+
+
+def held_bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes of a model's parameters and buffers by device, shared ones once."""
+    sizes: dict[str, dict[tuple[int, int], int]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        sizes.setdefault(str(tensor.device), {})[tensor.data_ptr(), tensor.nbytes] = tensor.nbytes
+    return {device: sum(each.values()) for device, each in sizes.items()}
+
+
+def _dense_bytes(names: Names, dtype: torch.dtype | None) -> int:
+    """Bytes of a model's parameters and buffers in plain numbers, shared ones once."""
+    tensors = {id(tensor): tensor for tensor in (*names.parameters.values(), *names.buffers.values())}
+    return sum(tensor.numel() * (dtype or tensor.dtype).itemsize if tensor.is_floating_point() else tensor.nbytes
+               for tensor in tensors.values())
+

@@ -1,0 +1,80 @@
+"""What a model remembers of the checkpoint that filled it, so that it can be saved as the same files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.groups import Group
+from qdsl.checkpoint.layers import Layer
+from qdsl.checkpoint.safetensors import Header
+from qdsl.checkpoint.sources import FolderSource, GgufSource
+
+if TYPE_CHECKING:
+    from qdsl.checkpoint.ggml_types import GgmlType
+    from qdsl.checkpoint.sources import Source
+
+ATTRIBUTE = "_qdsl_origin"                                       # of the model
+
+
+@dataclass(frozen=True, slots=True)
+class GgufOrigin:
+    """A GGUF file: its metadata, and of each tensor its type and the shape that is stored, in order."""
+
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, tuple[GgmlType, tuple[int, ...]]]
+
+
+@dataclass(slots=True)
+class Origin:
+    """The checkpoint that filled a model.
+
+    files: of each safetensors file its bytes before the tensors, and what those state.  config: the text of config.json, None
+    where there is none.  index: the name of the index and its text, None where there is none.  layers, groups: by the names of
+    modules.  plain: tensors of the checkpoint by the parameters and buffers that they filled.  settings: small tensors that no
+    module holds.
+    """
+
+    path: Path
+    files: dict[str, tuple[bytes, Header]] = field(default_factory=dict)
+    config: str | None = None
+    index: tuple[str, str] | None = None
+    gguf: GgufOrigin | None = None
+    layers: dict[str, Layer] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Tensor] = field(default_factory=dict)
+
+
+def origin_of(source: Source) -> Origin:
+    """What is known of a checkpoint before a model takes its weights."""
+    origin = Origin(source.path)
+    if isinstance(source, GgufSource):
+        tensors = {name: (entry.type, entry.shape) for name, entry in source.file.tensors.items()}
+        origin.gguf = GgufOrigin(source.file.metadata.stored(), tensors)
+    elif isinstance(source, FolderSource) and source.folder.shards:
+        folder = source.folder
+        origin.files = {file.path.name: (file.start_bytes(), file.header) for file in folder.files()}
+        origin.config = _text(folder.root / "config.json") if folder.path.is_dir() else None
+        origin.index = (folder.index_name, _text(folder.root / folder.index_name) or "") if folder.index else None
+    return origin
+
+
+def _text(path: Path) -> str | None:
+    return path.read_bytes().decode() if path.is_file() else None
+
+
+def remember(model: nn.Module, origin: Origin) -> None:
+    """Keep a model's origin with it."""
+    setattr(model, ATTRIBUTE, origin)
+
+
+def origin_in(model: nn.Module) -> Origin | None:
+    """The checkpoint that filled a model; None for one that was filled otherwise."""
+    origin = getattr(model, ATTRIBUTE, None)
+    return origin if isinstance(origin, Origin) else None

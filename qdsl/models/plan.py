@@ -1,0 +1,337 @@
+"""Where each weight of a checkpoint goes in a model, decided from names and shapes before anything is read or changed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from qdsl.checkpoint.groups import Group
+from qdsl.checkpoint.layers import Layer
+from qdsl.checkpoint.safetensors import shown
+from qdsl.checkpoint.sources import Source
+from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
+from qdsl.runtime.module import PackedModule
+from qdsl.stored import OF_X
+
+Rename = Callable[[str], str | None] | Mapping[str, str]
+SHOWN = 20                                                       # names that an error lists
+# Modules that online quantization leaves dense, by a part of their names: heads, embeddings, norms and routers.
+SKIPPED = ("lm_head", "output_projection", "embed.*", ".*embed(ding|dings|_tokens)?", "wte", "wpe", ".*norm.*", "ln_.*",
+           "gate", "router", "shared_expert_gate", "score", "classifier")
+
+
+class LoadError(ValueError):
+    """A model and a checkpoint that do not fit together; the message lists what is wrong, and the model is unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A packed layer, and where it goes.
+
+    kind: 'linear', 'embedding', 'experts', or 'dense' for a place that takes plain numbers, and why.  name: of the module, or of
+    the parameter.  shape: of the parameter it replaces.  experts: how many lie in the layer, one after the other; None for a
+    weight that is none of a stack.  transposed: the model has experts as [E, K, N].
+    """
+
+    layer: Layer
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    why: str = ""
+    experts: int | None = None
+    transposed: bool = False
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape of the layer: [N, K], or [E, N, K]."""
+        n, k = self.layer.shape
+        if self.experts is None:
+            return n, k
+        return self.experts, n // (1 if self.layer.experts else self.experts), k
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """A group of weights coded together, and the module that it belongs to.  dense: why its weights are decoded for good."""
+
+    group: Group
+    name: str
+    members: Mapping[str, str]                                   # weights of the checkpoint -> parameters of the model
+    dense: str = ""
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """All steps that fill a model.
+
+    plain: plain tensors by the parameter or buffer that each fills.  scales: static scales of activations, by the modules they
+    belong to.  quantized: Linear layers that are quantized on the way, by name.  unused: tensors that have no place in the model.
+    problems: what makes loading an error.
+    """
+
+    packed: list[PackedStep] = field(default_factory=list)
+    groups: list[GroupStep] = field(default_factory=list)
+    plain: dict[str, str] = field(default_factory=dict)
+    scales: dict[str, str] = field(default_factory=dict)
+    quantized: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class Names:
+    """A model's modules, parameters and buffers by all their names, and which names share one parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.transient = {f"{name}.{own}".lstrip(".") for name, module in self.modules.items()
+                          for own in module._non_persistent_buffers_set}
+        shared: dict[int, list[str]] = {}
+        for name, parameter in self.parameters.items():
+            shared.setdefault(id(parameter), []).append(name)
+        self._shared = {name: names for names in shared.values() for name in names}
+
+    def tensor(self, name: str) -> Tensor | None:
+        """A parameter or buffer; None where the model has none of that name."""
+        return self.parameters.get(name, self.buffers.get(name))
+
+    def tied(self, name: str) -> list[str]:
+        """All names of a parameter, the given one first."""
+        return [name, *(other for other in self._shared.get(name, ()) if other != name)]
+
+
+def plan_load(model: nn.Module, source: Source, rename: Rename | None, format: str | None = None,
+              skip: Sequence[str] = SKIPPED) -> LoadPlan:
+    """Where each weight goes.  format: that in which plain Linear layers are quantized, None for none."""
+    planner = _Planner(Names(model), source, rename)
+    for layer in source.layers.values():
+        planner.add_layer(layer)
+    for group in source.groups:
+        planner.add_group(group)
+    for name in source.plain:
+        planner.add_plain(name, name)
+    if format is not None:
+        planner.add_quantized(format, skip)
+    planner.orient_experts()
+    planner.check_complete()
+    return planner.plan
+
+
+def renamed(name: str, rename: Rename | None) -> str | None:
+    """What the model calls a weight of the checkpoint; None for one to be left out.
+
+    A mapping holds prefixes, of which the longest that fits is replaced; a prefix ends where a part of the name does.
+    """
+    if rename is None:
+        return name
+    if not isinstance(rename, Mapping):
+        return rename(name)
+    fitting = [prefix for prefix in rename if name.startswith(prefix) and (
+        not prefix or prefix.endswith(".") or name[len(prefix):][:1] in ("", "."))]
+    longest = max(fitting, key=len, default=None)
+    return name if longest is None else rename[longest] + name[len(longest):]
+
+
+class _Planner:
+    def __init__(self, names: Names, source: Source, rename: Rename | None) -> None:
+        self.names = names
+        self.source = source
+        self.rename = rename
+        self.plan = LoadPlan()
+        self.filled: set[str] = set()                            # parameters and buffers of the model
+
+    # -- layers -------------------------------------------------------------------------------------------------------
+
+    def add_layer(self, layer: Layer) -> None:
+        name = renamed(layer.name, self.rename) if layer.name else ""
+        module = self.names.modules.get(name) if name is not None else None
+        weight = next((key for key in (name, f"{name}.weight".lstrip(".")) if self.names.tensor(key) is not None), None) \
+            if name is not None else None
+        if name is None or (weight is None and not isinstance(module, PackedModule)):
+            self.plan.unused += [*layer.tensors.values(), *layer.others.values()]
+            return
+        if layer.why:
+            self.plan.problems.append(f"{shown(layer.name)} is not recognised: {layer.why}")
+            self._fill(weight or name)
+            return
+        step = self._step(layer, name, module, weight)
+        if step is None:
+            return
+        self.plan.packed.append(step)
+        self._fill(*self._parameters(name, module, weight))
+        for leaf, full in layer.others.items():
+            self._add_other(name, leaf, full, step)
+
+    def _step(self, layer: Layer, name: str, module: nn.Module | None, weight: str | None) -> PackedStep | None:
+        """What a layer becomes; None, with a problem, where shapes differ."""
+        tensor = self.names.tensor(str(weight))
+        packed_shape = module._packed.shape if isinstance(module, PackedModule) else ()
+        shape = packed_shape if tensor is None or packed_shape else tuple(tensor.shape)
+        experts = layer.experts
+        if experts is None and len(shape) == 3 and math.prod(shape[:2]) == layer.shape[0] and shape[2] == layer.shape[1]:
+            experts = shape[0]                                   # a matrix of E * N rows
+        stored = PackedStep(layer, name, "", shape, experts=experts).stored
+        if shape not in (stored, _turned(stored)) and not _is_flattened(shape, stored):
+            self.plan.problems.append(f"{shown(name)} is {list(shape)} in the model, and {list(stored)} in the checkpoint")
+            return None
+        scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
+        if scaled is not None:
+            return PackedStep(layer, str(weight), "dense", shape, f"'{scaled}' multiplies its input", experts)
+        if experts is not None and len(shape) == 3 and weight == name and name in self.names.parameters:
+            return PackedStep(layer, name, "experts", shape, experts=experts)
+        if shape == stored and experts is None and module is not None:
+            if isinstance(module, QuantizedLinear) or _is_kind(module, nn.Linear):
+                return PackedStep(layer, name, "linear", shape)
+            if isinstance(module, QuantizedEmbedding) or _is_kind(module, nn.Embedding):
+                return PackedStep(layer, name, "embedding", shape)
+        kind = "a parameter" if module is None else f"a {type(module).__name__}"
+        return PackedStep(layer, str(weight), "dense", shape, f"{kind} takes plain numbers", experts)
+
+    def orient_experts(self) -> None:
+        """Stacks of a square shape lie as the others of their module do, as files have them where none tells."""
+        parents = {step.name.rpartition(".")[0] for step in self.plan.packed
+                   if step.experts is not None and step.shape == _turned(step.stored) != step.stored}
+        self.plan.packed = [replace(step, transposed=step.experts is not None and step.shape == _turned(step.stored) and (
+            step.shape != step.stored or step.layer.turned or step.name.rpartition(".")[0] in parents))
+            for step in self.plan.packed]
+
+    def _parameters(self, name: str, module: nn.Module | None, weight: str | None) -> list[str]:
+        """The parameters of the model that a layer fills."""
+        if isinstance(module, PackedModule):
+            return [f"{name}.{own}".lstrip(".") for own in module._names.values()]
+        return [str(weight)]
+
+    def _add_other(self, name: str, leaf: str, full: str, step: PackedStep) -> None:
+        """A tensor next to a layer's weight: a bias, a scale of activations, or one that nothing takes."""
+        own = renamed(full, self.rename)
+        for key in (own, f"{name}.{leaf}".lstrip(".")):
+            if key is not None and self.names.tensor(key) is not None:
+                self._add_tensor(key, full)
+                return
+        if leaf == "input_scale" and step.kind == "linear":
+            self.plan.scales[name] = full
+        elif leaf not in OF_X:
+            self.plan.unused.append(full)
+
+    # -- groups and plain tensors -------------------------------------------------------------------------------------
+
+    def add_group(self, group: Group) -> None:
+        name = renamed(group.name, self.rename)
+        if name is None:
+            self.plan.unused += group.tensors.values()
+            return
+        members = {part: renamed(part, self.rename) or "" for part in group.parts}
+        wrong = [*group.problems, *([group.unnamed] if group.unnamed else [])]
+        for part, own in members.items():
+            tensor = self.names.tensor(own)
+            if tensor is None:
+                wrong.append(f"the model has no {shown(own)}")
+            elif tensor.numel() != group.parts[part]:
+                wrong.append(f"{shown(own)} is {list(tensor.shape)} in the model, and has {group.parts[part]} numbers here")
+        if wrong:
+            self.plan.problems += [f"group {shown(group.name)}: {each}" for each in wrong]
+        others = [own for own in members.values() if not self._is_member(name, own)]
+        why = f"{shown(others[0])} is no weight of a module inside of {shown(name)}" if others else ""
+        self.plan.groups.append(GroupStep(group, name, members, why))
+        self._fill(*members.values())
+
+    def _is_member(self, block: str, weight: str) -> bool:
+        """Whether a parameter is the weight of a module that runs inside of a block."""
+        module, _, leaf = weight.rpartition(".")
+        owner = self.names.modules.get(module)
+        inside = block in self.names.modules and (module == block or module.startswith(f"{block}.") or not block)
+        return inside and leaf == "weight" and owner is not None and _is_kind(owner, nn.Linear, nn.Embedding)
+
+    def add_plain(self, name: str, full: str) -> None:
+        own = renamed(name, self.rename)
+        if own is not None and own not in self.names.transient and self.names.tensor(own) is not None:
+            self._add_tensor(own, full)
+        else:
+            self.plan.unused.append(full)
+
+    def _add_tensor(self, name: str, full: str) -> None:
+        tensor = self.names.tensor(name)
+        assert tensor is not None
+        shapes = tuple(tensor.shape), tuple(self.source.shape(full))
+        if shapes[0] != shapes[1]:
+            self.plan.problems.append(f"{shown(name)} is {list(shapes[0])} in the model, and {list(shapes[1])} in the checkpoint")
+        if self.plan.plain.setdefault(name, full) != full:
+            self.plan.problems.append(f"{shown(full)} and {shown(self.plan.plain[name])} are both {shown(name)} in the model")
+        self._fill(name)
+
+    def add_quantized(self, format: str, skip: Sequence[str]) -> None:
+        """Plain Linear layers that are to be quantized, and a contradiction where layers are packed otherwise."""
+        others = sorted({step.layer.format for step in self.plan.packed if step.layer.format != format}
+                        | {step.group.format for step in self.plan.groups})
+        if others:
+            self.plan.problems.append(f"format={format!r} contradicts the checkpoint, whose layers are {', '.join(others)}: "
+                                      "load it without format=, or convert it with `qdsl convert --requantize`")
+        for name in self.plan.plain:
+            module, _, leaf = name.rpartition(".")
+            owner = self.names.modules[module]
+            owners = [self.names.modules[other.rpartition(".")[0]] for other in self.names.tied(name)]
+            tied = any(isinstance(module, nn.Embedding) for module in owners)
+            if leaf == "weight" and _is_kind(owner, nn.Linear) and not tied and not is_skipped(module, skip):
+                self.plan.quantized.append(module)
+
+    # -- what is left -------------------------------------------------------------------------------------------------
+
+    def _fill(self, *names: str) -> None:
+        for name in names:
+            self.filled.update(self.names.tied(name))
+
+    def check_complete(self) -> None:
+        """Every parameter has a weight, and no buffer stays on meta."""
+        missing = [name for name in self.names.parameters if name not in self.filled]
+        if missing:
+            hint = self._prefix_hint(missing)
+            self.plan.problems.append(f"{len(missing)} parameters of the model have no weight in the checkpoint: "
+                                      f"{listed(missing)}{hint or '; tie those that share the weight of another before loading'}")
+        empty = [name for name, buffer in self.names.buffers.items() if buffer.is_meta and name not in self.filled]
+        if empty:
+            self.plan.problems.append(
+                f"{len(empty)} buffers are on meta and not in the checkpoint: {listed(empty)}; their modules compute them: "
+                "build the model with parameters alone on meta, as accelerate.init_empty_weights() does")
+
+    def _prefix_hint(self, missing: Sequence[str]) -> str:
+        """A rename that would help, where names differ in a prefix alone."""
+        unused = [*self.plan.unused, *self.source.layers]
+        for name in missing[:SHOWN]:
+            for other in unused:
+                for short, long, way in ((name, other, "remove"), (other, name, "add")):
+                    if short and long.endswith(f".{short}"):
+                        prefix = long[:-len(short)]
+                        rename = {prefix: ""} if way == "remove" else {"": prefix}
+                        return f"; names of the checkpoint differ in a prefix: pass rename={rename!r}"
+        return ""
+
+
+def is_skipped(name: str, skip: Sequence[str]) -> bool:
+    """Whether a pattern is the whole name of a module, or of a part of it between dots."""
+    return any(re.fullmatch(pattern, part) for pattern in skip for part in (name, *name.split(".")))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some names in one line."""
+    more = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    return ", ".join([*names[:SHOWN], *more])
+
+
+def _is_kind(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module computes as one of torch's kinds does: no subclass with a forward of its own."""
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[E, K, N] of [E, N, K]; a matrix as it is."""
+    return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
+
+
+def _is_flattened(shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
+    """Whether a parameter's shape is a weight's but for axes that run together, as those of convolutions do."""
+    return len(shape) != len(stored) and math.prod(shape) == math.prod(stored)
