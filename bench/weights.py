@@ -12,7 +12,8 @@ from torch import Tensor
 from qdsl import places
 from qdsl.numbers import number
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.format import PLANAR, Format
+from qdsl.runtime.format import Format
+from qdsl.runtime.layout import PLANAR
 from qdsl.runtime.match import torch_dtype
 from qdsl.shapes import extents
 

@@ -16,16 +16,14 @@ from qdsl.runtime import convert, experts, launch, ops, order, streams, tiles
 from qdsl.runtime.adopt import adopt
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
-from qdsl.runtime.layout import Lanes, Storage, Variant
+from qdsl.runtime.layout import PLANAR, Lanes, Storage, Variant
 from qdsl.runtime.linear import mode_of, tile_weights
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.packed import FormatError, PackedWeight, damage, said
 from qdsl.runtime.requantize import Report, compare
-from qdsl.shapes import Axis, axis, extents
+from qdsl.shapes import Axis, extents
 from qdsl.spilled import LOST, is_spilled
 from qdsl.stored import OF_X, Description, meant
-
-PLANAR = "planar"                                                # the storage that the compiler derives
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +181,8 @@ class Format:
         """A weight of tensors in the storage's own shapes and dtypes, with its index tensors range-checked."""
         layout = self.variant(params).storages[storage]
         sizes = self.sizes(params, shape)
-        for text, least in layout.least.items():
-            if (axis(text).extent(*shape, sizes) or 0) < least:
-                raise FormatError(f"{self.name}.{storage} is for weights with {text} of {least} or more, not {list(shape)}")
+        if why := layout.too_small(shape, sizes):
+            raise FormatError(f"{self.name}.{storage}: {why}")
         in_order = {name for name, tensor in tensors.items() if (name == layout.order or layout.tensors[name].dtype == "index")
                     and self._check_columns(name, tensor, name == layout.order, shape, params)}
         if layout.shape and not tensors[layout.shape].is_meta and tuple(tensors[layout.shape].tolist()) != shape:

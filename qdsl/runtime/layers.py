@@ -89,8 +89,8 @@ class QuantizedEmbedding(PackedModule, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         packed = self.packed
-        rows = packed.rows(input.flatten())
-        if rows is not None:
+        if packed.has_separate_rows:
+            rows = packed.rows(input.flatten())
             return self.format.dequantize(rows, self.compute_dtype).view(*input.shape, self.embedding_dim)
         plain = is_plain(input, *packed.tensors.values())
         room = scratch("weight", packed.shape, self.compute_dtype, packed.device) if plain else None

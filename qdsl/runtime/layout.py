@@ -13,6 +13,7 @@ from qdsl.runtime.tables import Table
 from qdsl.shapes import Axis, axis
 from qdsl.stored import Stored
 
+PLANAR = "planar"                                                # the storage that the compiler derives
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in stored.FLOATS.items()}
 
 
@@ -180,6 +181,13 @@ class Storage:
     def tensors_of(self, fields: Mapping[str, torch.Tensor | None], extents: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """What pack makes of all fields that it takes, None where one is missing."""
         return self.pack(**fields, **{name: extents[name] for name in self.extents})
+
+    def too_small(self, shape: tuple[int, int], sizes: Mapping[str, int]) -> str:
+        """Why a weight of this shape has too few elements for the storage; '' where it has enough."""
+        for text, least in self.least.items():
+            if (axis(text).extent(*shape, sizes) or 0) < least:
+                return f"it is for weights with {text} of {least} or more, not {list(shape)}"
+        return ""
 
     @property
     def coded(self) -> list[str]:

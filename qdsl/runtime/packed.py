@@ -10,28 +10,14 @@ import torch
 from torch import Tensor
 
 from qdsl.entropy.lookup import StreamError
-from qdsl.runtime import streams
+from qdsl.runtime import algebra, streams
+from qdsl.runtime.errors import FormatError as FormatError
+from qdsl.runtime.errors import Misfit as Misfit
 from qdsl.shapes import Axis, granule
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
     from qdsl.runtime.layout import Storage, Variant
-
-
-class FormatError(ValueError):
-    """Tensors, fields or parameters that do not make a weight of the format; the message says what it needs."""
-
-
-class Misfit(FormatError):
-    """A number of a weight that its format cannot hold; {row} in the text is the row, or block of rows, where it is."""
-
-    def __init__(self, text: str, row: int) -> None:
-        super().__init__(text.format(row=row))
-        self.text, self.row = text, row
-
-    def after(self, rows: int) -> Misfit:
-        """The same of a weight with so many more rows, or blocks of them, ahead."""
-        return Misfit(self.text, self.row + rows)
 
 
 @contextmanager
@@ -73,7 +59,7 @@ class PackedWeight:
         self.layout: Storage = self.variant.storages[storage].opened if opened else self.variant.storages[storage]
         self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
         self.extents = {**self.sizes, "N": shape[0], "K": shape[1]}
-        self._steps: dict[str, int] = {}
+        self._steps: dict[str, tuple[int, str]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What it was made of; the rest follows from the format."""
@@ -144,60 +130,127 @@ class PackedWeight:
         """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""
         return self.apply(lambda tensor: _moved(tensor, tensor.to(*args, **kwargs)))
 
-    def cut(self, dim: str, start: int, stop: int) -> PackedWeight:
-        """Rows (dim 'N') or columns ('K') [start, stop) as a weight of their own, without copying.
+    # -- rows, pieces and joins -------------------------------------------------------------------------------------------
 
-        Raises FormatError where a cut would go through a block or a word.
+    @property
+    def has_separate_rows(self) -> bool:
+        """Whether every row is stored by itself, so that `rows` gathers rows of tensors and decodes nothing."""
+        return self._granule("N")[0] == 1 and not self.layout.whole and not self.layout.streams and not self._is_flat
+
+    def rows(self, index: Tensor) -> PackedWeight:
+        """The weight of these rows, index int64 or int32 [M] in any order, with repeats: gathered, not decoded, where it can be.
+
+        Where rows are not stored separately, the fields are gathered and packed again (entropy codes are encoded anew).  The
+        result then may have shorter blocks or storage `planar`; its `params` and `storage` say so.
+        Raises FormatError where rows share a block that no parameter makes shorter, IndexError for rows that do not exist.
         """
-        rows = dim == "N"
-        whole = self.shape[0 if rows else 1]
-        step = self._steps.get(dim) or self._steps.setdefault(dim, self.step(dim))
-        if not 0 <= start <= stop <= whole or dim not in ("N", "K"):
-            raise FormatError(f"rows ('N') or columns ('K') from {start} to {stop} of {dim} = {whole} are no part of the weight")
-        for border in (start, stop):
-            if border % step and border != whole:
-                raise FormatError(f"{self.format.name}.{self.storage} can be cut along {dim} at multiples of {step}, "
-                                  f"not at {border}")
-        shape = (stop - start, self.shape[1]) if rows else (self.shape[0], stop - start)
+        if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+            raise FormatError(f"rows are int64 or int32 [M], not {str(index.dtype)[6:]} {list(index.shape)}")
+        if not self.has_separate_rows:
+            return algebra.rows(self, index)
         tensors = {}
         for name, tensor in self.tensors.items():
-            for place, each in enumerate(self.layout.tensors[name].axes):
-                if each.dim in (dim, "N*K"):
-                    tensor = tensor.narrow(place, *self._span(each, dim, start, stop))
-            if not rows and (name == self.layout.order or self.layout.tensors[name].dtype == "index"):
-                if name not in self.in_order:
-                    raise FormatError(f"'{name}' puts columns into groups all over K (act-order); only rows can be cut")
-                tensor = tensor - tensor[:1]                     # groups, or columns, count from 0 again
-            tensors[name] = tensor
-        return self.derive(tensors, shape)
-
-    def rows(self, index: Tensor) -> PackedWeight | None:
-        """Rows of these numbers as a weight of their own; None where rows are not stored each by itself."""
-        axes = [each for name in self.tensors for each in self.layout.tensors[name].axes]
-        if self.layout.whole or self.layout.streams or self.step("N") > 1 or any(each.dim == "N*K" for each in axes):
-            return None
-        tensors = {}
-        for name, tensor in self.tensors.items():
-            places = [place for place, each in enumerate(self.layout.tensors[name].axes) if each.dim == "N"]
+            places = [place for place, axis in enumerate(self.layout.tensors[name].axes) if axis.dim == "N"]
             tensors[name] = tensor.index_select(places[0], index) if places else tensor
         return self.derive(tensors, (index.shape[0], self.shape[1]))
 
     def step(self, dim: str) -> int:
-        """Rows or columns between two places where the weight can be cut; all of them, where streams hold it."""
-        if self.layout.whole or self.layout.streams:
-            return max(1, self.shape[dim == "K"])
-        axes = [each for name in self.tensors for each in self.layout.tensors[name].axes]
-        fields = [each for field in self.variant.fields.values() for each in field.axes]
-        return granule([*axes, *fields], dim, self.sizes, self.shape[1])
+        """The least number of rows (dim 'N') or columns ('K') at whose multiples `cut` works; all where it never does."""
+        whole = max(1, self.shape[dim == "K"])
+        step, _ = self._granule(dim)
+        return next((size for size in range(step, whole, step)
+                     if not self._too_small(dim, size) and not self._too_small(dim, whole % size or size)), whole)
 
-    def _span(self, each: Axis, dim: str, start: int, stop: int) -> tuple[int, int]:
+    def cut(self, dim: str, start: int, stop: int) -> PackedWeight:
+        """Rows (dim 'N') or columns ('K') [start, stop) as a weight of their own, without copying.
+
+        Raises FormatError where a cut would go through a block or a word; it names the nearest borders.  See `shard`.
+        """
+        if why := self._why_not_cut(dim, start, stop):
+            raise FormatError(algebra.refusal(self, dim, start, stop, why, self.step(dim)))
+        if (start, stop) == (0, self.shape[dim == "K"]):
+            return self
+        shape = (stop - start, self.shape[1]) if dim == "N" else (self.shape[0], stop - start)
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            for place, axis in enumerate(self.layout.tensors[name].axes):
+                if axis.dim in (dim, "N*K"):
+                    tensor = tensor.narrow(place, *self._span(axis, dim, start, stop))
+            if dim == "K" and name in self._indices:
+                tensor = tensor - tensor[:1]                     # groups, or columns, count from 0 again
+            tensors[name] = tensor
+        return self.derive(tensors, shape)
+
+    def shard(self, dim: str, start: int, stop: int) -> PackedWeight:
+        """Rows (dim 'N') or columns ('K') [start, stop) as a weight of the same numbers: cut where it can be, else packed again.
+
+        A piece that `cut` refuses is unpacked and packed in the same storage (entropy codes are encoded anew); if its borders
+        are inside blocks, with a smaller block size that the format has, repeating what the long blocks share; else in storage
+        `planar`.  The result's `storage` and `params` say which.  Columns in act-order keep their groups.
+        On meta the result has exact shapes, but tensors whose size depends on the numbers have no elements.
+        Raises FormatError with the reason and the nearest borders.
+        """
+        return algebra.piece(self, dim, start, stop) if self._why_not_cut(dim, start, stop) else self.cut(dim, start, stop)
+
+    @classmethod
+    def join(cls, parts: Sequence[PackedWeight], dim: str = "N") -> PackedWeight:
+        """The weight whose rows (dim 'N') or columns ('K') are those of the parts one after the other: one copy per tensor.
+
+        Parts have the same format, storage, parameters and other extent; what is stored once for all rows, or columns, must be
+        equal.  Parts that end inside blocks or words, and entropy codes, are unpacked and packed together, as in `shard`.
+        Raises FormatError with what differs.
+        """
+        return algebra.join(parts, dim)
+
+    def _why_not_cut(self, dim: str, start: int, stop: int) -> str:
+        """Why tensors cannot be cut at these borders; '' where they can.  Raises FormatError for borders outside of it."""
+        whole = self.shape[0 if dim == "N" else 1]
+        if not 0 <= start <= stop <= whole or dim not in ("N", "K"):
+            raise FormatError(f"rows ('N') or columns ('K') from {start} to {stop} of {dim} = {whole} are no part of the weight")
+        if (start, stop) == (0, whole):
+            return ""
+        step, why = self._steps.get(dim) or self._steps.setdefault(dim, self._granule(dim))
+        if self.layout.streams or any(border % step and border != whole for border in (start, stop)):
+            return why
+        return self._too_small(dim, stop - start) if stop > start else ""
+
+    def _granule(self, dim: str) -> tuple[int, str]:
+        """At which multiples of rows or columns tensors can be cut, all where none, and why not elsewhere."""
+        whole = max(1, self.shape[dim == "K"])
+        if self.layout.streams:
+            return whole, "an entropy code holds all of it"
+        if self.layout.whole:
+            return whole, "its tensors mix all rows and columns"
+        if dim == "K" and self._is_flat:
+            return whole, "it stores rows one after the other, so only rows can be cut"
+        for name in self._indices if dim == "K" else ():
+            if name not in self.in_order and not self.tensors[name].is_meta:     # on meta columns are taken to be in order
+                return whole, f"'{name}' puts columns into groups all over K (act-order); only rows can be cut"
+        axes = [axis for name in self.tensors for axis in self.layout.tensors[name].axes]
+        fields = [axis for field in self.variant.fields.values() for axis in field.axes]
+        step = granule([*axes, *fields], dim, self.sizes, self.shape[1])
+        return step, f"its blocks and words have {step} {algebra.UNITS[dim]}"
+
+    def _too_small(self, dim: str, size: int) -> str:
+        """Why the storage has no weight of so many rows or columns; '' where it has."""
+        shape = (size, self.shape[1]) if dim == "N" else (self.shape[0], size)
+        return self.layout.too_small(shape, self.format.sizes(self.params, shape)) if self.layout.least else ""
+
+    @property
+    def _is_flat(self) -> bool:
+        return any(axis.dim == "N*K" for name in self.tensors for axis in self.layout.tensors[name].axes)
+
+    @property
+    def _indices(self) -> list[str]:
+        """The tensors that say where columns belong: the groups of columns, or their order."""
+        return [name for name in self.tensors if name == self.layout.order or self.layout.tensors[name].dtype == "index"]
+
+    def _span(self, axis: Axis, dim: str, start: int, stop: int) -> tuple[int, int]:
         """First element and number of elements of an axis that rows or columns [start, stop) occupy."""
-        if each.dim == "N*K":
-            if dim == "K":
-                raise FormatError(f"{self.format.name}.{self.storage} stores rows one after the other; only rows can be cut")
-            start, stop = start * self.shape[1], stop * self.shape[1]
-        first = each.elements(start, self.sizes)
-        return first, each.elements(stop, self.sizes) - first
+        if axis.dim == "N*K":
+            start, stop = (start * self.shape[1], stop * self.shape[1]) if dim == "N" else (0, 0)
+        first = axis.elements(start, self.sizes)
+        return first, axis.elements(stop, self.sizes) - first
 
 
 def said(shape: tuple[int, int], device: torch.device) -> Tensor:

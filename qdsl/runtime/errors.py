@@ -1,0 +1,19 @@
+"""Errors that tensors, fields and parameters raise where they make no weight of a format."""
+
+from __future__ import annotations
+
+
+class FormatError(ValueError):
+    """Tensors, fields or parameters that do not make a weight of the format; the message says what it needs."""
+
+
+class Misfit(FormatError):
+    """A number of a weight that its format cannot hold; {row} in the text is the row, or block of rows, where it is."""
+
+    def __init__(self, text: str, row: int) -> None:
+        super().__init__(text.format(row=row))
+        self.text, self.row = text, row
+
+    def after(self, rows: int) -> Misfit:
+        """The same of a weight with so many more rows, or blocks of them, ahead."""
+        return Misfit(self.text, self.row + rows)
