@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import qdsl
+from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.compress.run import compress
@@ -24,7 +25,6 @@ from qdsl.models.save import SaveError
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
 from tests.support import formats
-from tests.support.ggufs import gguf_file
 
 E = 2                                                            # experts
 
@@ -106,8 +106,9 @@ def files(path: Path) -> dict[str, bytes]:
     return {each.name: each.read_bytes() for each in path.iterdir()}
 
 
-CASES = [case for case in formats.cases() if case.path in formats.SHIPPED and case.storage != formats.PLANAR
-         and "safetensors" not in case.module.SPEC.detect]
+IN_FILES = {(each.name, storage) for each in descriptions() for storages in each.variants.values() for storage in storages
+            if not {"safetensors", "parts"} & each.detect.keys()}
+CASES = [case for case in formats.cases() if (case.path.stem, case.storage) in IN_FILES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -59,9 +59,13 @@ def joined(layer: Layer, experts: Sequence[PackedWeight]) -> PackedWeight:
     from qdsl.runtime.packed import FormatError, PackedWeight
 
     try:
-        return PackedWeight.join(experts, "N")
+        weight = PackedWeight.join(experts, "N")
     except FormatError as error:
         raise FormatError(f"the {len(experts)} experts of {shown(layer.name)} are no single weight: {error}") from None
+    if (weight.format, weight.storage, weight.params) != (experts[0].format, experts[0].storage, experts[0].params) or \
+            layer.shape[0] % weight.step("N"):
+        raise FormatError(f"the {len(experts)} experts of {shown(layer.name)} cannot be told apart in one {layer.storage} weight")
+    return weight
 
 
 def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:

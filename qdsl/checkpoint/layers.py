@@ -116,7 +116,7 @@ def layers(folder: Folder, formats: Sequence[Description] | None = None, shapes:
            ) -> Layers:
     """The layers of a folder, by the formats that ship or those given.
 
-    shapes: (N, K), or (E, N, K) of experts, by the names of modules; used where tensors and settings do not say it themselves.
+    shapes: (N, K), or (E, N, K) of experts, by the names of modules; used where tensors do not state it, as padded ones do not.
     Raises CheckpointError where a file that says settings is none.  What is wrong with a layer is in it.
     """
     known = [each for each in (descriptions() if formats is None else formats)
@@ -161,8 +161,9 @@ class _Finder:
     def _layer(self, name: str, tensors: Mapping[str, str], turned: bool = False) -> Layer | None:
         """The module as a layer; None where it holds plain tensors alone.  turned: its tensors are [E, K, N]."""
         layer = self._layer_of(name, tensors, turned, ())
-        if layer is not None and layer.why and name in self.shapes:
-            layer = self._layer_of(name, tensors, turned, tuple(self.shapes[name])) or layer
+        if layer is not None and name in self.shapes and (layer.why or layer.shape != tuple(self.shapes[name])[-2:]):
+            shaped = self._layer_of(name, tensors, turned, tuple(self.shapes[name]))
+            layer = shaped if shaped is not None and (layer.why or not shaped.why) else layer
         return layer
 
     def _layer_of(self, name: str, tensors: Mapping[str, str], turned: bool, shape: tuple[int, ...]) -> Layer | None:

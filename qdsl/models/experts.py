@@ -70,11 +70,13 @@ class Experts(nn.Module):
         if len(parts) == self.experts:
             return parts[expert].packed
         n = parts[0].out_features // self.experts
-        return parts[0].packed.cut("N", expert * n, (expert + 1) * n)
+        return parts[0].packed.shard("N", expert * n, (expert + 1) * n)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """All weights, dense: [E, N, K], or [E, K, N] where they are transposed."""
-        return torch.stack([self._dense(expert, dtype) for expert in range(self.experts)])
+        rows = torch.cat([part.dequantize(dtype or self.dtype) for part in self._linears()])
+        dense = rows.view(self.experts, -1, rows.shape[1])
+        return dense.transpose(1, 2) if self.transposed else dense
 
     def __getitem__(self, index: Any) -> Tensor:
         """The dense weights that an index of the first axis chooses: one expert, a slice, or a tensor of experts."""
@@ -121,6 +123,10 @@ class Experts(nn.Module):
         return list(self.parts)  # type: ignore[arg-type]
 
     def _dense(self, expert: int, dtype: torch.dtype | None = None) -> Tensor:
+        packed = self._linears()[0].packed
+        n = packed.shape[0] // self.experts
+        if len(self.parts) == 1 and n % packed.step("N"):        # streams, whose rows are decoded together
+            return self.dequantize(dtype)[expert]
         weight = self.weight(expert)
         dense = weight.format.dequantize(weight, dtype or self.dtype)
         return dense.t() if self.transposed else dense

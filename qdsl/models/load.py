@@ -93,13 +93,13 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
 
 
 def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None) -> None:
-    """Give a checkpoint the shapes that the model has, for layers that do not say their own."""
+    """Give a checkpoint the shapes that the model has, for layers that do not state their own."""
     shapes = {}
     for name, layer in checkpoint.layers.items():
-        own = renamed(name, rename) if layer.why else None
-        tensor = None if own is None else next((found for key in (f"{own}.weight".lstrip("."), own)
-                                                if (found := names.tensor(key)) is not None), None)
-        if tensor is not None and tensor.dim() in (2, 3):
+        own = renamed(name, rename)
+        tensors = [] if own is None else [names.tensor(key) for key in (f"{own}.weight".lstrip("."), own)]
+        tensor = next((each for each in tensors if each is not None), None)
+        if tensor is not None and tensor.dim() in (2, 3) and (layer.why or layer.shape != tuple(tensor.shape[-2:])):
             shapes[name] = tuple(tensor.shape)
     if shapes:
         checkpoint.use_shapes(shapes)

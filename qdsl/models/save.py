@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import numbers
+from qdsl.checkpoint.detect import numbers, says_numbers
 from qdsl.checkpoint.folder import INDEX
 from qdsl.checkpoint.ggml_types import TORCH
 from qdsl.checkpoint.gguf_write import NewTensor
@@ -218,7 +218,7 @@ class _Collector:
     def _add_settings(self, layer: Layer, weight: PackedWeight) -> None:
         """The small tensors that belong to a layer's files."""
         kept = {full: self.origin.settings[full] for full in layer.settings if full in self.origin.settings}
-        if not kept:
+        if not kept and not (layer.experts is not None and says_numbers(_description(weight))):
             known = numbers(_description(weight))
             values = {name: float(weight.tensors[name]) for name in known if name in weight.tensors}
             small = beside(layer, weight.format, weight.params, {}, values)
