@@ -340,6 +340,14 @@ def test_settings_that_tensors_contradict(settings: dict[str, Any], tmp_path: Pa
     assert (storage, why, problems) == ("awq", "", (f"config.json: quantization_config says {text}; {fit}",))
 
 
+def test_settings_of_layers_that_are_gone(tmp_path: Path) -> None:
+    """Groups of DF11 do not excuse a producer's settings of which there is no layer."""
+    path = folders.folder(tmp_path / "in", {"a.up.weight": matrix(64, 96)}, index=False)
+    run.compress(path, Aim("df11"), tmp_path / "out")
+    [problem] = recognised(tmp_path / "out").problems
+    assert problem.startswith("config.json: quantization_config says quant_method = gptq") and "no tensor is quantized" in problem
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_settings_of_another_format_than_the_streams(format: str, tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "in", {"a.up.weight": matrix(64, 96)}, index=False, config={})

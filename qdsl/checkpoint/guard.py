@@ -1,7 +1,7 @@
 """A sentence in config.json that stops loaders which would leave a model with random weights.
 
-transformers reads `transformers_weights` as the name of the file of weights, and raises a ValueError that ends with it where it
-names none.  Without that field transformers loads weights in our own storages with a warning, and every such layer is noise.
+transformers reads `transformers_weights` as the name of the file of weights.  Where that is no such name, it raises a ValueError
+that ends with it.  Without the field transformers warns of an unknown quantization, and loads our own storages as noise.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class _Finder:
             problems += [f"{self.says.source} has settings for {shown(name)}, of which there is no tensor"
                          for name in self.says.layers if name not in there]
         problems += self._misnamed(layers)
-        if self.says is not None and not layers and not self.together:
+        if self.says is not None and not layers and not (self.together and self.says.method == OWN):
             problems.append(f"{self.says.source} says {_brief(self.says.settings)}, but no tensor is quantized")
         problems += [problem for each in self.found[1:] for problem in _differing(self.found[0], each)]
         shards = dict.fromkeys(self.folder.missing.values())
