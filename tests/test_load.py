@@ -114,7 +114,8 @@ CASES = [case for case in formats.cases() if (case.path.stem, case.storage) in I
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_place_of_a_model_holds_every_storage(case: formats.Case, tmp_path: Path) -> None:
     """Linear, Embedding, tied head, experts as modules and stacked: loaded, run, saved as the same bytes."""
-    n, k = next(formats.shapes(case, (64, 128), (256, 512, 64)))
+    n, k = next(shape for shape in formats.shapes(case, (64, 128, 80), (256, 512, 64))
+                if case.storage != "hqq_3bit" or shape[0] % 5 == 0)         # experts that begin inside a block are none
     weights = {name: formats.random_packed(case, (n, k), seed) for seed, name in enumerate(("embed", "up", "experts.0", "experts.1"))}
     stack = [formats.random_packed(case, (n, k), 10 + expert) for expert in range(E)]
     tensors = plain_tensors(n, k)

@@ -99,7 +99,8 @@ def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None) ->
         own = renamed(name, rename)
         tensors = [] if own is None else [names.tensor(key) for key in (f"{own}.weight".lstrip("."), own)]
         tensor = next((each for each in tensors if each is not None), None)
-        if tensor is not None and tensor.dim() in (2, 3) and (layer.why or layer.shape != tuple(tensor.shape[-2:])):
+        numbers = math.prod(layer.shape) * (layer.experts or 1)
+        if tensor is not None and tensor.dim() in (2, 3) and (layer.why or numbers != tensor.numel()):
             shapes[name] = tuple(tensor.shape)
     if shapes:
         checkpoint.use_shapes(shapes)

@@ -165,6 +165,9 @@ class _Collector:
         self._add_settings(layer, weight)
 
     def _add_experts(self, name: str, stack: Experts) -> None:
+        if name in self.origin.layers and self.origin.layers[name].experts is None:
+            self._add_packed(name, stack.parts[0])               # type: ignore[arg-type]  # a matrix of E * N rows there, too
+            return
         self._written |= {id(parameter) for part in stack.parts for parameter in part._parameters.values()}
         layer, storage = self._record(name, stack.weight(0))
         weight = self._convert(name, stack.weight(0), storage)
