@@ -97,18 +97,21 @@ def _step(packed: PackedWeight, dim: str, storage: str, params: Mapping[str, int
     layout = packed.format.variant(params).storages[storage]
     blocks = [axis for kind in packed.variant.fields.values() for axis in kind.axes if not _spans_all(axis, params)]
     exact = [axis for stored in layout.tensors.values() for axis in stored.axes if axis.exact and not _spans_all(axis, params)]
-    if is_scattered(packed.variant) or (dim == "K" and group_index(packed) is not None):
-        return whole
+    if is_scattered(packed.variant) or ((dim == "K" or storage != packed.storage) and group_index(packed) is not None):
+        return whole                                             # others may not have groups of columns in any order
     if any(axis.by(packed.sizes) % axis.by(sizes) and (axis.extent(*packed.shape, packed.sizes) or 0) > 1 for axis in blocks):
         return whole                                             # shorter blocks that are not parts of the long ones
     step = lcm(granule([*blocks, *exact], dim, sizes, packed.shape[1]),
                *(axis.by(sizes) for axis in blocks if dim == "K" and axis.dim == "N*K"),
                *(axis.by(sizes) // gcd(axis.by(sizes), packed.shape[0]) for axis in exact if dim == "K" and axis.dim == "N*K"))
-    ends_inside = any(dim == "K" and axis.dim == "N*K" and packed.shape[1] % axis.by(sizes) for axis in blocks)
-    pieces = {step, whole % step or step}
-    shapes = [(size, packed.shape[1]) if dim == "N" else (packed.shape[0], size) for size in pieces]
-    too_small = any(layout.too_small(shape, packed.format.sizes(params, shape)) for shape in shapes)
-    return whole if ends_inside or too_small else min(step, whole)
+    if any(dim == "K" and axis.dim == "N*K" and packed.shape[1] % axis.by(sizes) for axis in blocks):
+        return whole                                             # rows do not end with a block
+    try:
+        for size in {min(step, whole), whole % step or step}:
+            _template(packed, storage, params, (size, packed.shape[1]) if dim == "N" else (packed.shape[0], size))
+    except FormatError:
+        return whole
+    return min(step, whole)
 
 
 def _spans_all(axis: Axis, params: Mapping[str, int | str]) -> bool:
@@ -270,7 +273,8 @@ class _Joint:
         sizes = first.format.sizes(params, self.shape)
         for name, kind in first.variant.fields.items():
             for axis in kind.axes:
-                self._check_ends(name, axis, sizes)
+                if not _spans_all(axis, params):
+                    self._check_ends(name, axis, sizes)
         sources = [Source.whole(part) for part in self.parts]
         gathers = [plan(source, sizes) for source in sources]
         template = _template(first, storage, params, self.shape)
@@ -279,7 +283,7 @@ class _Joint:
         self.fields = self.fields or _all_fields(self.parts)
         fields = [gathered(source, sizes, gather, fields)
                   for source, gather, fields in zip(sources, gathers, self.fields, strict=True)]
-        joined = {name: self._field(name, [each[name] for each in fields], sizes) for name in fields[0]}
+        joined = {name: self._field(name, [each[name] for each in fields], sizes, params) for name in fields[0]}
         return _labelled(first.format.pack(joined, storage, **params), first)
 
     def _check_ends(self, name: str, axis: Axis, sizes: Mapping[str, int]) -> None:
@@ -297,13 +301,13 @@ class _Joint:
             raise FormatError(f"a part would end at {wrong[0]}, inside a block of '{name}': parts are multiples of {by} "
                               f"{UNITS[self.dim]}")
 
-    def _field(self, name: str, values: list[Tensor], sizes: Mapping[str, int]) -> Tensor:
-        """A field of the joined weight."""
+    def _field(self, name: str, values: list[Tensor], sizes: Mapping[str, int], params: Mapping[str, int | str]) -> Tensor:
+        """A field of the joined weight: the parts' one after the other, or the one that they share."""
         kind = self.parts[0].variant.fields[name]
         if kind.groups is not None:
             values = [value + start // kind.groups.by(sizes) for value, start in zip(values, self.first_columns, strict=True)]
         for place, axis in enumerate(kind.axes):
-            if axis.dim == self.dim or (axis.dim == "N*K" and self.dim == "N"):
+            if (axis.dim == self.dim and not _spans_all(axis, params)) or (axis.dim == "N*K" and self.dim == "N"):
                 return torch.cat(values, place)
             if axis.dim == "N*K":
                 return torch.cat([value.view(self.shape[0], -1) for value in values], 1).flatten()   # a flat axis is alone
