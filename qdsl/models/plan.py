@@ -182,8 +182,8 @@ class _Planner:
         scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
         if scaled is not None:
             return PackedStep(layer, str(weight), "dense", shape, f"'{scaled}' multiplies its input", experts)
-        if experts is not None and len(shape) == 3 and weight == name and name in self.names.parameters:
-            return PackedStep(layer, name, "experts", shape, experts=experts)
+        if experts is not None and len(shape) == 3 and weight in self.names.parameters:
+            return PackedStep(layer, weight, "experts", shape, experts=experts)
         if shape == stored and experts is None and module is not None:
             if isinstance(module, QuantizedLinear) or _is_kind(module, nn.Linear):
                 return PackedStep(layer, name, "linear", shape)
