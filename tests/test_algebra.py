@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qdsl.generated import fp8_block, fp8_tensor, hlane, int8_block, int8_channel, int_group, nf4, q4_0, q4_k
 from qdsl.runtime import FormatError, PackedWeight, algebra
-from tests.support.formats import Case, cases, random_fields, same_bits, shapes, shuffled_fields, smallest
+from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
 
 CASES = cases()
 DIMS = ("N", "K")
@@ -65,7 +65,8 @@ def refused(error: FormatError) -> dict[int, tuple[int, int]]:
     return {int(border): (int(below), int(above)) for border, below, above in near}
 
 
-def or_nearest(cut: Callable[[str, int, int], PackedWeight], dim: str, start: int, stop: int) -> list[tuple[int, int, PackedWeight]]:
+def or_nearest(cut: Callable[[str, int, int], PackedWeight], dim: str, start: int, stop: int,
+               ) -> list[tuple[int, int, PackedWeight]]:
     """A piece; or, where it is refused, the pieces at the borders that the error names, which must not be refused."""
     try:
         return [(start, stop, cut(dim, start, stop))]
@@ -138,7 +139,7 @@ def test_shards_at_and_inside_blocks(case: Case) -> None:
     """Where one is refused, the borders that the error names work; pieces in one storage join to the weight."""
     for packed, weight in weights(case):
         for dim, whole in zip(DIMS, packed.shape, strict=True):
-            for start, stop in {(0, whole // 2), (whole // 4, whole // 2), (whole // 8, whole // 8 * 3), (1, whole - 1)}:
+            for start, stop in {(whole // 4, whole // 2), (whole // 8, whole // 8 * 3), (1, whole - 1)}:
                 for first, last, piece in or_nearest(packed.shard, dim, start, stop) if start < stop else ():
                     check(piece, part(weight, dim, first, last))
             ends = [*range(0, whole, algebra.shard_step(packed, dim) * max(1, whole // algebra.shard_step(packed, dim) // 2))]
@@ -151,9 +152,9 @@ def test_shards_at_and_inside_blocks(case: Case) -> None:
 def test_on_meta_shapes_are_those_of_numbers(case: Case) -> None:
     """All but those of entropy codes, which depend on the numbers."""
     for packed, _ in weights(case)[::2]:
-        meta, (n, k) = packed.to("meta"), packed.shape
-        index = torch.arange(n).roll(1)                       # no whole blocks
-        same_on_meta(lambda each: each.rows(index.to(each.device)), packed, meta)
+        meta = packed.to("meta")
+        index = torch.arange(packed.shape[0]).roll(1)            # no whole blocks
+        same_on_meta(lambda each, index=index: each.rows(index.to(each.device)), packed, meta)
         for dim, whole in zip(DIMS, packed.shape, strict=True):
             for start, stop in ((0, whole // 2), (whole // 4, whole // 2), (0, packed.step(dim))):
                 same_on_meta(lambda each, at=(dim, start, stop): each.cut(*at), packed, meta)
@@ -175,3 +176,208 @@ def same_on_meta(make: Callable[[PackedWeight], PackedWeight], packed: PackedWei
     for name in result.tensors.keys() - coded:
         assert result.tensors[name].is_meta and result.tensors[name].dtype == wanted.tensors[name].dtype
         assert result.tensors[name].shape == wanted.tensors[name].shape, name
+
+
+# -- columns in act-order -------------------------------------------------------------------------------------------------
+
+INDEXED = [case for case in CASES if "index" in {field.type for field in case.module.FORMAT.variant(case.choice).fields.values()}]
+
+
+def act_order(case: Case, shape: tuple[int, int], columns: Tensor, group: int) -> PackedWeight:
+    """A weight whose column k belongs to group columns[k] // group."""
+    format = case.module.FORMAT
+    fields = random_fields(case, shape, params={"group": group})
+    name = next(name for name, field in format.variant(case.choice).fields.items() if field.groups is not None)
+    return format.pack({**fields, name: (columns // group).int()}, storage=case.storage, **{**case.choice, "group": group})
+
+
+@pytest.mark.parametrize("case", [case for case in INDEXED if case.choice.get("bits", 4) == 4], ids=str)
+def test_columns_in_act_order(case: Case) -> None:
+    """Shards keep the groups of their columns, in smaller groups if there are too many; or are refused by name."""
+    group, (n, k) = max(value for value in case.module.FORMAT.params["group"] if value in (9, 128)), (64, 512)
+    generator = torch.Generator().manual_seed(1)
+    halves = torch.cat([torch.randperm(k // 2, generator=generator), k // 2 + torch.randperm(k // 2, generator=generator)])
+    for columns in (torch.randperm(k, generator=generator), halves):
+        try:
+            packed = act_order(case, (n, k), columns, group)
+        except FormatError as error:
+            assert re.search("columns in order|belong to groups", str(error))
+            return
+        weight = decoded(packed)
+        check(packed.rows(torch.arange(n).flip(0)), weight.flip(0))
+        check(packed.shard("N", 4, 12), weight[4:12])
+        check(PackedWeight.join([packed.cut("N", 0, n), packed]), torch.cat([weight, weight]))
+        check(PackedWeight.join([packed, packed], "K"), torch.cat([weight, weight], 1)) if not k % group else None
+        assert packed.step("K") == k
+        with pytest.raises(FormatError, match="act-order"):
+            packed.cut("K", 0, k // 2)
+        for start, stop, piece in or_nearest(packed.shard, "K", k // 2, k):
+            check(piece, weight[:, start:stop])
+            if columns is halves and not k // 2 % group:
+                assert piece.params["group"] == group and (start, stop) == (k // 2, k)
+
+
+def test_act_order_takes_smaller_groups() -> None:
+    case = next(case for case in INDEXED if str(case).startswith("int_group.gptq_v2-bits4"))
+    packed = act_order(case, (32, 512), torch.randperm(512, generator=torch.Generator().manual_seed(2)), 128)
+    half = packed.shard("K", 256, 512)
+    assert (half.params["group"], half.tensors["scales"].shape) == (64, (4, 32))
+    check(half, decoded(packed)[:, 256:])
+    with pytest.raises(FormatError, match=r"columns 0 to 64 belong to 4 groups \(act-order\), and so many columns have 2"):
+        packed.shard("K", 0, 64)
+    other = act_order(case, (32, 512), torch.arange(512), 128)
+    with pytest.raises(FormatError, match="all rows share 'g', which differs between parts"):
+        PackedWeight.join([packed, other])
+
+
+# -- by example -----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_become_smaller() -> None:
+    weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    packed = fp8_block.quantize(weight)
+    half = packed.shard("N", 64, 192)
+    assert (half.params["bn"], half.params["bk"], half.tensors["weight_scale_inv"].shape) == (64, 128, (2, 4))
+    assert packed.shard("K", 128, 384).params == packed.params
+    assert packed.shard("K", 32, 128).params["bk"] == packed.shard("K", 0, 160).params["bk"] == 32
+    assert packed.shard("K", 5, 40).params == packed.params                    # inside a block
+    assert packed.rows(torch.tensor([200, 3])).params["bn"] == 1
+    groups = int_group.quantize(weight, "gptq_v2", group=128)
+    assert groups.shard("K", 64, 320).params["group"] == 64
+    assert groups.cut("K", 128, 384).tensors["qweight"].untyped_storage().data_ptr() == \
+        groups.tensors["qweight"].untyped_storage().data_ptr()
+
+
+def test_a_piece_of_one_block_per_row_keeps_it() -> None:
+    packed = int_group.quantize(torch.randn(32, 320, generator=torch.Generator().manual_seed(0)), "pack_quantized", group=-1)
+    half = packed.shard("K", 160, 320)
+    assert (half.params["group"], half.tensors["weight_scale"].shape) == (-1, (32, 1))
+    check(half, decoded(packed)[:, 160:])
+    assert PackedWeight.join([packed.shard("K", 0, 160), half], "K").params["group"] == -1
+    parts = [int_group.quantize(torch.randn(32, 128) * scale, "pack_quantized", group=-1) for scale in (1, 3)]
+    joined = PackedWeight.join(parts, "K")
+    assert (joined.params["group"], joined.tensors["weight_shape"].tolist()) == (128, [32, 256])
+    check(joined, torch.cat([decoded(part) for part in parts], 1))
+    with pytest.raises(FormatError, match="a part would end at 100, inside a block of 'z'"):
+        PackedWeight.join([int_group.quantize(torch.randn(32, 100) * scale, "pack_quantized", group=-1) for scale in (1, 3)], "K")
+
+
+def test_a_storage_of_whole_words_becomes_planar() -> None:
+    packed = int_group.quantize(torch.randn(32, 256, generator=torch.Generator().manual_seed(0)), "gptq_v2")
+    piece = packed.shard("N", 4, 9)
+    assert (piece.storage, piece.shape) == ("planar", (5, 256))
+    check(piece, decoded(packed)[4:9])
+    assert packed.rows(torch.tensor([1])).storage == "planar"
+
+
+def test_blocks_that_no_parameter_makes_smaller() -> None:
+    packed = q4_k.quantize(torch.randn(4, 1024, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(FormatError) as error:
+        packed.shard("K", 0, 384)
+    assert str(error.value) == ("q4_k.gguf [4, 1024] cannot be cut along K from 0 to 384: q4_k.gguf: K = 384 must be a multiple "
+                                "of 256; the nearest borders to 384 are 256 and 512")
+    with pytest.raises(FormatError, match=r"its blocks and words have 32 columns; the nearest borders to 48 are 32 and 64"):
+        q4_0.quantize(torch.randn(4, 128)).cut("K", 0, 48)
+    with pytest.raises(FormatError, match="one value of 's' is for 128 rows; take whole blocks of 32 rows"):
+        int8_block.quantize(torch.randn(256, 128)).rows(torch.tensor([1, 200]))
+
+
+@pytest.mark.parametrize("module", [fp8_tensor, fp8_block])
+def test_codes_that_are_no_numbers_stay(module: object) -> None:
+    """NaN has the bits that it had."""
+    packed = module.quantize(torch.randn(256, 256, generator=torch.Generator().manual_seed(0)))  # type: ignore[attr-defined]
+    packed.tensors["weight"].view(torch.uint8)[[0, 70, 255], [3, 200, 0]] = torch.tensor([127, 255, 127], dtype=torch.uint8)
+    packed, weight = packed.format.wrap(packed.tensors), decoded(packed)
+    assert weight.isnan().sum() == 3 and not packed.finite
+    index = torch.tensor([255, 70, 70, 1])
+    check(packed.rows(index), weight[index])
+    check(packed.shard("K", 192, 256), weight[:, 192:])
+    pieces = [packed.shard("N", 0, 64), packed.shard("N", 64, 256)]
+    check(PackedWeight.join(pieces), weight)
+    assert not PackedWeight.join(pieces).finite
+
+
+def test_many_parts_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts of a layer as one weight: one tensor of each name is allocated, whatever their number."""
+    parts = [int_group.quantize(torch.randn(16, 128), "awq", group=32) for _ in range(24)]
+    calls = []
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda tensors, dim=0: calls.append(len(tensors)) or cat(tensors, dim))
+    monkeypatch.setattr(int_group.FORMAT, "pack", None)
+    joined = PackedWeight.join(parts)
+    monkeypatch.undo()
+    assert calls == [24] * len(joined.tensors)
+    check(joined, torch.cat([decoded(part) for part in parts]))
+
+
+def test_join_of_one_part_is_that_part() -> None:
+    packed = hlane.quantize(torch.randn(4, 64))
+    assert PackedWeight.join([packed]) is packed
+
+
+def test_join_fills_in_what_only_some_parts_store() -> None:
+    """A zero point is missing where it is 0, and an index where columns are in order."""
+    generator = torch.Generator().manual_seed(0)
+    fields = int8_channel.unpack(int8_channel.quantize(torch.randn(8, 64, generator=generator)))
+    parts = [int8_channel.pack(each) for each in (fields, {**fields, "z": torch.arange(8, dtype=torch.int8)})]
+    assert [len(part.tensors) for part in parts] == [2, 3]
+    check(PackedWeight.join(parts), torch.cat([decoded(part) for part in parts]))
+    packed = int_group.quantize(torch.randn(32, 256, generator=generator), "gptq_v2")
+    bare = int_group.wrap({name: tensor for name, tensor in packed.tensors.items() if name != "g_idx"}, storage="gptq_v2")
+    full = int_group.wrap({**bare.tensors, "g_idx": torch.arange(256, dtype=torch.int32) // 128}, storage="gptq_v2")
+    for dim in DIMS:
+        joined = PackedWeight.join([bare, full], dim)
+        assert joined.in_order == {"g_idx"}
+        check(joined, torch.cat([decoded(packed)] * 2, DIMS.index(dim)))
+
+
+def test_parts_that_cannot_be_joined() -> None:
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    first = int_group.quantize(weight, "gptq_v2")
+
+    def refuses(match: str, *parts: PackedWeight, dim: str = "N") -> None:
+        with pytest.raises(FormatError, match=match):
+            PackedWeight.join(parts, dim)
+
+    refuses("join takes one weight or more")
+    refuses("not 2 along 'M'", first, first, dim="M")
+    refuses("format of part 1 is q4_0, of part 0 int_group", first, q4_0.quantize(weight))
+    refuses("storage of part 1 is awq, of part 0 gptq_v2", first, int_group.quantize(weight, "awq"))
+    refuses("parameter group of part 1 is 64, of part 0 128", first, int_group.quantize(weight, "gptq_v2", group=64))
+    refuses("columns of part 1 is 128, of part 0 256", first, int_group.quantize(weight[:, :128], "gptq_v2"))
+    refuses("device of part 1 is meta, of part 0 cpu", first, first.to("meta"))
+    refuses("all rows share 's', which differs between parts", fp8_tensor.quantize(weight), fp8_tensor.quantize(weight * 3))
+    refuses("inside a block of 's': parts are multiples of 32 rows", *[int8_block.quantize(weight[:40])] * 2)
+    refuses("inside a block of 's': parts are multiples of 32 columns", *[nf4.quantize(weight[:, :40])] * 2, dim="K")
+    equal = fp8_tensor.quantize(weight)
+    check(PackedWeight.join([equal, equal]), torch.cat([decoded(equal)] * 2))
+
+
+def test_what_a_result_is_called() -> None:
+    """Names of the checkpoint and notes go with a weight."""
+    packed = fp8_block.quantize(torch.randn(256, 256))
+    tensors = {"weight": packed.tensors["weight"], "weight_scale": packed.tensors["weight_scale_inv"], "k_scale": torch.ones(1)}
+    packed = fp8_block.wrap(tensors)
+    results = [packed.cut("N", 0, 128), packed.shard("N", 0, 64), packed.rows(torch.tensor([3])), PackedWeight.join([packed] * 2)]
+    for result in results:
+        assert result.names == {"weight_scale_inv": "weight_scale"} and result.notes == packed.notes != ()
+
+
+@pytest.mark.parametrize("index", [torch.tensor([[0]]), torch.tensor([0.0]), torch.tensor([True])], ids=str)
+def test_rows_are_numbers(index: Tensor) -> None:
+    with pytest.raises(FormatError, match=r"rows are int64 or int32 \[M\], not"):
+        q4_0.quantize(torch.randn(4, 32)).rows(index)
+
+
+@pytest.mark.parametrize("packed", [q4_0.quantize(torch.randn(4, 32)), hlane.quantize(torch.randn(4, 32))], ids=["q4_0", "hlane"])
+def test_rows_that_do_not_exist(packed: PackedWeight) -> None:
+    with pytest.raises(IndexError):
+        packed.rows(torch.tensor([4]))
+    assert packed.rows(torch.tensor([], dtype=torch.int64)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("name", ["cut", "shard"])
+@pytest.mark.parametrize(("dim", "start", "stop"), [("N", -4, -1), ("N", 0, 99), ("N", 8, 4), ("n", 0, 4), ("K", 0, 999)])
+def test_pieces_outside_of_the_weight(name: str, dim: str, start: int, stop: int) -> None:
+    with pytest.raises(FormatError, match="are no part of the weight"):
+        getattr(q4_0.quantize(torch.zeros(16, 64)), name)(dim, start, stop)

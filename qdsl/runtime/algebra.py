@@ -46,21 +46,42 @@ def rows(packed: PackedWeight, index: Tensor) -> PackedWeight:
 
 
 def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
-    """Rows or columns [start, stop) by the weight's fields.  Raises FormatError with the nearest borders that work."""
+    """Rows or columns [start, stop) by the weight's fields.  Raises FormatError with the nearest borders that work.
+
+    Blocks that end at both borders come first, so that pieces of a weight are alike; then those that go on beyond.
+    """
     source = Source.whole(packed)
     source = Source(packed, source.rows[start:stop], 0, source.stop) if dim == "N" else Source(packed, source.rows, start, stop)
+    borders = [border for border in (start, stop) if border != packed.shape[dim == "K"]]
+    try:
+        return _packed_again(source, lambda sizes: _check_blocks_end(packed, dim, borders, sizes))
+    except FormatError:
+        pass
     try:
         return _packed_again(source)
     except FormatError as error:
         raise FormatError(refusal(packed, dim, start, stop, str(error), shard_step(packed, dim))) from None
 
 
-def _packed_again(source: Source) -> PackedWeight:
-    """The weight of a source's rows and columns, by its fields.  Raises the first FormatError."""
+def _check_blocks_end(packed: PackedWeight, dim: str, borders: Sequence[int], sizes: Mapping[str, int]) -> None:
+    """Raises FormatError for a border inside one of several blocks."""
+    for name, kind in packed.variant.fields.items():
+        for axis in kind.axes:
+            several = axis.dim in (dim, "N*K") and (axis.extent(*packed.shape, packed.sizes) or 0) > 1
+            by = axis.by(sizes) // (gcd(axis.by(sizes), packed.shape[1]) if axis.dim == "N*K" and dim == "N" else 1)
+            if several and any(border % by for border in borders):
+                raise FormatError(f"a border is inside a block of '{name}'")
+
+
+def _packed_again(source: Source, check: Callable[[Mapping[str, int]], None] = lambda sizes: None) -> PackedWeight:
+    """The weight of a source's rows and columns, by its fields, in the first storage and parameters that `check` does not
+    refuse and that can hold it.  Raises FormatError.
+    """
     packed, fields = source.packed, dict[str, Tensor]()
 
     def make(storage: str, params: dict[str, int | str]) -> PackedWeight:
         sizes = packed.format.sizes(params, source.shape)
+        check(sizes)
         gather = plan(source, sizes)
         template = _template(packed, storage, params, source.shape)
         if packed.device.type == "meta":
@@ -141,13 +162,16 @@ def _smaller(packed: PackedWeight, name: str) -> list[int]:
 
 
 def _first_allowed(packed: PackedWeight, make: Callable[[str, dict[str, int | str]], PackedWeight]) -> PackedWeight:
-    """What `make` returns for the first target that it does not refuse.  Raises its first FormatError."""
+    """What `make` returns for the first target that it does not refuse.
+
+    Raises its FormatError for the smallest blocks in the weight's own storage.
+    """
     refused: FormatError | None = None
     for storage, params in _targets(packed):
         try:
             return make(storage, params)
         except FormatError as error:
-            refused = refused or error
+            refused = error if refused is None or storage == packed.storage else refused
     assert refused is not None                                   # a weight's own storage and parameters are a target
     raise refused
 
