@@ -23,6 +23,7 @@ from qdsl.checkpoint.stated import Stated
 from qdsl.convert import header
 from qdsl.rewrite import RewriteError
 from qdsl.rewrite.shards import Copy, Shard, Step, copy, identity, in_order, key
+from qdsl.shapes import granule
 from qdsl.stored import Description
 
 if TYPE_CHECKING:
@@ -286,7 +287,8 @@ def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> No
     """Raises RewriteError where tensors cannot run through all experts."""
     if numbers:
         raise RewriteError(f"'{numbers[0]}' is one number for all experts there")
-    step = other.step("N")
+    axes = [axis for part in (*other.layout.tensors.values(), *other.variant.fields.values()) for axis in part.axes]
+    step = granule(axes, "N", other.sizes, layer.shape[1])       # of all experts; other.step is that of one
     if layer.shape[0] % step:
         raise RewriteError(f"experts of {layer.shape[0]} rows would share blocks, which begin every {step} rows")
 

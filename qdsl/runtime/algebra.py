@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, product
 from math import gcd, lcm, prod
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from torch import Tensor
 from qdsl.runtime.errors import FormatError
 from qdsl.runtime.gather import Source, gathered, group_index, group_size, is_scattered, plan
 from qdsl.runtime.layout import PLANAR
-from qdsl.shapes import Axis, granule
+from qdsl.shapes import Axis
 
 if TYPE_CHECKING:
     from qdsl.runtime.packed import PackedWeight
@@ -63,16 +64,6 @@ def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight
         raise FormatError(refusal(packed, dim, start, stop, str(error), shard_step(packed, dim))) from None
 
 
-def _check_blocks_end(packed: PackedWeight, dim: str, borders: Sequence[int], sizes: Mapping[str, int]) -> None:
-    """Raises FormatError for a border inside one of several blocks."""
-    for name, kind in packed.variant.fields.items():
-        for axis in kind.axes:
-            several = axis.dim in (dim, "N*K") and (axis.extent(*packed.shape, packed.sizes) or 0) > 1
-            by = axis.by(sizes) // (gcd(axis.by(sizes), packed.shape[1]) if axis.dim == "N*K" and dim == "N" else 1)
-            if several and any(border % by for border in borders):
-                raise FormatError(f"a border is inside a block of '{name}'")
-
-
 def _packed_again(source: Source, check: Callable[[Mapping[str, int]], None] = lambda sizes: None) -> PackedWeight:
     """The weight of a source's rows and columns, by its fields, in the first storage and parameters that `check` does not
     refuse and that can hold it.  Raises FormatError.
@@ -92,7 +83,57 @@ def _packed_again(source: Source, check: Callable[[Mapping[str, int]], None] = l
     return _first_allowed(packed, make)
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
+# -- borders ----------------------------------------------------------------------------------------------------------
+
+
+def shard_step(packed: PackedWeight, dim: str) -> int:
+    """The least number of rows or columns at whose multiples `shard` works; all of them where only the whole is left."""
+    return min(_step(packed, dim, storage, params) for storage, params in _targets(packed))
+
+
+def _step(packed: PackedWeight, dim: str, storage: str, params: Mapping[str, int | str]) -> int:
+    """The same for one storage and its parameters."""
+    (n, k), old, sizes = packed.shape, packed.sizes, packed.format.sizes(params, packed.shape)
+    whole = max(1, n if dim == "N" else k)
+    if is_scattered(packed.variant) or ((dim == "K" or storage != packed.storage) and group_index(packed) is not None):
+        return whole                                             # other storages may have no columns in act-order
+    layout = packed.format.variant(params).storages[storage]
+    blocks = [axis for kind in packed.variant.fields.values() for axis in kind.axes if not _spans_all(axis, params)]
+    exact = [axis for stored in layout.tensors.values() for axis in stored.axes if axis.exact and not _spans_all(axis, params)]
+    if any(axis.by(old) % axis.by(sizes) and (axis.extent(n, k, old) or 0) > 1 for axis in blocks):
+        return whole                                             # smaller blocks that are not parts of the larger ones
+    if any(dim == "K" and axis.dim == "N*K" and k % axis.by(sizes) for axis in blocks):
+        return whole                                             # rows do not end with a block
+    step = min(whole, lcm(*(_border_step(axis, sizes, dim, packed.shape) for axis in blocks),
+                          *(_border_step(axis, sizes, dim, packed.shape, ends_rows=False) for axis in exact)))
+    try:
+        for size in {step, whole % step or step}:
+            _template(packed, storage, params, (size, k) if dim == "N" else (n, size))
+    except FormatError:
+        return whole
+    return step
+
+
+def _border_step(axis: Axis, sizes: Mapping[str, int], dim: str, shape: tuple[int, int], ends_rows: bool = True) -> int:
+    """At which multiples of rows or columns blocks end.  ends_rows: along K, those of a flat axis must end with every row."""
+    by = axis.by(sizes)
+    if axis.dim != "N*K":
+        return by if axis.dim == dim else 1
+    return by if dim == "K" and ends_rows else by // gcd(by, shape[dim == "N"])
+
+
+def _check_blocks_end(packed: PackedWeight, dim: str, borders: Sequence[int], sizes: Mapping[str, int]) -> None:
+    """Raises FormatError for a border inside one of several blocks."""
+    for name, kind in packed.variant.fields.items():
+        for axis in kind.axes:
+            step = _border_step(axis, sizes, dim, packed.shape)
+            if any(border % step for border in borders) and (axis.extent(*packed.shape, packed.sizes) or 0) > 1:
+                raise FormatError(f"a border is inside a block of '{name}'")
+
+
+def _spans_all(axis: Axis, params: Mapping[str, int | str]) -> bool:
+    """Whether the axis has one block, however long the weight is."""
+    return any(params.get(size) == -1 for size in axis.step if isinstance(size, str))
 
 
 def _name(packed: PackedWeight) -> str:
@@ -105,39 +146,6 @@ def refusal(packed: PackedWeight, dim: str, start: int, stop: int, why: str, ste
     near = [f"the nearest borders to {border} are {border // step * step} and {min(whole, -(-border // step) * step)}"
             for border in dict.fromkeys((start, stop)) if border % step and border != whole]
     return "; ".join((f"{_name(packed)} cannot be cut along {dim} from {start} to {stop}: {why}", *near))
-
-
-def shard_step(packed: PackedWeight, dim: str) -> int:
-    """The least number of rows or columns at whose multiples `shard` works; all of them where only the whole is left."""
-    return min(_step(packed, dim, storage, params) for storage, params in _targets(packed))
-
-
-def _step(packed: PackedWeight, dim: str, storage: str, params: Mapping[str, int | str]) -> int:
-    """The same for one storage and its parameters: where blocks of fields end and no axis of a tensor is left with a part."""
-    whole, sizes = max(1, packed.shape[dim == "K"]), packed.format.sizes(params, packed.shape)
-    layout = packed.format.variant(params).storages[storage]
-    blocks = [axis for kind in packed.variant.fields.values() for axis in kind.axes if not _spans_all(axis, params)]
-    exact = [axis for stored in layout.tensors.values() for axis in stored.axes if axis.exact and not _spans_all(axis, params)]
-    if is_scattered(packed.variant) or ((dim == "K" or storage != packed.storage) and group_index(packed) is not None):
-        return whole                                             # others may not have groups of columns in any order
-    if any(axis.by(packed.sizes) % axis.by(sizes) and (axis.extent(*packed.shape, packed.sizes) or 0) > 1 for axis in blocks):
-        return whole                                             # shorter blocks that are not parts of the long ones
-    step = lcm(granule([*blocks, *exact], dim, sizes, packed.shape[1]),
-               *(axis.by(sizes) for axis in blocks if dim == "K" and axis.dim == "N*K"),
-               *(axis.by(sizes) // gcd(axis.by(sizes), packed.shape[0]) for axis in exact if dim == "K" and axis.dim == "N*K"))
-    if any(dim == "K" and axis.dim == "N*K" and packed.shape[1] % axis.by(sizes) for axis in blocks):
-        return whole                                             # rows do not end with a block
-    try:
-        for size in {min(step, whole), whole % step or step}:
-            _template(packed, storage, params, (size, packed.shape[1]) if dim == "N" else (packed.shape[0], size))
-    except FormatError:
-        return whole
-    return min(step, whole)
-
-
-def _spans_all(axis: Axis, params: Mapping[str, int | str]) -> bool:
-    """Whether the axis has one block, however long the weight is."""
-    return any(params.get(size) == -1 for size in axis.step if isinstance(size, str))
 
 
 # -- storages and parameters of a result ------------------------------------------------------------------------------
@@ -245,18 +253,19 @@ class _Joint:
     dim: str
     fields: list[dict[str, Tensor]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         n, k = self.parts[0].shape
         return (self.ends[-1], k) if self.dim == "N" else (n, self.ends[-1])
 
-    @property
+    @cached_property
     def ends(self) -> list[int]:
         """The row or column after the last of every part."""
         return list(accumulate(part.shape[self.dim == "K"] for part in self.parts))
 
-    @property
+    @cached_property
     def first_columns(self) -> list[int]:
+        """The column of the joined weight at which every part begins."""
         return [0, *self.ends[:-1]] if self.dim == "K" else [0] * len(self.parts)
 
     def concatenated(self) -> PackedWeight | None:
@@ -305,24 +314,19 @@ class _Joint:
         if first.device.type == "meta":
             return template
         self.fields = self.fields or _all_fields(self.parts)
-        fields = [gathered(source, sizes, gather, fields)
-                  for source, gather, fields in zip(sources, gathers, self.fields, strict=True)]
-        joined = {name: self._field(name, [each[name] for each in fields], sizes, params) for name in fields[0]}
+        taken = [gathered(source, sizes, gather, fields)
+                 for source, gather, fields in zip(sources, gathers, self.fields, strict=True)]
+        joined = {name: self._field(name, [fields[name] for fields in taken], sizes, params) for name in taken[0]}
         return _labelled(first.format.pack(joined, storage, **params), first)
 
     def _check_ends(self, name: str, axis: Axis, sizes: Mapping[str, int]) -> None:
         """Raises FormatError where a block of a field would be of two parts."""
-        n, k = self.parts[0].shape
-        by, is_flat = axis.by(sizes), axis.dim == "N*K"
-        if axis.dim != self.dim and not is_flat:
-            return
-        if is_flat and is_scattered(self.parts[0].variant):
+        if axis.dim == "N*K" and is_scattered(self.parts[0].variant):
             raise FormatError(f"one value of '{name}' is for weights all over the matrix")
-        if is_flat and self.dim == "N":
-            by //= gcd(by, k)
-        ends_rows = is_flat and self.dim == "K" and n > 1        # then every row of every part must end with a block
-        if wrong := [end for end in self.ends if end % by and (ends_rows or end != self.ends[-1])]:
-            raise FormatError(f"a part would end at {wrong[0]}, inside a block of '{name}': parts are multiples of {by} "
+        step = _border_step(axis, sizes, self.dim, self.parts[0].shape)
+        ends_rows = axis.dim == "N*K" and self.dim == "K" and self.shape[0] > 1  # then every row of the last part must, too
+        if wrong := [end for end in self.ends if end % step and (ends_rows or end != self.ends[-1])]:
+            raise FormatError(f"a part would end at {wrong[0]}, inside a block of '{name}': parts are multiples of {step} "
                               f"{UNITS[self.dim]}")
 
     def _field(self, name: str, values: list[Tensor], sizes: Mapping[str, int], params: Mapping[str, int | str]) -> Tensor:
@@ -352,10 +356,13 @@ def _column_numbers(part: PackedWeight, name: str, unit: int, start: int) -> Ten
 
 def _all_fields(parts: Sequence[PackedWeight]) -> list[dict[str, Tensor]]:
     """The fields of every part, with the defaults of those that only other parts store."""
-    fields = [part.format.unpack(part) for part in parts]
-    names = {name for each in fields for name in each}
-    return [{name: each[name] if name in each else part.format.default(part.variant, name, part.shape, part.sizes, part.device)
-             for name in part.variant.fields if name in names} for part, each in zip(parts, fields, strict=True)]
+    def default(part: PackedWeight, name: str) -> Tensor:
+        return part.format.default(part.variant, name, part.shape, part.sizes, part.device)
+
+    unpacked = [part.format.unpack(part) for part in parts]
+    names = {name for fields in unpacked for name in fields}
+    return [{name: fields[name] if name in fields else default(part, name) for name in part.variant.fields if name in names}
+            for part, fields in zip(parts, unpacked, strict=True)]
 
 
 def _common(values: Sequence[Tensor]) -> Tensor | None:

@@ -171,12 +171,12 @@ class PackedWeight:
         if (start, stop) == (0, self.shape[dim == "K"]):
             return self
         shape = (stop - start, self.shape[1]) if dim == "N" else (self.shape[0], stop - start)
-        tensors = {}
+        tensors, indices = {}, self._indices if dim == "K" else []
         for name, tensor in self.tensors.items():
             for place, axis in enumerate(self.layout.tensors[name].axes):
                 if axis.dim in (dim, "N*K"):
                     tensor = tensor.narrow(place, *self._span(axis, dim, start, stop))
-            if dim == "K" and name in self._indices:
+            if name in indices:
                 tensor = tensor - tensor[:1]                     # groups, or columns, count from 0 again
             tensors[name] = tensor
         return self.derive(tensors, shape)
