@@ -130,6 +130,14 @@ def test_python_of_the_page_on_models_runs(tmp_path: Path, monkeypatch: pytest.M
     assert Path("Mlp-again/model.safetensors").read_bytes() == Path("Mlp-FP8/model.safetensors").read_bytes()
 
 
+def test_the_distribution_has_one_name() -> None:
+    """On the package index `qdsl` is another project: nothing here may tell a user to install that."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    paths = [ROOT / name for name in tracked if name.endswith((".md", ".py", ".toml", ".yaml", "Makefile"))]
+    wrong = [path.name for path in paths if re.search(r"pip install [^`\n]*\bqdsl(?!-formats)\b", path.read_text())]
+    assert paths and wrong == [] and 'name = "qdsl-formats"' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w4.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
