@@ -100,7 +100,7 @@ def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]
 
 def _like(tensor: Tensor) -> NDArray[Any]:
     """Zeros in the shape of a tensor, which take no memory."""
-    return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
+    return np.broadcast_to(torch.zeros((), dtype=tensor.dtype, device="cpu").numpy(), tuple(tensor.shape))
 
 
 def _facts(packed: PackedWeight, name: str) -> Mapping[str, int]:
