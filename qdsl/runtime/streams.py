@@ -47,6 +47,25 @@ def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
     return found
 
 
+def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor,
+                ) -> dict[str, Tensor] | None:
+    """Some rows of the tensors that a storage's streams hold; None where a code has no way to them.  Raises StreamError.
+
+    rows: int64 [R], on the CPU, each within the weight.
+    """
+    found = {}
+    for name, stream in layout.streams.items():
+        decoder = getattr(CODINGS[stream.coding], "decode_rows", None)
+        if decoder is None:
+            return None
+        arrays = {role: _array(tensor) for role, tensor in _tensors(stream, tensors).items()}
+        try:
+            found[name] = torch.from_numpy(decoder(arrays, shape, rows.numpy()))
+        except StreamError as error:
+            raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
+    return found
+
+
 def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
     """The tensors of a storage, of those that pack made.  Raises StreamError for elements that a code cannot hold."""
     found: dict[str, Tensor] = {}
