@@ -15,6 +15,7 @@ the shortest code follows.  Two turns of 32 words follow the last, so that a lan
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -146,24 +147,30 @@ def _code(table: NDArray[np.int16]) -> Code:
 def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
     """The symbols u8 [N, K].  Raises StreamError where `check` does, and for codes that pass the end of a group."""
     n, k = shape
-    code = check(tensors, shape)
+    check(tensors, shape)
     if not n * k:
         return np.empty(shape, np.uint8)
     groups = np.arange(-(-n // (GROUP // lanes_of(k)[0])))
-    return np.ascontiguousarray(_decode_groups(tensors, shape, code, groups)[:n, :k])
+    return np.ascontiguousarray(_decode_groups(tensors, shape, groups)[:n, :k])
 
 
 def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64]) -> NDArray[np.uint8]:
     """The symbols u8 [len(rows), K] of some rows, for which only their groups are decoded.  Raises StreamError as `decode`."""
-    code = check(tensors, shape)
+    check(tensors, shape)
     if not len(rows) * shape[1]:
         return np.empty((len(rows), shape[1]), np.uint8)
     size = GROUP // lanes_of(shape[1])[0]
     groups, place = np.unique(rows // size, return_inverse=True)
-    return _decode_groups(tensors, shape, code, groups)[place.reshape(-1) * size + rows % size, :shape[1]]
+    return _decode_groups(tensors, shape, groups)[place.reshape(-1) * size + rows % size, :shape[1]]
 
 
-def _decode_groups(tensors: Tensors, shape: tuple[int, int], code: Code, groups: NDArray[np.int64]) -> NDArray[np.uint8]:
+@lru_cache(maxsize=4)
+def _lookup(table: bytes) -> lanes.Lookup:
+    """The lookup of a table's code, which takes longer to make than a few rows take to decode."""
+    return lanes.Lookup(_code(np.frombuffer(table, np.int16)))
+
+
+def _decode_groups(tensors: Tensors, shape: tuple[int, int], groups: NDArray[np.int64]) -> NDArray[np.uint8]:
     """The symbols [rows, columns] of groups of rows, with the padding of the last group and of the last columns."""
     n, k = shape
     per_row, chunks = lanes_of(k)
@@ -172,7 +179,7 @@ def _decode_groups(tensors: Tensors, shape: tuple[int, int], code: Code, groups:
     stops = np.append(starts[1:], len(tensors["words"]) // GROUP - AHEAD)
     words = tensors["words"].view(np.uint32).reshape(-1, GROUP)
     out = np.empty((len(groups) * rows, runs, per_row, RUN), np.uint8)
-    lookup = lanes.Lookup(code)
+    lookup = _lookup(tensors["table"].tobytes())
     step = lanes.LANES // GROUP
     for chunk, (start, stop) in enumerate(_bounds(runs, chunks)):
         for first in range(0, len(groups) if start < stop else 0, step):

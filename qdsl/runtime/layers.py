@@ -76,7 +76,8 @@ class QuantizedLinear(PackedModule, nn.Linear):
         errors = len(error_msgs)
         if scale is not None and (why := _wrong_scale(scale)):
             error_msgs.append(f"{prefix}input_scale {why}")
-        elif scale is not None:
+            return
+        if scale is not None:
             self.input_scale = torch.empty_like(scale, device=self.device)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if len(error_msgs) > errors:

@@ -81,6 +81,11 @@ class PackedModule(nn.Module):
             held = self._note(held)
         return self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
 
+    def stored_parameters(self) -> dict[str, nn.Parameter]:
+        """The stored tensors, by the names that they have in `named_parameters()`."""
+        stored = ((name, self._parameters.get(name)) for name in self._names.values())
+        return {name: parameter for name, parameter in stored if parameter is not None}
+
     def _held(self) -> dict[str, Tensor]:
         own: Mapping[str, Any] = self._parameters                # first, because asking nn.Module costs more
         return {name: own[word] if word in own else getattr(self, word) for name, word in self._names.items()}
@@ -92,11 +97,15 @@ class PackedModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "_names" in self.__dict__:
-            stored = self._parameters.get("weight")
-            if stored is not None and not torch.compiler.is_compiling():     # dynamo follows a class, even one that is not its own
-                return StoredWeight(self)
-            return NoWeight(self, None if stored is None else stored.shape)
+            return self._shown_weight()
         return super().__getattr__(name)
+
+    def _shown_weight(self) -> Any:
+        """What stands for the dense weight; of a `weight` that FSDP2 has sharded the parameter, which it compares by identity."""
+        stored = self._parameters.get("weight")
+        if stored is None or torch.compiler.is_compiling():      # dynamo takes the class for the one that StoredWeight claims
+            return NoWeight(self, None if stored is None else stored.shape)
+        return StoredWeight(self) if type(stored) in (Tensor, nn.Parameter) else stored
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module does; another packed layer's `weight`, as tying assigns it, is its stored tensor."""

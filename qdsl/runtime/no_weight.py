@@ -116,7 +116,9 @@ class NoWeight:
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        weight = next((arg for arg in (*args, *(kwargs or {}).values()) if issubclass(type(arg), NoWeight)), None)
+        values = [*args, *(kwargs or {}).values()]
+        every = [arg for value in values for arg in (value if isinstance(value, (list, tuple)) else (value,))]
+        weight = next((arg for arg in every if issubclass(type(arg), NoWeight)), None)
         if weight is not None and getattr(function, "__module__", None) == nn.init.__name__:
             return weight
         name = getattr(function, "__name__", "this")
@@ -126,8 +128,8 @@ class NoWeight:
 class StoredWeight(NoWeight):
     """The same of a layer whose checkpoint calls a stored tensor `weight`: that tensor is the parameter `weight`.
 
-    It is an instance of nn.Parameter to isinstance, so that `get_parameter` finds it.  For offloading, which asks the attribute and
-    moves the parameter, it has the stored tensor's shape, address and `to`.
+    It is an instance of nn.Parameter to isinstance, so that `get_parameter` finds it.  It has the stored tensor's shape, address
+    and `to`, which offloading asks of the attribute before it replaces the parameter.
     """
 
     __class__ = nn.Parameter  # type: ignore[assignment]
