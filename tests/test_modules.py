@@ -1,4 +1,4 @@
-"""Packed layers treated as any layer is: built on meta, initialised, cast, copied, pickled, offloaded, wrapped, trained beside."""
+"""Packed layers treated as any layer is: made on meta, initialised, cast, copied, pickled, offloaded, wrapped, trained beside."""
 
 from __future__ import annotations
 

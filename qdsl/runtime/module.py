@@ -42,6 +42,9 @@ class PackedModule(nn.Module):
     and whether the columns lie in order, which is noted on the tensor itself.  One that was put in place of it by other means
     than loading has no note, and is looked at when the layer is next used.  So is one that was cast, as by
     `p.data = p.data.to(dtype)`: it gets its dtype back where the cast lost nothing, else using the layer is an error.
+
+    Who asks a model's parameters for its dtype may meet a stored one, such as float8: `next(model.parameters()).dtype` is that of
+    the first.  Ask `layer.weight.dtype` or `compute_dtype`.  For DDP and FSDP2 see qdsl.ignore_packed_.
     """
 
     format: Format
@@ -211,10 +214,8 @@ class PackedModule(nn.Module):
         """
         unfilled = self.format.unfilled(self._packed.derive(held))
         found = self.format.checked(self._packed.derive({**held, **unfilled}))
-        if found.device.type != "cpu":                           # where kernels for matrix units ask for it
-            self._packed.known_finite = found.finite
-        else:
-            self._packed.known_finite = None
+        on_gpu = found.device.type not in ("cpu", "meta")        # where kernels for matrix units ask for it, again and again
+        self._packed.known_finite = found.finite if on_gpu else None
         self._packed.facts = found.facts
         filled = {name: tensor for name, tensor in held.items() if name not in unfilled}
         _note(filled, found.in_order)

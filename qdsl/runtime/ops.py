@@ -216,14 +216,14 @@ class _Times(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         to_x = to_bias = None
         if ctx.needs_input_grad[0]:
-            to_x = _Times.apply(gradients[0], None, ctx.packed, not ctx.turned, False)  # type: ignore[no-untyped-call]
+            to_x = _Times.apply(gradients[0], None, ctx.packed, not ctx.turned, "")  # type: ignore[no-untyped-call]
         if ctx.needs_input_grad[1]:
             to_bias = _bias_gradient(gradients[0], ctx.bias)
         return to_x, to_bias, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor, bias: Tensor | None, *_: None) -> Tensor:
-        out: Tensor = _Times.apply(x, None, ctx.packed, ctx.turned, False)  # type: ignore[no-untyped-call]
+        out: Tensor = _Times.apply(x, None, ctx.packed, ctx.turned, "")  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias.to(out.dtype)
 
     @staticmethod
