@@ -237,7 +237,7 @@ def test_a_sweep_over_parameters_keeps_codes_or_is_an_error(name: str, dtype: to
         if p is not layer.bias:
             p.data = p.data.to(dtype)
     stored = [tensor.dtype for key, tensor in before.items() if key != "bias"]
-    if all(each == dtype or dtype in WIDER.get(each, ()) for each in stored):
+    if all(kind == dtype or dtype in WIDER.get(kind, ()) for kind in stored):
         assert same_bits(layer(x), wanted) and is_unchanged(layer, before)
         return
     for _ in range(2):
@@ -401,6 +401,15 @@ def test_few_rows_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
         decoded.rows = 0
         module.Embedding(module.quantize(sample(1024, 128), bn=128, bk=128))(index)
         assert decoded.rows == 256
+
+
+@pytest.mark.parametrize("name", ["q4_0", "fp8_block", "hlane"])
+def test_a_compiled_embedding(name: str) -> None:
+    torch.compiler.reset()
+    layer = module_of(name).Embedding(quantized(name))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for ids in (torch.tensor([[5, 63, 5]]), torch.arange(9), torch.arange(7)):
+        assert same_bits(compiled(ids), layer(ids))
 
 
 def test_damaged_streams_are_refused_for_rows_too() -> None:

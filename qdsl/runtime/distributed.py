@@ -19,7 +19,7 @@ def ignore_packed_(model: nn.Module) -> set[nn.Parameter]:
     """Have DDP leave a model's packed tensors alone, and return them, as `fully_shard(ignored_params=...)` takes them.
 
     For DDP call it before `DistributedDataParallel(model)`.  Every rank then holds all packed tensors itself: load the same
-    checkpoint on each, on its own device.  Names that DDP was told before to ignore stay ignored.
+    checkpoint on each, on its own device.  Names that DDP ignored before stay ignored.
     """
     packed = packed_parameters(model)
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())

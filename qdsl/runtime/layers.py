@@ -87,6 +87,9 @@ class QuantizedLinear(PackedModule, nn.Linear):
         super()._look()
         self._read_scale()
 
+    def _uncast_tensors(self) -> list[Tensor]:
+        return [*super()._uncast_tensors(), *([] if self.input_scale is None else [self.input_scale])]
+
     def _read_scale(self) -> None:
         scale = self.input_scale
         self._x_scale = None if scale is None or not is_plain(scale) else float(scale)

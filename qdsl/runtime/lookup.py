@@ -55,7 +55,7 @@ def _is_captured(packed: PackedWeight) -> bool:
 def _rows_of_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a weight that can be cut at multiples of a block of rows, decoded block by block."""
     step = packed.step("N")
-    wanted, place = torch.unique(rows, return_inverse=True)      # rising
+    wanted, origin = torch.unique(rows, return_inverse=True)     # rising
     blocks, counts = torch.unique_consecutive(wanted // step, return_counts=True)
     out = torch.empty(len(wanted), packed.shape[1], dtype=dtype, device=packed.device)
     first = 0
@@ -65,23 +65,23 @@ def _rows_of_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> T
         decoded = packed.format.dequantize(part, dtype)
         torch.index_select(decoded, 0, wanted[first:first + count] - start, out=out[first:first + count])
         first += count
-    return out.index_select(0, place)
+    return out.index_select(0, origin)
 
 
 def _rows_of_streams(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Rows of a weight that streams hold, on a CPU; None where a stream, or a tensor beside it, has no separate rows."""
     streamed = {name for stream in packed.layout.streams.values() for name in stream.names.values()}
     axes = {name: packed.layout.tensors[name].axes for name in packed.tensors if name not in streamed}
-    if any(each.dim == "N*K" or (each.dim == "N" and each.by(packed.sizes) > 1) for stored in axes.values() for each in stored):
+    if any(axis.dim == "N*K" or (axis.dim == "N" and axis.by(packed.sizes) > 1) for stored in axes.values() for axis in stored):
         return None
-    wanted, place = torch.unique(rows.long(), return_inverse=True)
+    wanted, origin = torch.unique(rows.long(), return_inverse=True)
     with damage(packed.format.name):
         plain = streams.decode_rows(packed.layout, packed.tensors, packed.shape, wanted)
     if plain is None:
         return None
     tensors = dict(packed.tensors)
     for name, stored in axes.items():
-        for dim, each in enumerate(stored):
-            tensors[name] = tensors[name].index_select(dim, wanted) if each.dim == "N" else tensors[name]
+        for place, axis in enumerate(stored):
+            tensors[name] = tensors[name].index_select(place, wanted) if axis.dim == "N" else tensors[name]
     part = packed.derive(tensors, (len(wanted), packed.shape[1])).with_plain(plain)
-    return packed.format.dequantize(part, dtype).index_select(0, place)
+    return packed.format.dequantize(part, dtype).index_select(0, origin)

@@ -73,13 +73,13 @@ class PackedModule(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The weight with the tensors that the module holds now.  Raises FormatError where something made them others."""
-        held = self._held()
-        is_cast = any(tensor.dtype != self._dtypes[name] for name, tensor in held.items())
+        held, dtypes = self._held(), self._dtypes
         if torch.compiler.is_compiling():
-            if is_cast:
+            if any(tensor.dtype != dtypes[name] for name, tensor in held.items()):
                 raise FormatError(f"tensors of a {self.format.name} layer were cast: read layer.packed before compiling")
             return self._packed.derive(held, in_order=_ordered(held))
-        if (is_cast or any(not hasattr(tensor, "_in_order") for tensor in held.values())) and is_plain(*held.values()):
+        is_new = any(tensor.dtype != dtypes[name] or not hasattr(tensor, "_in_order") for name, tensor in held.items())
+        if is_new and is_plain(*held.values()):
             self._undo_casts(held)
             held = self._note(held)
         return self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
@@ -100,10 +100,10 @@ class PackedModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "_names" in self.__dict__:
-            return self._shown_weight()
+            return self._weight_stand_in()
         return super().__getattr__(name)
 
-    def _shown_weight(self) -> Any:
+    def _weight_stand_in(self) -> Any:
         """What stands for the dense weight; of a `weight` that FSDP2 has sharded the parameter, which it compares by identity."""
         stored = self._parameters.get("weight")
         if stored is None or torch.compiler.is_compiling():      # dynamo takes the class for the one that StoredWeight claims
@@ -132,7 +132,7 @@ class PackedModule(nn.Module):
         `wrap`, and 16-bit floats go into float32, where they mean the same numbers; no other dtype is converted.
         """
         given: dict[str, Tensor] = {}
-        wrong: list[str] = self._torn_streams(state_dict, prefix)
+        wrong: list[str] = self._partial_stream_errors(state_dict, prefix)
         there = {name: state_dict.get(prefix + own) for name, own in self._names.items()}
         wanted = self.format.stored(self._packed.derive({name: each for name, each in there.items() if isinstance(each, Tensor)}))
         for name, own in self._names.items():
@@ -145,7 +145,7 @@ class PackedModule(nn.Module):
         try:
             if given and not wrong and is_plain(*given.values()):
                 given |= self.format.unfilled(self._packed.derive(given))
-                self.format.checked(self._packed.derive({**self._unshaped(given), **given}))
+                self.format.checked(self._packed.derive({**self._own_shape(given), **given}))
         except FormatError as error:
             wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
         if wrong:
@@ -159,7 +159,7 @@ class PackedModule(nn.Module):
         super()._load_from_state_dict(fitted, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self._look()
 
-    def _torn_streams(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+    def _partial_stream_errors(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """What is wrong with a state_dict that has some tensors of an entropy-coded weight and not the others."""
         keys = [prefix + own for own in self._names.values()]
         missing = [key for key in keys if key not in state_dict]
@@ -168,14 +168,14 @@ class PackedModule(nn.Module):
         return [f"{prefix[:-1] or type(self).__name__}: tensors of an entropy-coded weight are loaded together, and the "
                 f"state_dict lacks {', '.join(missing)}"]
 
-    def _unshaped(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _own_shape(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The layer's own tensor that says the shape, where a state_dict does not have it."""
         name = self._packed.layout.shape
-        return {name: self._held()[name]} if name and name not in given else {}
+        return {name: self._held()[name]} if name and name not in loaded else {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move stored tensors, and give them no other dtype: a scale or a code that is cast is another weight."""
-        stored = [*self._held().values(), *(buffer for buffer in self._buffers.values() if buffer is not None)]
+        stored = self._uncast_tensors()
 
         def guarded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -188,6 +188,10 @@ class PackedModule(nn.Module):
         self.compute_dtype = shown if shown.is_floating_point else self.compute_dtype
         self._look()
         return self
+
+    def _uncast_tensors(self) -> list[Tensor]:
+        """The tensors that keep their dtypes when the layer is cast."""
+        return list(self._held().values())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_parameters": picklable(self._parameters)}
@@ -221,12 +225,12 @@ class PackedModule(nn.Module):
         _note(filled, found.in_order)
         return filled
 
-    def _undo_casts(self, held: Mapping[str, Tensor]) -> None:
+    def _undo_casts(self, tensors: Mapping[str, Tensor]) -> None:
         """Give tensors that were cast to a wider float their dtype back, in place, where every number survives both casts.
 
         All others stay as they are, and `_note` raises FormatError for them.
         """
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             if tensor.dtype in WIDER.get(self._dtypes[name], ()):
                 stored = tensor.detach().to(self._dtypes[name])
                 wide = stored.to(tensor.dtype)

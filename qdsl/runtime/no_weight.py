@@ -102,10 +102,10 @@ class NoWeight:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in OVERWRITES or (name in CHANGES and self._is_overwritten):
-            return self._left_alone
+            return self._skip_initialiser
         raise AttributeError(f"no '{name}' of a weight: {self._advice}")
 
-    def _left_alone(self, *args: Any, **kwargs: Any) -> NoWeight:
+    def _skip_initialiser(self, *args: Any, **kwargs: Any) -> NoWeight:
         self._is_overwritten = True
         return self
 

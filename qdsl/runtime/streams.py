@@ -53,17 +53,17 @@ def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int
 
     rows: int64 [R], on the CPU, each within the weight.
     """
-    found = {}
+    plain = {}
     for name, stream in layout.streams.items():
         decoder = getattr(CODINGS[stream.coding], "decode_rows", None)
         if decoder is None:
             return None
         arrays = {role: _array(tensor) for role, tensor in _tensors(stream, tensors).items()}
         try:
-            found[name] = torch.from_numpy(decoder(arrays, shape, rows.numpy()))
+            plain[name] = torch.from_numpy(decoder(arrays, shape, rows.numpy()))
         except StreamError as error:
             raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
-    return found
+    return plain
 
 
 def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
