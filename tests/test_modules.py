@@ -2,65 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
-import functools
-import importlib
 import io
-import mmap
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import qdsl
-from qdsl.entropy import huffman_lanes, window
-from qdsl.generated import fix4, fp8_block, fp8_channel, fp8_tensor, hlane, int8_block, int_group, q4_0
-from qdsl.runtime import FormatError, PackedWeight, eight, finite, launch, streams
+from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.module import WIDER
 from qdsl.runtime.no_weight import NoWeight
 from tests.support.formats import ROOT, SHIPPED, same_bits
-from tests.support.interpreter import INTERPRETED
+from tests.support.packed_layers import CPU, is_unchanged, layer_of, module_of, quantized, sample, stored_bits
 
 FORMATS = [path.stem for path in SHIPPED]
 LAYERS = ["fp8_block", "fp8_tensor", "int8_channel", "nf4", "q4_0", "hlane"]
-CPU = torch.device("cpu")
-
-
-def module_of(name: str) -> ModuleType:
-    return importlib.import_module(f"qdsl.generated.{name}")
-
-
-def sample(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator(CPU).manual_seed(seed), device=CPU)
-
-
-@functools.cache
-def quantized(name: str, n: int = 64, k: int = 128) -> PackedWeight:
-    return module_of(name).quantize(sample(n, k))
-
-
-def layer_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A layer with memory of its own."""
-    return module_of(name).Linear(quantized(name).apply(torch.clone), sample(64).to(dtype))
-
-
-def stored_bits(layer: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in layer.state_dict().items()}
-
-
-def is_unchanged(layer: nn.Module, before: dict[str, Tensor]) -> bool:
-    return all(same_bits(tensor, before[name]) for name, tensor in layer.state_dict().items())
 
 
 # -- torch.device("meta") ----------------------------------------------------------------------------------------------
@@ -340,115 +303,6 @@ def test_peft_adapts_linears_and_embeddings(name: str) -> None:
     assert is_unchanged(model, before)
 
 
-# -- embeddings --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["q4_0", "fp8_block", "int8_block", "nf4", "hlane", "fix4", "df11", "bitnet", "awq_gemv_fast"])
-@pytest.mark.parametrize("k", [128, 2304])
-def test_rows_are_those_of_the_whole_weight(name: str, k: int) -> None:
-    """In any order, some of them twice, as one number or none."""
-    module = module_of(name)
-    packed = module.quantize(sample(300 if name not in ("bitnet", "awq_gemv_fast") else 304, k).bfloat16())
-    for dtype in (torch.float32, torch.bfloat16):
-        whole = module.dequantize(packed, dtype)
-        for index in (torch.tensor([[299, 0, 17], [17, 128, 127]]), torch.tensor(5), torch.zeros(0, 3, dtype=torch.int64),
-                      torch.arange(299, -1, -7, dtype=torch.int32)):
-            assert same_bits(packed.format.dequantize_rows(packed, index, dtype), whole[index.long()])
-    for index in (torch.tensor([1, packed.shape[0]]), torch.tensor([-1])):
-        with pytest.raises(IndexError, match="out of range"):
-            module.Embedding(packed)(index)
-    with pytest.raises(FormatError, match="int32 or int64, not float32"):
-        packed.format.dequantize_rows(packed, torch.ones(2))
-
-
-def test_rows_of_act_order_weights() -> None:
-    packed = int_group.quantize(sample(64, 128), "gptq_v2", group=32)
-    shuffled = packed.tensors["g_idx"][torch.randperm(128, generator=torch.Generator().manual_seed(1))]
-    packed = int_group.wrap({**packed.tensors, "g_idx": shuffled}, storage="gptq_v2", **packed.params)
-    index = torch.tensor([63, 2, 2])
-    rows = packed.format.dequantize_rows(packed, index, torch.float32)
-    assert same_bits(rows, int_group.dequantize(packed, torch.float32)[index])
-
-
-class Decoded:
-    """How many rows were decoded."""
-
-    rows = 0
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        for module in (fp8_block, int8_block, hlane, fix4):
-            real = module.FORMAT.dequantize
-            patch.setattr(module.FORMAT, "dequantize", functools.partial(self._count, real))
-
-    def _count(self, real: Callable[..., Tensor], packed: PackedWeight, *args: Any) -> Tensor:
-        self.rows += packed.shape[0]
-        return real(packed, *args)
-
-
-def test_few_rows_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 128 rows with a shared scale; rows of streams and no others, of which groups of lanes are decoded."""
-    decoded, index = Decoded(monkeypatch), torch.tensor([3, 700, 3, 701])
-    symbols: list[int] = []
-    real = huffman_lanes._decode_groups
-    monkeypatch.setattr(huffman_lanes, "_decode_groups", lambda *args: symbols.append(len(args[2])) or real(*args))
-    for module in (hlane, fix4):
-        monkeypatch.setattr(streams, "decode", lambda *_: pytest.fail("all symbols were decoded"))
-        decoded.rows = 0
-        module.Embedding(module.quantize(sample(1024, 4096)))(index)
-        assert decoded.rows == 3
-    assert symbols == [2]                                        # of four rows each
-    for module in (fp8_block, int8_block):
-        decoded.rows = 0
-        module.Embedding(module.quantize(sample(1024, 128), bn=128, bk=128))(index)
-        assert decoded.rows == 256
-
-
-@pytest.mark.parametrize("name", ["q4_0", "fp8_block", "hlane"])
-def test_a_compiled_embedding(name: str) -> None:
-    torch.compiler.reset()
-    layer = module_of(name).Embedding(quantized(name))
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for ids in (torch.tensor([[5, 63, 5]]), torch.arange(9), torch.arange(7)):
-        assert same_bits(compiled(ids), layer(ids))
-
-
-def test_damaged_streams_are_refused_for_rows_too() -> None:
-    for module, name in ((hlane, "starts"), (fix4, "patch_start")):
-        packed = module.quantize(sample(64, 256))
-        tensors = {**packed.tensors, name: packed.tensors[name] + 7}
-        with pytest.raises(FormatError, match="stream of 'exponents' is damaged"):
-            packed.format.dequantize_rows(packed.derive(tensors), torch.tensor([1]))
-
-
-@pytest.mark.parametrize("coding", [huffman_lanes, window])
-@pytest.mark.parametrize("shape", [(100, 2304), (33, 64), (7, 4104)])
-def test_rows_of_a_code(coding: ModuleType, shape: tuple[int, int]) -> None:
-    symbols = np.random.default_rng(0).binomial(40, 0.5, shape).astype(np.uint8)
-    symbols[0, ::3] = 200
-    tensors = coding.encode(symbols, np.bincount(symbols.reshape(-1), minlength=256))
-    assert (coding.decode(tensors, shape) == symbols).all()
-    for rows in (np.array([0]), np.array([0, 1, shape[0] - 1]), np.arange(shape[0]), np.zeros(0, np.int64)):
-        assert (coding.decode_rows(tensors, shape, rows) == symbols[rows]).all()
-
-
-def test_an_embedding_has_what_torchs_has() -> None:
-    """max_norm scales decoded rows as nn.Embedding scales its table, and leaves the packed table as it is."""
-    packed, ids = quantized("q4_0"), torch.tensor([1, 5, 5, 60])
-    for norm_type, dtype in ((2.0, torch.float32), (1.0, torch.float32), (2.0, torch.bfloat16)):
-        layer = q4_0.Embedding(packed, padding_idx=-1, dtype=dtype, max_norm=11.0, norm_type=norm_type, scale_grad_by_freq=True,
-                               sparse=True)
-        assert (layer.padding_idx, layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse) == (
-            63, 11.0, norm_type, True, True)
-        before, dense = stored_bits(layer), layer.dense()
-        assert (dense.max_norm, dense.norm_type, dense.padding_idx, dense.sparse) == (11.0, norm_type, 63, True)
-        torch.testing.assert_close(layer(ids), dense(ids))
-        assert (layer(ids).float() != q4_0.Embedding(packed)(ids)).any() and is_unchanged(layer, before)
-    plain = q4_0.Embedding(packed)
-    assert (plain.max_norm, plain.norm_type, plain.scale_grad_by_freq, plain.sparse) == (None, 2.0, False, False)
-    with pytest.raises(FormatError, match="padding_idx 64"):
-        q4_0.Embedding(packed, padding_idx=64)
-
-
 # -- DDP and FSDP2 -----------------------------------------------------------------------------------------------------
 
 RANK = """
@@ -460,7 +314,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-rank, store, helped = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "helped"
+rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
@@ -474,27 +328,20 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 def ddp(model):
-    if helped:
-        qdsl.ignore_packed_(model)
+    qdsl.ignore_packed_(model)
     return DistributedDataParallel(model)
 
 def fsdp(model):
-    ignored = qdsl.ignore_packed_(model) if helped else None
+    ignored = qdsl.ignore_packed_(model)
     for layer in model:
         fully_shard(layer, mesh=mesh, ignored_params=ignored)
     return fully_shard(model, mesh=mesh, ignored_params=ignored)
 
 for wrapped in (ddp, fsdp):
-    for name in sys.argv[4:]:
+    for name in sys.argv[3:]:
         module = importlib.import_module(f"qdsl.generated.{name}")
         torch.manual_seed(0)
         model = nn.Sequential(*[Adapted(module.Linear(module.quantize(torch.randn(64, 64) / 8))) for _ in range(2)])
-        if not helped:
-            try:
-                wrapped(model)(torch.randn(2, 64))
-            except (RuntimeError, AttributeError) as error:
-                print(wrapped.__name__, name, error)
-            continue
         before = {key: p.detach().clone() for key, p in qdsl.packed_parameters(model).items()}
         run = wrapped(model)
         optimizer = torch.optim.SGD([p for p in run.parameters() if p.requires_grad], 0.1)
@@ -517,21 +364,17 @@ dist.destroy_process_group()
 """
 
 
-def two_processes(store: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(store), *arguments], text=True, stdout=subprocess.PIPE,
+def test_adapters_train_in_two_processes(tmp_path: Path) -> None:
+    """By DDP and FSDP2, over packed layers that neither can broadcast or shard."""
+    names = ["fp8_block", "hlane", "q4_0", "int8_channel"]
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), *names], text=True,
                               stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}) for rank in range(2)]
     try:
-        outputs = [process.communicate(timeout=100) for process in ranks]
+        errors = [process.communicate(timeout=100)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    return [(process.returncode, *output) for process, output in zip(ranks, outputs, strict=True)]
-
-
-def test_adapters_train_in_two_processes(tmp_path: Path) -> None:
-    """By DDP and FSDP2, over packed layers that neither can broadcast or shard."""
-    for status, _, errors in two_processes(tmp_path / "helped", "helped", "fp8_block", "hlane", "q4_0", "int8_channel"):
-        assert status == 0, errors
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
 
 
 def test_packed_parameters_by_name() -> None:
@@ -543,139 +386,3 @@ def test_packed_parameters_by_name() -> None:
     assert qdsl.ignore_packed_(model) == set(packed.values())
     assert set(model._ddp_params_and_buffers_to_ignore) == {"1.bias", *packed}
     assert list(qdsl.packed_parameters(model[0])) == ["weight", "weight_scale_inv"]
-
-
-# -- static scales of x ------------------------------------------------------------------------------------------------
-
-
-def reference(x: Tensor, packed: PackedWeight, scale: float) -> Tensor:
-    """x / scale as codes, and the product in float64."""
-    units = x.float() / torch.tensor(scale)
-    codes = units.clamp(-448, 448).to(torch.float8_e4m3fn) if "fp8" in packed.format.name else units.round().clamp(-128, 127)
-    return codes.double() * scale @ packed.format.dequantize(packed, torch.float32).double().t()
-
-
-@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel", "fp8_block", "int8_tensor", "int8_channel", "int8_block"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_static_scale_takes_the_place_of_scales_per_row(name: str, dtype: torch.dtype) -> None:
-    """Values beyond the type's range are cut; eager, compiled and exported."""
-    torch.compiler.reset()
-    packed, x = quantized(name), (4 * sample(5, 128)).to(dtype)
-    scale = torch.tensor(0.006 if "fp8" in name else 0.02)
-    layer = module_of(name).Linear(packed, quantize_x=True, input_scale=scale, dtype=dtype)
-    result, wanted = layer(x), reference(x, packed, float(scale))
-    assert result.dtype == dtype
-    torch.testing.assert_close(result.double(), wanted, rtol=2e-5 if dtype == torch.float32 else 8e-3, atol=2e-4)
-    assert (x.float() / scale).abs().max() > (448 if "fp8" in name else 128)
-    assert same_bits(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), result)
-    assert same_bits(torch.export.export(layer, (x,)).module()(x), result)
-    layer.quantize_x = False
-    assert same_bits(layer(x), packed.format.linear(x, packed))
-
-
-def test_a_static_scale_is_kept_loaded_and_saved() -> None:
-    """In its own shape and dtype, into a layer that has none, and through casts."""
-    packed, x = quantized("fp8_tensor"), sample(3, 128)
-    for scale in (torch.tensor(0.02), torch.tensor([0.02]), torch.tensor(0.02).bfloat16()):
-        layer = fp8_tensor.Linear(packed, input_scale=scale)
-        assert list(layer.state_dict()) == ["weight", "weight_scale", "input_scale"]
-        for device, assign in (("meta", True), ("cpu", False)):
-            empty = fp8_tensor.Linear.empty((64, 128), device=device)
-            empty.load_state_dict(layer.state_dict(), assign=assign)
-            assert same_bits(empty.half().state_dict()["input_scale"], scale)
-            empty.quantize_x = True
-            assert same_bits(empty(x), fp8_tensor.linear(x, packed, quantize_x=True, input_scale=float(scale)))
-    layer = fp8_tensor.Linear(packed, quantize_x=True, input_scale=torch.tensor(0.02))
-    for wrong, message in ((torch.ones(2), r"one float, not float32 \[2\]"), (torch.tensor(1), "one float, not int64")):
-        with pytest.raises(RuntimeError, match=message):
-            layer.load_state_dict({**layer.state_dict(), "input_scale": wrong})
-        with pytest.raises(FormatError, match=message):
-            fp8_tensor.Linear(packed, input_scale=wrong)
-    assert float(layer.input_scale) == pytest.approx(0.02)
-    layer.load_state_dict({**layer.state_dict(), "input_scale": torch.tensor(0.5)})
-    assert same_bits(copy.deepcopy(layer)(x), fp8_tensor.linear(x, packed, quantize_x=True, input_scale=0.5))
-    layer.load_state_dict({**layer.state_dict(), "input_scale": torch.tensor(0.0)})
-    with pytest.raises(FormatError, match="input_scale is 0; a scale is positive"):
-        layer(x)
-
-
-def test_a_static_scale_beside_numbers_that_are_none() -> None:
-    """Infinities are cut to the largest code; a NaN makes its row, or its 128 columns, NaN."""
-    x = sample(3, 256)
-    x[0, 3], x[1, 4] = torch.inf, torch.nan
-    for kind, largest in (("e4m3", 448.0), ("i8", 127.0)):
-        codes, scales = eight.quantized(x, kind, True, 0.5)
-        assert float(codes[0, 3]) == largest and scales.isnan().tolist() == [[False, False], [True, False], [False, False]]
-        assert (codes[1, :128].float() == 0).all() and (scales[0] == 0.5).all()
-
-
-@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_block", "int8_channel"])
-def test_kernels_take_a_static_scale(name: str) -> None:
-    """The kernel that multiplies 8 bits with 8 bits, with x quantized by torch."""
-    device = "cpu" if INTERPRETED else "cuda"
-    packed, x = quantized(name, 128, 256).to(device), (4 * sample(5, 256)).to(device, torch.bfloat16)
-    out = torch.full((5, 128), torch.nan, dtype=torch.bfloat16, device=device)
-    calls = list(launch.quantized_calls(x, packed, None, out, 0.02))
-    assert [call.kernel.fn.__name__.partition("_safetensors")[0] for call in calls] == ["_narrow"]
-    calls[0].run()
-    wanted = reference(x.cpu(), packed.to("cpu"), float(torch.tensor(0.02)))
-    torch.testing.assert_close(out.cpu().double(), wanted, rtol=8e-3, atol=2e-3)
-
-
-# -- NaN codes ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("code", range(256))
-def test_codes_that_are_no_numbers(code: int) -> None:
-    """Every code alone among zeros."""
-    packed = quantized("fp8_channel")
-    codes = torch.zeros(64, 128, dtype=torch.uint8)
-    codes[5, 7] = code
-    weight = packed.derive({**packed.tensors, "weight": codes.view(torch.float8_e4m3fn)})
-    assert weight.known_finite is None and weight.finite == (code & 127 != 127) and weight.known_finite == weight.finite
-
-
-def test_nobody_reads_the_codes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not wrap, a layer, its product, its copies or its compiled form; matrix-unit kernels do, once for a weight."""
-    torch.compiler.reset()
-    reads: list[str] = []
-    monkeypatch.setattr("qdsl.runtime.packed.are_codes_finite",
-                        lambda packed: reads.append("read") or finite.are_codes_finite(packed))
-    packed = fp8_channel.wrap(quantized("fp8_channel", 64, 256).tensors)
-    layer, x = fp8_channel.Linear(packed), sample(2, 256).bfloat16()
-    layer(x)
-    copy.deepcopy(layer).half()(x)
-    layer.load_state_dict(layer.state_dict())
-    torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-    assert not reads
-    if INTERPRETED:
-        assert launch.has_lanes(x, packed) and launch.has_lanes(x, packed) and launch.has_narrow(x, packed)
-        assert reads == ["read"]
-
-
-def resident(memory: mmap.mmap) -> float:
-    """The share of a mapping's pages that the file cache holds."""
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    pages = (ctypes.c_ubyte * (len(memory) // mmap.PAGESIZE))()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(memory)), pages):
-        pytest.skip("mincore does not answer here")
-    return sum(page & 1 for page in pages) / len(pages)
-
-
-def test_wrapping_a_mapped_file_reads_nothing(tmp_path: Path) -> None:
-    """A sparse file's pages are in no cache until somebody reads them."""
-    with open(tmp_path / "codes", "wb") as file:
-        file.truncate(1 << 24)
-    with open(tmp_path / "codes", "r+b") as file, contextlib.closing(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE)) as memory:
-        if resident(memory) > 0.01:
-            pytest.skip("the file system has fresh files in its cache")
-        codes = torch.frombuffer(memory, dtype=torch.float8_e4m3fn).view(4096, 4096)
-        tensors = {"weight": codes, "weight_scale_inv": torch.ones(32, 32)}
-        packed = fp8_block.wrap(tensors)
-        layer = fp8_block.Linear(packed)
-        fp8_block.Linear.empty((4096, 4096)).load_state_dict(tensors, assign=True)
-        assert resident(memory) < 0.01
-        layer(sample(1, 4096))
-        assert resident(memory) > 0.9
-        del codes, packed, layer
