@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,7 @@ def write_folder(folder: Path, model: nn.Module, settings: Mapping[str, object],
             else:
                 tensors = {name: ("I8", (n, k)), f"{name}_scale": ("BF16", (n, 1))}
         shards[number * SHARDS // len(list(model.parameters()))] |= tensors
-    placed = {}
+    placed: dict[str, str] = {}
     largest = 0
     for number, tensors in enumerate(shards, 1):
         path = folder / f"model-{number:05d}-of-{SHARDS:05d}.safetensors"
@@ -134,10 +135,8 @@ def measure(folder: str, copy: bool, queue: multiprocessing.Queue[tuple[float, f
     torch.set_num_threads(1)
     read_files(folder)                                           # the files are in the system's cache now
     read = read_files(folder)
-    import qdsl.generated.fp8_block
-
-    import qdsl.models.load
-
+    import_module("qdsl.generated.fp8_block")                    # neither is part of loading
+    import_module("qdsl.models.load")
     model = skeleton(TWO_GIGABYTES)
     before, peaks, done = anonymous(), [0], threading.Event()
 
@@ -164,7 +163,7 @@ def read_files(folder: str) -> float:
     for path in sorted(Path(folder).glob("*.safetensors")):
         buffer = np.empty(path.stat().st_size, np.uint8)
         with open(path, "rb", buffering=0) as file:
-            view, place = memoryview(buffer), 0
+            view, place = buffer.data, 0
             while place < len(view):
                 place += file.readinto(view[place:]) or 0
     return time.thread_time() - began

@@ -57,6 +57,23 @@ def planar_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = 
     return planar_model(model, filter)
 
 
+def packed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The stored tensors of a model's qdsl layers, by their names in the model; a tied one under every name."""
+    from qdsl.runtime.distributed import packed_parameters as find_packed
+
+    return find_packed(model)
+
+
+def ignore_packed_(model: nn.Module) -> set[nn.Parameter]:
+    """Have DDP leave a model's packed tensors alone, and return them, as `fully_shard(ignored_params=...)` takes them.
+
+    Call it before the model is wrapped.  Every rank then holds all packed tensors itself: load the same checkpoint on each.
+    """
+    from qdsl.runtime.distributed import ignore_packed_ as ignore
+
+    return ignore(model)
+
+
 def open(path: Path | str, shapes: Mapping[str, Sequence[int]] | None = None) -> Checkpoint:
     """Open a checkpoint of any producer: a folder of safetensors, a pipeline of such folders, a .safetensors or a .gguf file.
 

@@ -64,7 +64,7 @@ def _nearest(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
     for low, high in pairwise(order):
         compare = np.greater if first[low] < first[high] else np.greater_equal
         place += compare(values, np.float32((low + high) / 2) * units, out=above).view(np.uint8)
-    codes = torch.tensor([first[number] for number in order], dtype=torch.uint8)
+    codes = torch.tensor([first[number] for number in order], dtype=torch.uint8, device="cpu")
     return codes.index_select(0, torch.from_numpy(place).flatten().int()).view(blocks.shape).to(blocks.device)
 
 

@@ -45,7 +45,7 @@ def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
 
 def _lengths(length: int, size: int) -> Tensor:
     """Of the blocks of an axis, the last one may be short."""
-    found = torch.full((-(-length // size),), size, dtype=torch.float64)
+    found = torch.full((-(-length // size),), size, dtype=torch.float64, device="cpu")
     found[-1:] -= -length % size
     return found
 

@@ -83,7 +83,7 @@ def codes(blocks: Floats, find: Callable[[Floats, slice], Floats], kind: str) ->
 
 def integers(kind: str) -> np.dtype[Any]:
     """Numpy's type of fields of an integer type."""
-    return torch.empty(0, dtype=torch_dtype(kind)).numpy().dtype
+    return torch.empty(0, dtype=torch_dtype(kind), device="cpu").numpy().dtype
 
 
 def field(values: NDArray[Any], kind: str, weight: Tensor, columns: int = 1) -> Tensor:

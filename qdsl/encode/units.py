@@ -44,7 +44,7 @@ def _inverse(scales: Tensor) -> Tensor:
 def _codes(values: Tensor, level: Table) -> Tensor:
     """Codes of the nearest levels, of two the lower."""
     order = sorted(range(len(level.numbers)), key=lambda i: level.numbers[i])
-    rising = torch.tensor([level.numbers[i] for i in order], dtype=torch.float64)
+    rising = torch.tensor([level.numbers[i] for i in order], dtype=torch.float64, device="cpu")
     middles = ((rising[1:] + rising[:-1]) / 2).float().to(values.device)
     place = torch.bucketize(values, middles, out_int32=True)
     return torch.tensor(order, dtype=torch.uint8, device=values.device).index_select(0, place.flatten()).view(values.shape)

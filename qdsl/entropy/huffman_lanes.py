@@ -15,7 +15,7 @@ the shortest code follows.  Two turns of 32 words follow the last, so that a lan
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -147,32 +147,56 @@ def _code(table: NDArray[np.int16]) -> Code:
 def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
     """The symbols u8 [N, K].  Raises StreamError where `check` does, and for codes that pass the end of a group."""
     n, k = shape
-    code = check(tensors, shape)
+    check(tensors, shape)
     if not n * k:
         return np.empty(shape, np.uint8)
+    groups = np.arange(-(-n // (GROUP // lanes_of(k)[0])))
+    return np.ascontiguousarray(_decode_groups(tensors, shape, groups)[:n, :k])
+
+
+def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The symbols u8 [len(rows), K] of some rows, for which only their groups are decoded.  Raises StreamError as `decode`."""
+    check(tensors, shape)
+    if not len(rows) * shape[1]:
+        return np.empty((len(rows), shape[1]), np.uint8)
+    size = GROUP // lanes_of(shape[1])[0]
+    groups, place = np.unique(rows // size, return_inverse=True)
+    return _decode_groups(tensors, shape, groups)[place.reshape(-1) * size + rows % size, :shape[1]]
+
+
+@lru_cache(maxsize=4)
+def _lookup(table: bytes) -> lanes.Lookup:
+    """The lookup of a table's code, which takes longer to make than a few rows take to decode."""
+    return lanes.Lookup(_code(np.frombuffer(table, np.int16)))
+
+
+def _decode_groups(tensors: Tensors, shape: tuple[int, int], groups: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The symbols [rows, columns] of groups of rows, with the padding of the last group and of the last columns."""
+    n, k = shape
     per_row, chunks = lanes_of(k)
     runs, rows = -(-k // (RUN * per_row)), GROUP // per_row
-    groups = -(-n // rows)
-    bounds = np.append(tensors["starts"].reshape(-1), len(tensors["words"]) // GROUP - AHEAD).astype(np.int64)
+    starts = tensors["starts"].reshape(-1).astype(np.int64)
+    stops = np.append(starts[1:], len(tensors["words"]) // GROUP - AHEAD)
     words = tensors["words"].view(np.uint32).reshape(-1, GROUP)
-    found = np.empty((groups * rows, runs, per_row, RUN), np.uint8)
-    lookup = lanes.Lookup(code)
+    out = np.empty((len(groups) * rows, runs, per_row, RUN), np.uint8)
+    lookup = _lookup(tensors["table"].tobytes())
     step = lanes.LANES // GROUP
     for chunk, (start, stop) in enumerate(_bounds(runs, chunks)):
-        for first in range(0, groups if start < stop else 0, step):
-            last = min(groups, first + step)
-            symbols = _ungrouped(words, bounds[chunk * groups + first:chunk * groups + last + 1], RUN * (stop - start), lookup)
-            part = found[first * rows:last * rows, start:stop]
+        for first in range(0, len(groups) if start < stop else 0, step):
+            index = chunk * -(-n // rows) + groups[first:first + step]
+            symbols = _ungrouped(words, starts[index], stops[index], RUN * (stop - start), lookup)
+            part = out[first * rows:(first + len(index)) * rows, start:stop]
             part[...] = symbols.reshape(-1, per_row, stop - start, RUN).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(found.reshape(groups * rows, -1)[:n, :k])
+    return out.reshape(len(groups) * rows, -1)
 
 
-def _ungrouped(words: NDArray[np.uint32], bounds: NDArray[np.int64], count: int, lookup: lanes.Lookup) -> NDArray[np.uint8]:
-    """Symbols [lanes, count] of groups whose turns lie between bounds."""
-    turns = np.diff(bounds)
+def _ungrouped(words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDArray[np.int64], count: int,
+               lookup: lanes.Lookup) -> NDArray[np.uint8]:
+    """Symbols [lanes, count] of groups with turns from starts to stops."""
+    turns = stops - starts
     stride = int(turns.max(initial=0)) + 2
     each = np.zeros((len(turns) * GROUP, stride), np.uint64)
-    for group, (start, stop) in enumerate(pairwise(bounds.tolist())):
+    for group, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
         each[group * GROUP:(group + 1) * GROUP, :stop - start] = words[start:stop].T
     flat = each.reshape(-1)
     at = np.arange(len(each), dtype=np.int64) * (32 * stride)

@@ -100,9 +100,28 @@ def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
     out = np.empty(shape, np.uint8)
     step = max(1, _TILE // max(1, k))
     for first in range(0, n, step):
-        words = tensors["codes"][first:first + step].view(np.uint32).astype(np.uint64)
-        np.add((_apart(words) | _apart(words >> 16) << 8).view(np.uint8)[:, :k], tensors["base"], out=out[first:first + step])
+        _decode_codes(tensors["codes"][first:first + step], tensors["base"], out[first:first + step])
     start = tensors["start"]
     block = np.repeat(np.arange(len(start) - 1) * (ROWS * k), np.diff(start))
     out.reshape(-1)[block + tensors["index"]] = tensors["value"]
     return out
+
+
+def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The symbols u8 [len(rows), K] of some rows, each decoded by itself.  Raises StreamError where `check` does."""
+    check(tensors, shape)
+    k = shape[1]
+    out = np.empty((len(rows), k), np.uint8)
+    _decode_codes(tensors["codes"][rows], tensors["base"], out)
+    for place, row in enumerate(rows.tolist() if k else ()):
+        block = slice(*tensors["start"][row // ROWS:row // ROWS + 2].tolist())
+        patch_row, column = np.divmod(tensors["index"][block], k)
+        mine = patch_row == row % ROWS
+        out[place, column[mine]] = tensors["value"][block][mine]
+    return out
+
+
+def _decode_codes(codes: NDArray[np.int32], base: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    """The symbols that codes [rows, words] stand for into out [rows, K], without patches."""
+    words = codes.view(np.uint32).astype(np.uint64)
+    np.add((_apart(words) | _apart(words >> 16) << 8).view(np.uint8)[:, :out.shape[1]], base, out=out)

@@ -204,7 +204,7 @@ class _Loader:
             self._fill(f"{name}.weight".lstrip("."), self.source.tensor(full))
             self.report.dense[name] = str(error)
             return
-        self._replace(name, old, module.Linear(weight, None, self._dtype(old.weight)), weight)
+        self._replace(name, weight, self._dtype(old.weight))
 
     # -- packed layers ------------------------------------------------------------------------------------------------
 
@@ -221,40 +221,37 @@ class _Loader:
     def _place_module(self, step: PackedStep) -> None:
         old = self.names.modules[step.name]
         weight = self._owned(self.source.stacked(step.layer), self._target(old))
-        dtype = self._compute_dtype(old)
-        if step.kind == "embedding":
-            new: PackedModule = weight.format.Embedding(weight, getattr(old, "padding_idx", None), dtype)
-        else:
-            new = weight.format.Linear(weight, None, dtype)
-        self._replace(step.name, old, new, weight)
+        self._replace(step.name, weight, self._compute_dtype(old))
         self.origin.layers[step.name] = step.layer
         self._keep_settings(step)
 
-    def _replace(self, name: str, old: nn.Module, new: PackedModule, weight: PackedWeight) -> None:
-        """Put a packed module in place of a dense one, and one that shares its tensors wherever the dense weight was shared."""
-        shared = [other.removesuffix("weight").rstrip(".") for other in self.names.tied(f"{name}.weight".lstrip("."))]
+    def _replace(self, name: str, weight: PackedWeight, dtype: torch.dtype) -> None:
+        """Put packed modules in place of a dense one and of all that share its weight; they share the packed tensors."""
+        old = self.names.modules[name]
+        shared = [self._owner_name(other) for other in self.names.tied(f"{name}.weight".lstrip("."))]
+        new = first = self._packed_module(name, old, weight, dtype)
         for place in dict.fromkeys([name, *shared]):
             module = self.names.modules[place]
-            if place == name or module is old:
-                made = new
-            elif isinstance(module, nn.Embedding):
-                made = weight.format.Embedding(weight, module.padding_idx, new.compute_dtype)
-            else:
-                made = weight.format.Linear(weight, None, new.compute_dtype)
-            made._parameters.update({own: new._parameters[own] for own in new._names.values()})
+            if module is not old:
+                new = self._packed_module(place, module, weight, dtype)
+                new._parameters.update({own: first._parameters[own] for own in first._names.values()})
             if isinstance(module, nn.Linear):
-                made.register_parameter("bias", module.bias)
-            made.train(module.training)
-            vars(made).update({key: value for key, value in vars(module).items() if "_hooks" in key})
-            set_submodule(self.model, place, made)
+                new.register_parameter("bias", module.bias)
+            new.train(module.training)
+            vars(new).update({key: value for key, value in vars(module).items() if "_hooks" in key})
+            set_submodule(self.model, place, new)
             self.report.packed[place] = f"{weight.format.name}.{weight.storage}"
-        self._add_scale(name, new)
 
-    def _add_scale(self, name: str, module: PackedModule) -> None:
+    def _packed_module(self, name: str, old: nn.Module, weight: PackedWeight, dtype: torch.dtype) -> PackedModule:
+        if isinstance(old, nn.Embedding):
+            return weight.format.Embedding(weight, old.padding_idx, dtype, old.max_norm, old.norm_type, old.scale_grad_by_freq,
+                                           old.sparse)
         full = self.plan.scales.get(name)
-        if full is not None:
-            module.set_input_scale(self._moved(self.source.tensor(full), module.packed.device, torch.float32))
+        scale = None if full is None else self.source.tensor(full)
+        if full is not None and scale is not None:
+            scale = self._moved(scale, weight.device, scale.dtype)
             self.origin.plain[f"{name}.input_scale".lstrip(".")] = full
+        return weight.format.Linear(weight, None, dtype, input_scale=scale)
 
     def _place_experts(self, step: PackedStep) -> None:
         old = self.names.parameters[step.name]
@@ -345,8 +342,12 @@ class _Loader:
             self.report.dense[step.members[part]] = step.dense
 
     def _owner(self, weight: str) -> nn.Module:
-        owner: nn.Module = self.names.modules[weight.removesuffix("weight").rstrip(".")]
+        owner: nn.Module = self.names.modules[self._owner_name(weight)]
         return owner
+
+    def _owner_name(self, weight: str) -> str:
+        """The module whose parameter 'weight' has this name."""
+        return weight.removesuffix("weight").rstrip(".")
 
 
 def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:

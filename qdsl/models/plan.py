@@ -213,7 +213,7 @@ class _Planner:
             if key is not None and self.names.tensor(key) is not None:
                 self._add_tensor(key, full)
                 return
-        if leaf == "input_scale" and step.kind == "linear":
+        if leaf == "input_scale" and step.kind == "linear" and math.prod(self.source.shape(full)) == 1:
             self.plan.scales[name] = full
         elif leaf not in OF_X:
             self.plan.unused.append(full)

@@ -30,7 +30,7 @@ from qdsl.files import flush_folder, replacing, write_text
 from qdsl.models.experts import Experts
 from qdsl.models.origin import Origin, origin_in
 from qdsl.rewrite.complete import INDICES, WEIGHTS, regular_files
-from qdsl.runtime.format import PLANAR
+from qdsl.runtime.layout import PLANAR
 from qdsl.runtime.module import PackedModule
 from qdsl.runtime.packed import FormatError, PackedWeight
 

@@ -207,10 +207,10 @@ def _code_of(format: Format, params: tuple[tuple[str, int | str], ...], name: st
     kinds = {str(given.get(kind, kind)) for kind in (variant.fields[key].type for key in floats)}
     if name == code or not kinds <= FLOATS.keys():
         return None
-    codes = torch.arange(_count(variant), dtype=torch.uint8).view(-1, 1)
-    found = torch.ones(len(codes), dtype=torch.bool)
+    codes = torch.arange(_count(variant), dtype=torch.uint8, device="cpu").view(-1, 1)
+    found = torch.ones(len(codes), dtype=torch.bool, device="cpu")
     for turn in (1.0, 2.5):
-        fields = {key: torch.full(codes.shape, turn * (0.75 + i)) for i, key in enumerate(floats)}
+        fields = {key: torch.full(codes.shape, turn * (0.75 + i), device="cpu") for i, key in enumerate(floats)}
         found &= (variant.decode(**fields, **{code: codes}) == fields[name])[:, 0]
     return int(found.byte().argmax()) if bool(found.any()) else None
 

@@ -284,7 +284,8 @@ class _Joint:
             tensors[name] = joined
         in_order = {name for name in tensors if all(name in part.in_order or name not in part.tensors for part in self.parts)}
         result = fullest.derive(tensors, self.shape, frozenset(in_order))
-        result.finite = all(part.finite for part in self.parts)
+        known = {part.known_finite for part in self.parts}
+        result.known_finite = False if False in known else None if None in known else True
         return result
 
     def _tensor(self, name: str) -> Tensor | None:

@@ -60,7 +60,7 @@ def integer(bytes_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _spreads(width: int) -> Tensor:
     """For every byte its fields of 1 or 2 bits, a byte each, as one word."""
     fields = [[byte >> at & (1 << width) - 1 for at in range(0, 8, width)] for byte in range(256)]
-    return torch.tensor(fields, dtype=torch.uint8).view(torch.int64 if width == 1 else torch.int32).flatten()
+    return torch.tensor(fields, dtype=torch.uint8, device="cpu").view(torch.int64 if width == 1 else torch.int32).flatten()
 
 
 def spread(bytes_: Tensor, width: int, *, turned: bool = False) -> Tensor:
@@ -106,4 +106,4 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     raw = np.empty((*shape, dtype.itemsize), dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).squeeze(-1) if raw.size else torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(raw).view(dtype).squeeze(-1) if raw.size else torch.empty(shape, dtype=dtype, device=device)

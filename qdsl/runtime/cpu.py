@@ -133,10 +133,10 @@ def _made(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
     """Trace, rewrite, compile; None, with a warning where that is the machine's fault, if it cannot be."""
     if not _is_whole(packed):
         return None
-    tensors = [_like(tensor) for tensor in packed.tensors.values()]
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), torch.device("cpu"), warnings.catch_warnings():          # a caller may be in torch.device("meta")
             warnings.simplefilter("ignore")                      # torch's compiler tells of its own affairs
+            tensors = [_like(tensor) for tensor in packed.tensors.values()]
             return _compiled(_Decode(packed, tensors), kind)
     except _NoCompiler as error:
         warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)

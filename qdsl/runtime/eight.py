@@ -3,6 +3,9 @@
 A group of columns of a row of x has a scale, its largest magnitude by the type's largest number (448 of e4m3, 127 of i8), at
 least 2^-126; and codes, x times 1 / scale, rounded to nearest even.  Each step is rounded to float32.  A group is 128 columns
 where the weight's scales vary along K, else the whole row.  Where a number is not finite the scale is NaN, and codes are 0.
+
+A static scale (a checkpoint's input_scale) takes the place of all of these: codes are x / scale, rounded to nearest even and cut
+to the type's range, -448 to 448 or -128 to 127.  Infinities are cut too; where a number is NaN the scale is NaN, and codes are 0.
 """
 
 from __future__ import annotations
@@ -30,25 +33,35 @@ def check(packed: PackedWeight) -> None:
             raise FormatError(f"quantize_x: x is quantized in groups of {CHUNK} columns, and {text} = {size} is no multiple")
 
 
-def quantized(x: Tensor, kind: str, groups: bool) -> tuple[Tensor, Tensor]:
-    """x [M, K] as codes [M, K], float8_e4m3fn or int8, and scales float32 [M, ceil(K/128)], or [M, 1] without groups."""
+def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] as codes [M, K], float8_e4m3fn or int8, and scales float32 [M, ceil(K/128)], or [M, 1] without groups.
+
+    scale: the static one, in place of those of x.
+    """
     size = CHUNK if groups else max(1, x.shape[1])
     wide = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size)).view(len(x), cdiv(x.shape[1], size), size)
-    top = wide.abs().amax(2)
-    finite = top < torch.inf
-    scales = (top / LARGEST[kind]).clamp(min=SMALLEST).masked_fill(~finite, torch.nan)
-    values = (wide * (1 / scales)[..., None]).masked_fill(~finite[..., None], 0)
-    codes = values.round().to(torch.int8) if kind == "i8" else values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    if scale is None:
+        top = wide.abs().amax(2)
+        usable = top < torch.inf
+        scales = (top / LARGEST[kind]).clamp(min=SMALLEST).masked_fill(~usable, torch.nan)
+        values = wide * (1 / scales)[..., None]
+    else:
+        usable = ~wide.isnan().any(2)
+        static = torch.full((), scale, dtype=torch.float32, device=x.device)    # a tensor: a GPU would multiply with 1 / number
+        scales = static.expand(usable.shape).masked_fill(~usable, torch.nan)
+        values = wide / static
+    values = values.masked_fill(~usable[..., None], 0)
+    codes = values.round().clamp(-128, 127).to(torch.int8) if kind == "i8" else values.clamp(-448, 448).to(torch.float8_e4m3fn)
     return codes.flatten(1)[:, :x.shape[1]].contiguous(), scales
 
 
-def rounded(x: Tensor, packed: PackedWeight) -> Tensor:
-    """What x [M, K] is for a weight once it is quantized: float32 [M, K], or float64 for x in float64."""
+def rounded(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tensor:
+    """What x [M, K] is for a weight once it is quantized: float32 [M, K], or float64 for x in float64.  scale: a static one."""
     narrow = _narrow(packed)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if not x.numel():
         return x.to(dtype)
-    codes, scales = quantized(x, narrow.type, narrow.groups)
+    codes, scales = quantized(x, narrow.type, narrow.groups, scale)
     wide = scales.to(dtype).repeat_interleave(CHUNK if narrow.groups else x.shape[1], 1)[:, :x.shape[1]]
     return codes.to(dtype) * wide
 

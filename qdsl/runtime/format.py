@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from qdsl.numbers import number
-from qdsl.runtime import convert, experts, launch, ops, order, streams, tiles
+from qdsl.runtime import convert, experts, launch, lookup, ops, order, streams, tiles
 from qdsl.runtime.adopt import adopt
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
-from qdsl.runtime.layout import PLANAR, Lanes, Storage, Variant
+from qdsl.runtime.layout import PLANAR, Storage, Variant
 from qdsl.runtime.linear import mode_of, tile_weights
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.packed import FormatError, PackedWeight, damage, said
@@ -189,7 +189,7 @@ class Format:
             raise FormatError(f"{self.name}.{storage}: '{layout.shape}' says {tensors[layout.shape].tolist()}; the weight is "
                               f"{list(shape)}")
         return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
-                            finite=_are_finite(layout.kernels.lanes, tensors), facts=self.facts(layout, tensors, shape))
+                            facts=self.facts(layout, tensors, shape))
 
     def facts(self, layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
         """What kernels may rely on in streams.  Raises FormatError for those that are damaged."""
@@ -506,6 +506,16 @@ class Format:
             torch.index_select(self._dequantized(stored.cut("N", start, stop), part), 1, places, out=out[start:stop])
         return out
 
+    def dequantize_rows(self, packed: PackedWeight, index: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Rows of the decoded weight by their numbers, as an embedding looks them up: [*index.shape, K], bits as in `dequantize`.
+
+        index: int32 or int64, of any shape.  Other rows are decoded only where they share blocks with a wanted one, or where a
+        storage has no way to single rows (df11; on a GPU all streams).
+        Raises IndexError for a row that does not exist, on a CPU, and FormatError for an index that is not of integers.
+        """
+        self._own(packed)
+        return lookup.dequantize_rows(packed, index, dtype)
+
     def convert(self, packed: PackedWeight, storage: str) -> PackedWeight:
         """The same numbers in another storage, exactly.  Raises FormatError where the other storage cannot hold them.
 
@@ -577,16 +587,17 @@ class Format:
         return f"{size} bytes would become {new}" if new > size * limit else ""
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
-               batch_invariant: bool = False) -> Tensor:
+               batch_invariant: bool = False, input_scale: float | None = None) -> Tensor:
         """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias.
 
         batch_invariant: a row of x gives the same bits whatever rows are beside it; on a GPU the weight is then read once for
         every 8 rows, on a CPU each row is multiplied alone.
         quantize_x: first quantize each row of x to 8 bits, as runtime/eight.py says, for a weight with codes of 8 bits; matrix
         units then multiply 8 bits with 8 bits.  Gradients are those without.  Raises FormatError for other weights.
+        input_scale: with quantize_x the static scale of x, in place of a scale for each row; else it is not used.
         """
         self._own(packed)
-        return ops.linear(x, packed, bias, mode_of(quantize_x, batch_invariant))
+        return ops.linear(x, packed, bias, mode_of(quantize_x, batch_invariant, input_scale))
 
     def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None,
                        ) -> Tensor:
@@ -616,7 +627,7 @@ class Format:
 
 def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight:
     """The weight whose rows are those of the parts, one after the other.  whole: one of its shape, without numbers."""
-    start, finite = 0, True
+    start = 0
     for part in parts:
         if part.shape == whole.shape:
             return part
@@ -625,19 +636,8 @@ def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight
                              else said(whole.shape, part.device) for key, tensor in part.tensors.items()}
         for key, tensor in whole.cut("N", start, start + part.shape[0]).tensors.items():
             tensor.copy_(part.tensors[key])
-        start, finite = start + part.shape[0], finite and part.finite
-    return PackedWeight(whole.format, whole.storage, whole.tensors, whole.shape, whole.params, in_order=part.in_order,
-                        finite=finite)
-
-
-def _are_finite(lanes: Lanes | None, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether no code is NaN or infinite, which the kernels for matrix units would take for numbers."""
-    if lanes is None or not lanes.special:
-        return True
-    codes = tensors.get(lanes.codes)
-    if codes is None or codes.is_meta:
-        return True
-    return not bool(((codes.contiguous().view(torch.uint8) & lanes.special) == lanes.special).any())
+        start += part.shape[0]
+    return PackedWeight(whole.format, whole.storage, whole.tensors, whole.shape, whole.params, in_order=part.in_order)
 
 
 def _groups(variant: Variant) -> Axis:

@@ -104,14 +104,21 @@ def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor |
         yield _few_call(x, packed, bias, out, config, tiles)
 
 
-def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
-    """Quantize x [M, K] to 8 bits and multiply it with codes of 8 bits, plus bias [N], into out [M, N]; all contiguous."""
-    for call in quantized_calls(x, packed, bias, out):
+def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, scale: float | None = None) -> None:
+    """Quantize x [M, K] to 8 bits and multiply it with codes of 8 bits, plus bias [N], into out [M, N]; all contiguous.
+
+    scale: the static one of x, if it has one.
+    """
+    for call in quantized_calls(x, packed, bias, out, scale):
         call.run()
 
 
-def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
-    """The launches of `quantized`, for tensors on any device, meta too; has_narrow(x, packed) must hold."""
+def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, scale: float | None = None,
+                    ) -> Iterator[Call]:
+    """The launches of `quantized`, for tensors on any device, meta too; has_narrow(x, packed) must hold.
+
+    With a static scale torch quantizes x, and every row has that scale.
+    """
     lanes = packed.layout.kernels.lanes
     assert lanes is not None and lanes.narrow is not None
     made, (m, k), n = lanes.narrow, x.shape, packed.shape[0]
@@ -119,14 +126,19 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
         return
     stored = torch.int8 if made.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
     groups = k // eight.CHUNK if made.groups else 1
-    codes = x.new_empty(m, k, dtype=stored)
-    scales = x.new_empty(groups, m, dtype=torch.float32)
-    sums = torch.empty_like(scales) if made.sums else None
-    bytes_ = codes.view(torch.uint8) if stored == torch.float8_e4m3fn else codes
-    br, bk = (16, eight.CHUNK) if made.groups else (1, min(4096, _power(k)))
-    yield Call(narrow.quantize, (x, bytes_, scales, sums, m, k, k // groups),
-               {"LARGEST": eight.LARGEST[made.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
-               {"num_warps": WARPS, "enable_fp_fusion": False})  # contracted additions would skip a rounding
+    if scale is not None:
+        codes, scales = eight.quantized(x, made.type, made.groups, scale)
+        codes, scales = codes.to(stored), scales.t().contiguous()
+        sums = codes.view(m, groups, -1).sum(2, dtype=torch.int32).float().t().contiguous() if made.sums else None
+    else:
+        codes = x.new_empty(m, k, dtype=stored)
+        scales = x.new_empty(groups, m, dtype=torch.float32)
+        sums = torch.empty_like(scales) if made.sums else None
+        bytes_ = codes.view(torch.uint8) if stored == torch.float8_e4m3fn else codes
+        br, bk = (16, eight.CHUNK) if made.groups else (1, min(4096, _power(k)))
+        yield Call(narrow.quantize, (x, bytes_, scales, sums, m, k, k // groups),
+                   {"LARGEST": eight.LARGEST[made.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
+                   {"num_warps": WARPS, "enable_fp_fusion": False})                  # contracted additions would skip a rounding
     tensors = dict(zip(packed.layout.coded, _tensors(packed), strict=True))
     if stored == torch.float8_e4m3fn:
         tensors[made.codes] = packed.tensors[made.codes].contiguous()

@@ -6,6 +6,8 @@ tiles are dequantized and multiplied; Triton's interpreter is never used.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -37,19 +39,37 @@ def check_bias(bias: Tensor | None, shape: tuple[int, int]) -> None:
                           f"expected floats [{n}]")
 
 
-def mode_of(quantize_x: bool, batch_invariant: bool) -> str:
-    """How a product is made, as operations are told.  Raises FormatError for what cannot be had together."""
+def mode_of(quantize_x: bool, batch_invariant: bool, input_scale: float | None = None) -> str:
+    """How a product is made, as operations are told.  Raises FormatError for what cannot be had together.
+
+    A static scale of x follows in digits that give the same float back.
+    """
     if quantize_x and batch_invariant:
         raise FormatError("quantize_x and batch_invariant are not to be had together")
+    if quantize_x and input_scale is not None:
+        if not 0 < input_scale < math.inf:
+            raise FormatError(f"input_scale is {input_scale:g}; a scale is positive and finite")
+        return f"{QUANTIZE_X}={input_scale!r}"
     return QUANTIZE_X if quantize_x else INVARIANT if batch_invariant else ""
+
+
+def is_quantized(mode: str) -> bool:
+    """Whether the mode is of x in 8 bits."""
+    return mode.startswith(QUANTIZE_X)
+
+
+def _static_scale(mode: str) -> float | None:
+    """The static scale of x that a mode says."""
+    _, _, digits = mode.partition("=")
+    return float(digits) if digits else None
 
 
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
     if packed.layout.streams and x.device.type != "cpu":
         return _decoded_product(x, packed, bias, mode)
     packed = packed.open()
-    if mode == QUANTIZE_X:
-        return _narrow_product(x, packed, bias)
+    if is_quantized(mode):
+        return _narrow_product(x, packed, bias, _static_scale(mode))
     if mode == INVARIANT:
         return _invariant_product(x, packed, bias)
     if x.device.type == "cpu":
@@ -93,12 +113,15 @@ def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> 
     return out
 
 
-def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """The product with x quantized to 8 bits: by a kernel, or where there is none with x as it then is, in float32."""
+def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale: float | None) -> Tensor:
+    """The product with x quantized to 8 bits: by a kernel, or where there is none with x as it then is, in float32.
+
+    scale: the static one of x, None where each row, or 128 columns of it, has its own.
+    """
     if x.device.type == "cpu" or not launch.has_narrow(x, packed):
-        return _product(eight.rounded(x, packed), packed, bias).to(x.dtype)
+        return _product(eight.rounded(x, packed, scale), packed, bias).to(x.dtype)
     out = x.new_empty(x.shape[0], packed.shape[0])
-    launch.quantized(x, packed, bias, out)
+    launch.quantized(x, packed, bias, out, scale)
     return out
 
 

@@ -112,12 +112,16 @@ def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | No
         if not isinstance(old, QuantizedLinear) or (filter is not None and not filter(old, names[0])):
             continue
         packed = old.packed
+        if old.quantize_x:
+            report.skipped.update(dict.fromkeys(names, f"{packed.storage} stays: x is quantized, which needs rows of 8 bits"))
+            continue
         if why := old.format.why_not_planar(packed):
             report.skipped.update(dict.fromkeys(names, f"{packed.storage} stays: {why}"))
             continue
         planar = old.format.planar(packed)
-        new = type(old)(planar, old.bias, old.compute_dtype)
+        new = type(old)(planar, old.bias, old.compute_dtype, input_scale=old.input_scale)
         new.bias = old.bias
+        new.quantize_x, new.batch_invariant = old.quantize_x, old.batch_invariant
         new.train(old.training)
         for name in names:
             model.set_submodule(name, new)

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from qdsl.runtime.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.ops import is_plain
 from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.pickling import picklable, unpickled
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
 # What may be loaded into a tensor of another dtype: decoding widens a scale to float32 in any case, before it computes.
 WIDENED = {torch.float32: (torch.float16, torch.bfloat16)}
+# Floats that hold every number of a stored dtype: a cast to one of them, by those who cast parameters, can be undone.
+WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8),
+                    (torch.float16, torch.bfloat16, torch.float32, torch.float64)),
+    torch.float8_e8m0fnu: (torch.bfloat16, torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.int16: (torch.float32, torch.float64),
+    torch.int32: (torch.float64,),
+    torch.float32: (torch.float64,),
+}
 
 
 class PackedModule(nn.Module):
     """A module over a packed weight: the checkpoint's own tensors, under their own names, are its parameters.
 
     They keep their dtypes through `.to`, `.half()` and friends, and appear in `state_dict` as the checkpoint has them.
-    `weight` is the checkpoint's tensor of that name where it has one, else a NoWeight.  compute_dtype is what the weight of
-    a dense layer would have for its dtype: the one that the layer was last cast to.
+    `weight` is a NoWeight; a stored tensor of that name is in `named_parameters()` and `_parameters`.  compute_dtype is what
+    the weight of a dense layer would have for its dtype: the one that the layer was last cast to.
 
     A tensor is looked at once, when it comes into the layer: its dtype, its shape, and of an index whether the groups exist
     and whether the columns lie in order, which is noted on the tensor itself.  One that was put in place of it by other means
-    than loading has no note, and is looked at when the layer is next used.
+    than loading has no note, and is looked at when the layer is next used.  So is one that was cast, as by
+    `p.data = p.data.to(dtype)`: it gets its dtype back where the cast lost nothing, else using the layer is an error.
+
+    Who asks a model's parameters for its dtype may meet a stored one, such as float8: `next(model.parameters()).dtype` is that of
+    the first.  Ask `layer.weight.dtype` or `compute_dtype`.  For DDP and FSDP2 see qdsl.ignore_packed_.
     """
 
     format: Format
@@ -38,9 +55,11 @@ class PackedModule(nn.Module):
         if packed.format is not self.format:
             raise FormatError(f"a {type(self).__name__} of {self.format.name} cannot hold a weight of {packed.format.name}")
         self._packed = packed.derive({})
-        self._names = {name: self._attribute(packed.names.get(name, name)) for name in packed.tensors}
+        names = {name: self._attribute(packed.names.get(name, name)) for name in packed.tensors}
+        self._dtypes = {name: tensor.dtype for name, tensor in packed.tensors.items()}
         for name, tensor in packed.tensors.items():
-            self.register_parameter(self._names[name], nn.Parameter(tensor, requires_grad=False))
+            self.register_parameter(names[name], nn.Parameter(tensor, requires_grad=False))
+        self._names = names
         if is_plain(*self._held().values()):
             _note(self._held(), packed.in_order)
 
@@ -54,21 +73,47 @@ class PackedModule(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The weight with the tensors that the module holds now.  Raises FormatError where something made them others."""
-        held = self._held()
+        held, dtypes = self._held(), self._dtypes
         if torch.compiler.is_compiling():
+            if any(tensor.dtype != dtypes[name] for name, tensor in held.items()):
+                raise FormatError(f"tensors of a {self.format.name} layer were cast: read layer.packed before compiling")
             return self._packed.derive(held, in_order=_ordered(held))
-        if any(not hasattr(tensor, "_in_order") for tensor in held.values()) and is_plain(*held.values()):
+        is_new = any(tensor.dtype != dtypes[name] or not hasattr(tensor, "_in_order") for name, tensor in held.items())
+        if is_new and is_plain(*held.values()):
+            self._undo_casts(held)
             held = self._note(held)
         return self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
+
+    def stored_parameters(self) -> dict[str, nn.Parameter]:
+        """The stored tensors, by the names that they have in `named_parameters()`."""
+        stored = ((name, self._parameters.get(name)) for name in self._names.values())
+        return {name: parameter for name, parameter in stored if parameter is not None}
 
     def _held(self) -> dict[str, Tensor]:
         own: Mapping[str, Any] = self._parameters                # first, because asking nn.Module costs more
         return {name: own[word] if word in own else getattr(self, word) for name, word in self._names.items()}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the packed tensors are."""
+        return next(iter(self._held().values())).device
+
     def __getattr__(self, name: str) -> Any:
-        if name == "weight" and "weight" not in self.__dict__.get("_names", {"": name}).values():
-            return NoWeight(self)
+        if name == "weight" and "_names" in self.__dict__:
+            return self._weight_stand_in()
         return super().__getattr__(name)
+
+    def _weight_stand_in(self) -> Any:
+        """What stands for the dense weight; of a `weight` that FSDP2 has sharded the parameter, which it compares by identity."""
+        stored = self._parameters.get("weight")
+        if stored is None or torch.compiler.is_compiling():      # dynamo takes the class for the one that StoredWeight claims
+            return NoWeight(self, None if stored is None else stored.shape)
+        return StoredWeight(self) if type(stored) in (Tensor, nn.Parameter) else stored
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module does; another packed layer's `weight`, as tying assigns it, is its stored tensor."""
+        shown: Any = param
+        super().register_parameter(name, shown.stored if type(shown) is StoredWeight else param)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The weight [N, K]."""
@@ -87,7 +132,7 @@ class PackedModule(nn.Module):
         `wrap`, and 16-bit floats go into float32, where they mean the same numbers; no other dtype is converted.
         """
         given: dict[str, Tensor] = {}
-        wrong: list[str] = []
+        wrong: list[str] = self._partial_stream_errors(state_dict, prefix)
         there = {name: state_dict.get(prefix + own) for name, own in self._names.items()}
         wanted = self.format.stored(self._packed.derive({name: each for name, each in there.items() if isinstance(each, Tensor)}))
         for name, own in self._names.items():
@@ -98,9 +143,9 @@ class PackedModule(nn.Module):
                 else:
                     given[name] = tensor
         try:
-            if is_plain(*given.values()):
+            if given and not wrong and is_plain(*given.values()):
                 given |= self.format.unfilled(self._packed.derive(given))
-                self.format.checked(self._packed.derive(given))
+                self.format.checked(self._packed.derive({**self._own_shape(given), **given}))
         except FormatError as error:
             wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
         if wrong:
@@ -114,9 +159,23 @@ class PackedModule(nn.Module):
         super()._load_from_state_dict(fitted, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self._look()
 
+    def _partial_stream_errors(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """What is wrong with a state_dict that has some tensors of an entropy-coded weight and not the others."""
+        keys = [prefix + own for own in self._names.values()]
+        missing = [key for key in keys if key not in state_dict]
+        if not self._packed.layout.streams or len(missing) in (0, len(keys)):
+            return []
+        return [f"{prefix[:-1] or type(self).__name__}: tensors of an entropy-coded weight are loaded together, and the "
+                f"state_dict lacks {', '.join(missing)}"]
+
+    def _own_shape(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The layer's own tensor that says the shape, where a state_dict does not have it."""
+        name = self._packed.layout.shape
+        return {name: self._held()[name]} if name and name not in loaded else {}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move stored tensors, and give them no other dtype: a scale or a code that is cast is another weight."""
-        stored = list(self._held().values())
+        stored = self._uncast_tensors()
 
         def guarded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -130,8 +189,15 @@ class PackedModule(nn.Module):
         self._look()
         return self
 
+    def _uncast_tensors(self) -> list[Tensor]:
+        """The tensors that keep their dtypes when the layer is cast."""
+        return list(self._held().values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_parameters": picklable(self._parameters)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__({**state, "_parameters": unpickled(state["_parameters"])})  # type: ignore[no-untyped-call]
         self._look()                                             # a copied tensor has lost its note
 
     def _look(self) -> None:
@@ -152,10 +218,24 @@ class PackedModule(nn.Module):
         """
         unfilled = self.format.unfilled(self._packed.derive(held))
         found = self.format.checked(self._packed.derive({**held, **unfilled}))
-        self._packed.finite, self._packed.facts = found.finite, found.facts
+        on_gpu = found.device.type not in ("cpu", "meta")        # where kernels for matrix units ask for it, again and again
+        self._packed.known_finite = found.finite if on_gpu else None
+        self._packed.facts = found.facts
         filled = {name: tensor for name, tensor in held.items() if name not in unfilled}
         _note(filled, found.in_order)
         return filled
+
+    def _undo_casts(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give tensors that were cast to a wider float their dtype back, in place, where every number survives both casts.
+
+        All others stay as they are, and `_note` raises FormatError for them.
+        """
+        for name, tensor in tensors.items():
+            if tensor.dtype in WIDER.get(self._dtypes[name], ()):
+                stored = tensor.detach().to(self._dtypes[name])
+                wide = stored.to(tensor.dtype)
+                if bool(((wide == tensor) | (wide.isnan() & tensor.isnan())).all()):
+                    tensor.data = stored
 
 
 def _note(held: Mapping[str, Tensor], in_order: frozenset[str]) -> None:
@@ -181,40 +261,3 @@ def _fitted(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
     if [extent for extent in tensor.shape if extent != 1] != [extent for extent in shape if extent != 1]:
         return f"size mismatch for {{}}: the state_dict has {list(tensor.shape)}, the layer stores {list(shape)}"
     return tensor.reshape(shape)
-
-
-class NoWeight:
-    """What stands for the dense weight that a layer does not hold, for those who ask for its shape, dtype or device.
-
-    Whoever wants its numbers gets an AttributeError or TypeError that says where they are.
-    """
-
-    requires_grad = False
-
-    def __init__(self, layer: PackedModule) -> None:
-        self.shape = torch.Size(layer._packed.shape)
-        self.dtype, self.ndim = layer.compute_dtype, 2
-        self.device = next(iter(layer._held().values())).device
-        kind = "an nn.Linear that a LoRA can be merged into" if isinstance(layer, nn.Linear) else "a layer that does"
-        self._missing = (f"a {layer.format.name} layer holds no dense weight: dequantize() gives it, "
-                         f"dense() {kind}")
-
-    def __repr__(self) -> str:
-        return f"NoWeight({list(self.shape)}, {self.dtype}, {self.device})"
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no '{name}' of a weight: {self.__dict__.get('_missing', '')}")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        held = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, NoWeight)]
-        raise TypeError(f"{function.__name__}: {held[0]._missing if held else 'no dense weight'}")

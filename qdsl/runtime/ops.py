@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qdsl.runtime import eight, order
 from qdsl.runtime.arrays import empty
-from qdsl.runtime.linear import QUANTIZE_X, _product, _transposed, check_x
+from qdsl.runtime.finite import has_special_codes
+from qdsl.runtime.linear import _product, _transposed, check_x, is_quantized
 from qdsl.runtime.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
@@ -64,8 +65,18 @@ def words(packed: PackedWeight) -> tuple[list[Tensor], Words]:
     spare = {*packed.in_order, packed.layout.shape}
     given = {name: tensor for name, tensor in packed.tensors.items() if name not in spare}
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in given.values()]
-    return tensors, Words(packed.format.key, packed.storage, packed.params_text, " ".join(given), packed.finite,
+    return tensors, Words(packed.format.key, packed.storage, packed.params_text, " ".join(given), _finite_word(packed),
                           packed.facts)
+
+
+def _finite_word(packed: PackedWeight) -> bool:
+    """Whether codes are known to be finite.  Of tensors that are traced, whose codes cannot be read, only what was known before.
+
+    False is always right: then the kernels serve that keep a NaN.
+    """
+    if packed.known_finite is not None or not has_special_codes(packed):
+        return packed.known_finite is not False
+    return is_plain(*packed.tensors.values()) and packed.device.type != "cpu" and packed.finite
 
 
 @lru_cache(maxsize=1024)
@@ -83,7 +94,7 @@ def _weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWe
     """The packed weight of an operation's arguments."""
     format, params = _read(words.format, words.params)
     return PackedWeight(format, words.storage, dict(zip(words.names.split(), tensors, strict=True)), (n, k), params,
-                        finite=words.finite, facts=words.facts)
+                        known_finite=words.finite, facts=words.facts)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -94,11 +105,11 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
 
     Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or on a CPU float64
     for x in float64.  On a GPU up to 16 rows of x (128 by some kernels, configure.most_rows) meet exact weights; in every other
-    case weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; QUANTIZE_X has the
-    gradients of the product without.  Raises FormatError where x does not fit, or codes are no 8 bits.
+    case weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; x in 8 bits has
+    the gradients of the product without.  Raises FormatError where x does not fit, or codes are no 8 bits.
     """
     check_x(x, bias, packed.shape, packed.device)
-    if mode == QUANTIZE_X:
+    if is_quantized(mode):
         eight.check(packed)
     x = autocast(x)
     if _is_recorded():
@@ -205,14 +216,14 @@ class _Times(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         to_x = to_bias = None
         if ctx.needs_input_grad[0]:
-            to_x = _Times.apply(gradients[0], None, ctx.packed, not ctx.turned, False)  # type: ignore[no-untyped-call]
+            to_x = _Times.apply(gradients[0], None, ctx.packed, not ctx.turned, "")  # type: ignore[no-untyped-call]
         if ctx.needs_input_grad[1]:
             to_bias = _bias_gradient(gradients[0], ctx.bias)
         return to_x, to_bias, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor, bias: Tensor | None, *_: None) -> Tensor:
-        out: Tensor = _Times.apply(x, None, ctx.packed, ctx.turned, False)  # type: ignore[no-untyped-call]
+        out: Tensor = _Times.apply(x, None, ctx.packed, ctx.turned, "")  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias.to(out.dtype)
 
     @staticmethod

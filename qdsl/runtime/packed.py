@@ -13,6 +13,8 @@ from qdsl.entropy.lookup import StreamError
 from qdsl.runtime import algebra, streams
 from qdsl.runtime.errors import FormatError as FormatError
 from qdsl.runtime.errors import Misfit as Misfit
+from qdsl.runtime.finite import are_codes_finite
+from qdsl.runtime.pickling import picklable, unpickled
 from qdsl.shapes import Axis, granule
 
 if TYPE_CHECKING:
@@ -33,14 +35,14 @@ class PackedWeight:
     """The weight [N, K] of a format in one of its storages.
 
     tensors: the storage's tensors by name, in storage order (absent optional ones are missing).  shape: (N, K).
-    params: every parameter of the format.  finite: no code is NaN or infinite.
+    params: every parameter of the format.  known_finite: whether no code is NaN or infinite; None until `finite` is asked.
     facts: what runtime/streams.py found when it looked at streams; '' where it has not.
     names: what the checkpoint calls tensors that it names otherwise.
     Made by the format's own functions, which check shapes, dtypes and indices.
     """
 
     def __init__(self, format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
-                 params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(), finite: bool = True,
+                 params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(), known_finite: bool | None = None,
                  notes: Sequence[str] = (), names: Mapping[str, str] | None = None, opened: bool = False,
                  facts: str = "") -> None:
         self.format = format
@@ -50,7 +52,7 @@ class PackedWeight:
         self.params = dict(params)
         self.params_text = " ".join([f"{name}={value}" for name, value in params.items()])  # here: torch.compile may not
         self.in_order = in_order
-        self.finite = finite
+        self.known_finite = known_finite
         self.notes = tuple(notes)
         self.names = dict(names or {})
         self.variant: Variant = format.variant(params)
@@ -63,8 +65,8 @@ class PackedWeight:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What it was made of; the rest follows from the format."""
-        return _rebuilt, (self.format, self.storage, self.tensors, self.shape, self.params, self.in_order, self.finite,
-                          self.notes, self.names, self.opened, self.facts)
+        return _rebuilt, (self.format, self.storage, picklable(self.tensors), self.shape, self.params, self.in_order,
+                          self.known_finite, self.notes, self.names, self.opened, self.facts)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items())
@@ -73,6 +75,16 @@ class PackedWeight:
     @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
+
+    @property
+    def finite(self) -> bool:
+        """Whether no code is NaN or infinite.  The first time it reads every code, where the format has such codes."""
+        if self.known_finite is None:
+            finite = are_codes_finite(self)
+            if self.device.type == "meta":
+                return finite                                    # of codes that are yet to come nothing is known
+            self.known_finite = finite
+        return self.known_finite
 
     @property
     def nbytes(self) -> int:
@@ -99,8 +111,8 @@ class PackedWeight:
         if shape not in (None, self.shape) and name in tensors:
             tensors = {**tensors, name: said(shape, tensors[name].device)}
         return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
-                            in_order=self.in_order if in_order is None else in_order, finite=self.finite, notes=self.notes,
-                            names=self.names, opened=self.opened, facts=self.facts)
+                            in_order=self.in_order if in_order is None else in_order, known_finite=self.known_finite,
+                            notes=self.notes, names=self.names, opened=self.opened, facts=self.facts)
 
     def open(self) -> PackedWeight:
         """The weight with what streams hold in plain tensors, which can be cut; itself where there are none.
@@ -259,10 +271,10 @@ def said(shape: tuple[int, int], device: torch.device) -> Tensor:
 
 
 def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
-             params: Mapping[str, int | str], in_order: frozenset[str], finite: bool, notes: Sequence[str],
+             params: Mapping[str, int | str], in_order: frozenset[str], known_finite: bool | None, notes: Sequence[str],
              names: Mapping[str, str], opened: bool, facts: str) -> PackedWeight:
-    return PackedWeight(format, storage, tensors, shape, params, in_order=in_order, finite=finite, notes=notes, names=names,
-                        opened=opened, facts=facts)
+    return PackedWeight(format, storage, unpickled(tensors), shape, params, in_order=in_order, known_finite=known_finite,
+                        notes=notes, names=names, opened=opened, facts=facts)
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:

@@ -47,6 +47,25 @@ def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
     return found
 
 
+def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor,
+                ) -> dict[str, Tensor] | None:
+    """Some rows of the tensors that a storage's streams hold; None where a code has no way to them.  Raises StreamError.
+
+    rows: int64 [R], on the CPU, each within the weight.
+    """
+    plain = {}
+    for name, stream in layout.streams.items():
+        decoder = getattr(CODINGS[stream.coding], "decode_rows", None)
+        if decoder is None:
+            return None
+        arrays = {role: _array(tensor) for role, tensor in _tensors(stream, tensors).items()}
+        try:
+            plain[name] = torch.from_numpy(decoder(arrays, shape, rows.numpy()))
+        except StreamError as error:
+            raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
+    return plain
+
+
 def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
     """The tensors of a storage, of those that pack made.  Raises StreamError for elements that a code cannot hold."""
     found: dict[str, Tensor] = {}
@@ -100,7 +119,7 @@ def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]
 
 def _like(tensor: Tensor) -> NDArray[Any]:
     """Zeros in the shape of a tensor, which take no memory."""
-    return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
+    return np.broadcast_to(torch.zeros((), dtype=tensor.dtype, device="cpu").numpy(), tuple(tensor.shape))
 
 
 def _facts(packed: PackedWeight, name: str) -> Mapping[str, int]:

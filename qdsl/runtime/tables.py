@@ -39,7 +39,7 @@ class Table:
 
     def __init__(self, kind: str, *numbers: float, columns: int = 0) -> None:
         self.numbers = numbers
-        self.values = torch.tensor(numbers, dtype=KINDS[kind])
+        self.values = torch.tensor(numbers, dtype=KINDS[kind], device="cpu")
         self._bits: list[int] = [] if columns else self.values.view(torch.int32).tolist()
         if columns:
             self.values = self.values.view(-1, columns)
@@ -56,7 +56,7 @@ class Table:
 
     def with_codes(self, function: Callable[[Tensor, Tensor], Tensor], count: int) -> Table:
         """What a function makes of each row and each of `count` codes: row r with code c is row r + c * rows of a table."""
-        codes = torch.arange(count, dtype=torch.int32)[:, None, None]
+        codes = torch.arange(count, dtype=torch.int32, device="cpu")[:, None, None]
         rows = self.values if self.values.is_floating_point() else self.values.to(torch.int32)
         made = function(rows, codes).flatten(0, 1)
         least, most = int(made.min()), int(made.max())
@@ -82,7 +82,7 @@ class Table:
     def pairs(self) -> Tensor:
         """The numbers of two codes as one word, at the word of the codes' bytes: half as many are looked up."""
         if self._pairs is None:
-            words = torch.arange(FEW << 8)
+            words = torch.arange(FEW << 8, device="cpu")
             codes = torch.stack([words, words >> 8], -1).bitwise_and_(FEW - 1).clamp_(max=len(self.values) - 1)
             self._pairs = self.values[codes].view(WORDS[2 * self.values.element_size()]).flatten()
         return self._pairs

@@ -1,0 +1,28 @@
+"""Packed layers under DDP and FSDP2, which cannot broadcast, reduce or shard packed tensors and need not."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qdsl.runtime.module import PackedModule
+
+
+def packed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The stored tensors of a model's packed layers, by their names in the model; a tied one under every name."""
+    return {f"{prefix}.{name}" if prefix else name: parameter
+            for prefix, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, PackedModule)
+            for name, parameter in layer.stored_parameters().items()}
+
+
+def ignore_packed_(model: nn.Module) -> set[nn.Parameter]:
+    """Have DDP leave a model's packed tensors alone, and return them, as `fully_shard(ignored_params=...)` takes them.
+
+    For DDP call it before `DistributedDataParallel(model)`.  Every rank then holds all packed tensors itself: load the same
+    checkpoint on each, on its own device.  Names that DDP ignored before stay ignored.
+    """
+    packed = packed_parameters(model)
+    known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    names = sorted({*known, *packed})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+    return set(packed.values())
