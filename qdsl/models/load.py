@@ -19,6 +19,7 @@ from qdsl.models.grouped import GroupedBlock, Member
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import SKIPPED, GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
 from qdsl.processes import resident_bytes
+from qdsl.runtime.arrays import empty
 from qdsl.runtime.module import PackedModule
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.stored import OF_X
@@ -184,7 +185,8 @@ class _Loader:
         if tensor.is_meta:                                       # of headers alone
             return tensor.to(dtype)
         moved = tensor.to(device, dtype)
-        return moved.clone() if self.copy and moved.data_ptr() == tensor.data_ptr() else moved
+        is_mapped = moved.data_ptr() == tensor.data_ptr()
+        return empty(moved.shape, dtype, device).copy_(moved) if self.copy and is_mapped else moved
 
     def _device(self, old: Tensor) -> torch.device:
         return self.device or (torch.device("cpu") if old.is_meta else old.device)
