@@ -287,8 +287,8 @@ def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> No
     """Raises RewriteError where tensors cannot run through all experts."""
     if numbers:
         raise RewriteError(f"'{numbers[0]}' is one number for all experts there")
-    axes = [axis for stored in other.layout.tensors.values() for axis in stored.axes]
-    axes += [axis for field in other.variant.fields.values() for axis in field.axes]
+    axes = [axis for tensor in other.layout.tensors.values() for axis in tensor.axes]
+    axes += [axis for kind in other.variant.fields.values() for axis in kind.axes]
     step = granule(axes, "N", other.sizes, layer.shape[1])       # of all experts; other.step is that of one
     if layer.shape[0] % step:
         raise RewriteError(f"experts of {layer.shape[0]} rows would share blocks, which begin every {step} rows")
