@@ -59,6 +59,8 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bia
     borders = [int(border) for border in (offsets.tolist() if isinstance(offsets, Tensor) else offsets)]
     if borders[0] != 0 or borders[-1] != x.shape[0] or any(a > b for a, b in pairwise(borders)):
         raise FormatError(f"offsets {borders} do not divide {x.shape[0]} rows of x among {experts} experts")
+    if x.device.type == "cuda" and ops.is_plain(*packed.tensors.values()):
+        packed.known_finite = packed.finite                      # read once for all experts, whose weights inherit it
     parts = [ops.linear(x[start:stop], packed.cut("N", e * n, (e + 1) * n), None if bias is None else bias[e])
              for e, (start, stop) in enumerate(pairwise(borders)) if start < stop]
     return torch.cat(parts) if parts else x.new_empty(0, n)

@@ -104,11 +104,11 @@ class PackedModule(nn.Module):
         return super().__getattr__(name)
 
     def _weight_stand_in(self) -> Any:
-        """What stands for the dense weight; of a `weight` that FSDP2 has sharded the parameter, which it compares by identity."""
+        """What stands for the dense weight; a `weight` that FSDP2 has sharded itself, because FSDP2 compares it by identity."""
         stored = self._parameters.get("weight")
         if stored is None or torch.compiler.is_compiling():      # dynamo takes the class for the one that StoredWeight claims
             return NoWeight(self, None if stored is None else stored.shape)
-        return StoredWeight(self) if type(stored) in (Tensor, nn.Parameter) else stored
+        return stored if hasattr(stored, "_local_tensor") else StoredWeight(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module does; another packed layer's `weight`, as tying assigns it, is its stored tensor."""
@@ -158,6 +158,13 @@ class PackedModule(nn.Module):
         fitted = {**state_dict, **{prefix + self._names[name]: tensor for name, tensor in given.items()}}
         super()._load_from_state_dict(fitted, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self._look()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As nn.Module does, of tensors in the dtypes that the checkpoint has, whoever cast them."""
+        held = self._held()
+        if is_plain(*held.values()):
+            self._undo_casts(held)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _partial_stream_errors(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """What is wrong with a state_dict that has some tensors of an entropy-coded weight and not the others."""

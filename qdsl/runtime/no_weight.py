@@ -90,7 +90,7 @@ class NoWeight:
 
     __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = __neg__ = __abs__ = _no_numbers
     __mul__ = __rmul__ = __imul__ = __truediv__ = __rtruediv__ = __itruediv__ = __pow__ = __matmul__ = __rmatmul__ = _no_numbers
-    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __array__ = __iter__ = __setitem__ = _no_numbers
+    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __array__ = __iter__ = __setitem__ = __reduce_ex__ = _no_numbers
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
