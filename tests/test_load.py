@@ -300,6 +300,37 @@ def test_hooks_modes_and_biases_stay(tmp_path: Path) -> None:
     assert calls == ["up"] and model.up.training and not model.down.training and model.up.bias is not None
 
 
+@pytest.mark.parametrize("on_meta", [True, False])
+@pytest.mark.parametrize("head", [hlane, None], ids=["packed", "plain"])
+def test_a_head_with_a_weight_of_its_own_is_untied(tmp_path: Path, head: Any, on_meta: bool) -> None:
+    """Whatever the model shares, each layer gets the weight that the checkpoint has for it."""
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(64, 128), nn.Linear(128, 64, bias=False)
+            self.head.weight = self.embed.weight
+
+    first, second = (weight(64, 128, seed) for seed in (0, 1))
+    own = {"weight": second} if head is None else head.quantize(second).tensors
+    tensors = {f"embed.{name}": tensor for name, tensor in q8_0.quantize(first).tensors.items()}
+    source = folder(tmp_path / "in", tensors | {f"head.{name}": tensor for name, tensor in own.items()})
+    model = Tied().bfloat16()
+    model = model.to("meta") if on_meta else model
+    model.head.weight = model.embed.weight
+    qdsl.load_weights_(model, source)
+    assert torch.equal(model.embed.dequantize(), q8_0.dequantize(q8_0.quantize(first)))
+    if head is None:
+        assert torch.equal(model.head.weight, second)
+    else:
+        assert torch.equal(model.head.dequantize(), head.dequantize(head.quantize(second)))
+
+
+def test_a_model_that_is_itself_a_layer(tmp_path: Path) -> None:
+    source = folder(tmp_path / "in", dict(q8_0.quantize(weight(64, 128)).tensors))
+    with pytest.raises(LoadError, match=r"the model is itself a layer"):
+        qdsl.load_weights_(nn.Linear(128, 64, bias=False), source)
+
+
 def test_a_layer_with_a_forward_of_its_own_becomes_dense(tmp_path: Path) -> None:
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

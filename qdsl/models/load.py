@@ -78,7 +78,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
         tie()
     names = Names(model)
     _know_shapes(checkpoint, names, rename)
-    plan = plan_load(model, checkpoint.source, rename, format, SKIPPED if skip is None else skip)
+    plan = plan_load(names, checkpoint.source, rename, format, SKIPPED if skip is None else skip)
     if plan.problems:
         raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *(f"  {each}" for each in plan.problems)]))
     if verify:
@@ -161,7 +161,7 @@ class _Loader:
         old = self.names.tensor(name)
         assert old is not None
         device, dtype = self._device(old), self._dtype(old) if tensor.is_floating_point() else tensor.dtype
-        if not old.is_meta and old.device == device and old.dtype == dtype:
+        if not old.is_meta and old.device == device and old.dtype == dtype and not self.names.is_untied(name):
             with torch.no_grad():
                 old.copy_(tensor)
             return
@@ -241,7 +241,7 @@ class _Loader:
                 new.register_parameter("bias", module.bias)
             new.train(module.training)
             vars(new).update({key: value for key, value in vars(module).items() if "_hooks" in key})
-            set_submodule(self.model, place, new)
+            self.model.set_submodule(place, new)
             self.report.packed[place] = f"{weight.format.name}.{weight.storage}"
 
     def _packed_module(self, name: str, old: nn.Module, weight: PackedWeight, dtype: torch.dtype) -> PackedModule:
@@ -350,13 +350,6 @@ class _Loader:
     def _owner_name(self, weight: str) -> str:
         """The module whose parameter 'weight' has this name."""
         return weight.removesuffix("weight").rstrip(".")
-
-
-def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in place of another of a model.  Raises LoadError for the model itself."""
-    if not name:
-        raise LoadError("the model is itself a layer, which cannot be replaced in place: wrap it in an nn.Sequential")
-    model.set_submodule(name, module)
 
 
 def held_bytes(model: nn.Module) -> dict[str, int]:

@@ -95,20 +95,28 @@ class Names:
         for name, parameter in self.parameters.items():
             shared.setdefault(id(parameter), []).append(name)
         self._shared = {name: names for names in shared.values() for name in names}
+        self.untied: set[str] = set()
 
     def tensor(self, name: str) -> Tensor | None:
         """A parameter or buffer; None where the model has none of that name."""
         return self.parameters.get(name, self.buffers.get(name))
 
     def tied(self, name: str) -> list[str]:
-        """All names of a parameter, the given one first."""
-        return [name, *(other for other in self._shared.get(name, ()) if other != name)]
+        """All names of a parameter, the given one first, without those that have a weight of their own in the checkpoint."""
+        return [name, *(other for other in self._shared.get(name, ()) if other != name and other not in self.untied)]
+
+    def is_untied(self, name: str) -> bool:
+        """Whether another name of a parameter has a weight of its own."""
+        return any(other != name and other in self.untied for other in self._shared.get(name, ()))
 
 
-def plan_load(model: nn.Module, source: Source, rename: Rename | None, format: str | None = None,
+def plan_load(names: Names, source: Source, rename: Rename | None, format: str | None = None,
               skip: Sequence[str] = SKIPPED) -> LoadPlan:
-    """Where each weight goes.  format: that in which plain Linear layers are quantized, None for none."""
-    planner = _Planner(Names(model), source, rename)
+    """Where each weight goes; parameters with a weight of their own are untied.
+
+    format: that in which plain Linear layers are quantized, None for none.
+    """
+    planner = _Planner(names, source, rename)
     for layer in source.layers.values():
         planner.add_layer(layer)
     for group in source.groups:
@@ -153,8 +161,11 @@ class _Planner:
         weight = next((key for key in (name, f"{name}.weight".lstrip(".")) if self.names.tensor(key) is not None), None) \
             if name is not None else None
         if name is None or (weight is None and not isinstance(module, PackedModule)):
-            self.plan.unused += [*layer.tensors.values(), *layer.others.values()]
+            self.plan.unused += [*layer.tensors.values(), *layer.settings, *layer.others.values()]
             return
+        if not name:
+            self.plan.problems.append("the model is itself a layer, which cannot be replaced in place: "
+                                      "wrap it in an nn.Sequential")
         if layer.why:
             self.plan.problems.append(f"{shown(layer.name)} is not recognised: {layer.why}")
             self._fill(weight or name)
@@ -163,6 +174,7 @@ class _Planner:
         if step is None:
             return
         self.plan.packed.append(step)
+        self.names.untied.add(str(weight))
         self._fill(*self._parameters(name, module, weight))
         for leaf, full in layer.others.items():
             self._add_other(name, leaf, full, step)
@@ -238,6 +250,7 @@ class _Planner:
         others = [own for own in members.values() if not self._is_member(name, own)]
         why = f"{shown(others[0])} is no weight of a module inside of {shown(name)}" if others else ""
         self.plan.groups.append(GroupStep(group, name, members, why))
+        self.names.untied.update(members.values())
         self._fill(*members.values())
 
     def _is_member(self, block: str, weight: str) -> bool:
@@ -260,6 +273,7 @@ class _Planner:
         shapes = tuple(tensor.shape), tuple(self.source.shape(full))
         if shapes[0] != shapes[1]:
             self.plan.problems.append(f"{shown(name)} is {list(shapes[0])} in the model, and {list(shapes[1])} in the checkpoint")
+        self.names.untied.add(name)
         if self.plan.plain.setdefault(name, full) != full:
             self.plan.problems.append(f"{shown(full)} and {shown(self.plan.plain[name])} are both {shown(name)} in the model")
         self._fill(name)
