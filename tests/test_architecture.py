@@ -42,8 +42,9 @@ ALLOWED: dict[str, set[str]] = {
     "rewrite": {"checkpoint", "files", "processes", ""},
     "convert": {"rewrite", "checkpoint", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
+    "models": {"checkpoint", "convert", "files", "processes", "rewrite", "runtime", "stored"},
     "loading": {"emit", "files"},
-    "": {"loading", "places", "runtime"},
+    "": {"loading", "places", "runtime", "checkpoint", "models"},
     "analyze": {"runtime", "places", ""},
     "tune": {"runtime", "files"},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
@@ -56,7 +57,7 @@ PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "entropy": {"numpy"},
     "checkpoint": {"torch", "numpy"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
-    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "analyze": {"torch", "triton"},
+    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "models": {"torch"}, "analyze": {"torch", "triton"},
     "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")

@@ -1,0 +1,166 @@
+"""Weights that lie together: stacks of experts in one tensor, and DF11's groups, decoded for each block."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qdsl
+from qdsl.compress.run import compress
+from qdsl.compress.units import Aim
+from qdsl.generated import fp8_tensor, ocp_mxfp4, q8_0
+from tests.support.small_models import Mlp, files, folder, weight
+
+E = 2                                                            # experts
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+class Moe(nn.Module):
+    def __init__(self, n: int, k: int, transposed: bool) -> None:
+        super().__init__()
+        shapes = {"gate_up_proj": (2 * n, k), "down_proj": (k, n)}
+        for name, (rows, columns) in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(E, *((columns, rows) if transposed else (rows, columns)))))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(E, 2 * n))
+
+
+@pytest.mark.parametrize("n", [64, 128])
+def test_transposed_experts_are_told_by_their_module(tmp_path: Path, n: int) -> None:
+    """gpt-oss has [E, K, N]; where N = K nothing but the other weight of the module tells."""
+    weights = {name: torch.randn(E, *shape) for name, shape in (("gate_up_proj", (2 * n, 128)), ("down_proj", (128, n)))}
+    tensors = {"gate_up_proj_bias": torch.randn(E, 2 * n)}
+    for name, dense in weights.items():
+        packed = ocp_mxfp4.quantize(dense.flatten(0, 1), "gpt_oss")
+        for leaf, tensor in packed.tensors.items():
+            tensors[f"{name}_{leaf.removeprefix('weight_')}"] = tensor.view(E, -1, *tensor.shape[1:])
+        weights[name] = ocp_mxfp4.dequantize(packed, torch.float32).view(E, *dense.shape[1:])
+    source = folder(tmp_path / "in", tensors, {"quantization_config": {"quant_method": "mxfp4"}})
+    with torch.device("meta"):
+        model = Moe(n, 128, transposed=True)
+    qdsl.load_weights_(model, source)
+    assert torch.equal(model.gate_up_proj_bias, tensors["gate_up_proj_bias"])
+    x = torch.randn(E, 3, 128)
+    assert torch.equal(model.down_proj[1], weights["down_proj"][1].t())
+    assert torch.equal(torch.bmm(x, model.gate_up_proj), torch.bmm(x, weights["gate_up_proj"].transpose(1, 2)))
+    qdsl.save_model(model, tmp_path / "out")
+    assert files(tmp_path / "out") == files(source)
+
+
+@pytest.mark.parametrize("shape", [(E,), ()], ids=["for each", "for all"])
+def test_experts_with_a_scale_for_each(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """fp8_tensor has one scale for a weight: experts that differ in it are weights of their own."""
+    packed = [fp8_tensor.quantize(weight(64, 128, expert)) for expert in range(E)]
+    scales = torch.stack([each.tensors["weight_scale"].reshape(()) for each in packed]) if shape else torch.tensor(0.01)
+    tensors = {"up": torch.stack([each.tensors["weight"] for each in packed]), "up_scale": scales}
+    source = folder(tmp_path / "in", tensors, {"quantization_config": {"quant_method": "fp8"}})
+    model = nn.Module()
+    model.up = nn.Parameter(torch.empty(E, 64, 128, device="meta"))
+    qdsl.load_weights_(model, source)
+    dense = tensors["up"].float() * (scales.view(-1, 1, 1) if shape else scales)
+    assert torch.equal(model.up.dequantize(), dense)
+    x = torch.randn(5, 128)
+    torch.testing.assert_close(model.up(x, [0, 2, 5]), torch.cat([x[:2] @ dense[0].t(), x[2:] @ dense[1].t()]))
+    qdsl.save_model(model, tmp_path / "out")
+    assert files(tmp_path / "out") == files(source)
+
+
+def test_experts_stand_for_the_dense_tensor() -> None:
+    packed = q8_0.quantize(weight(3 * 32, 64))
+    dense = q8_0.dequantize(packed, torch.float32).view(3, 32, 64)
+    experts = qdsl.Experts(packed, 3, dtype=torch.float32)
+    assert (experts.shape, experts.size(1), experts.dim(), len(experts), experts.dtype) == ((3, 32, 64), 32, 3, 3, torch.float32)
+    chosen = torch.tensor([2, 0, 2]), torch.tensor(1), torch.tensor([[0, 1], [2, 2]])
+    for index in (0, -1, slice(1, None), ..., (1, slice(0, 4)), *chosen):
+        assert torch.equal(experts[index], dense[index])
+    assert experts[torch.tensor([], dtype=torch.int64)].shape == (0, 32, 64)
+    with pytest.raises(IndexError):
+        experts.weight(3)
+    x, offsets = torch.randn(6, 64), torch.tensor([0, 1, 1, 6])
+    torch.testing.assert_close(experts(x, offsets), torch.cat([x[:1] @ dense[0].t(), x[1:] @ dense[2].t()]))
+    copied = copy.deepcopy(experts)
+    assert torch.equal(copied.dequantize(), dense) and torch.equal(torch.einsum("eij,j->ei", experts, x[0]), dense @ x[0])
+
+
+# -- DF11 groups -------------------------------------------------------------------------------------------------------
+
+
+class Layered(nn.Module):
+    """Blocks of which DF11 holds all weights together, and a head that shares the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 128)
+        self.layers = nn.ModuleList([Mlp() for _ in range(2)])
+        self.lm_head = nn.Linear(128, 64, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        result: Tensor = self.lm_head(x)
+        return result
+
+
+def df11_folder(path: Path, model: nn.Module) -> Path:
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    folder(path / "plain", tensors, {"model_type": "toy"})
+    patterns = {r"layers\.\d+": ["up", "down"], "embed": []}
+    compress(path / "plain", Aim("df11", patterns=patterns), path / "df11")
+    return path / "df11"
+
+
+def layered() -> Layered:
+    with torch.device("meta"):
+        return Layered().bfloat16()
+
+
+def test_groups_are_decoded_for_each_block(tmp_path: Path) -> None:
+    dense = Layered().bfloat16()
+    source = df11_folder(tmp_path, dense)
+    model = layered()
+    report = qdsl.load_weights_(model, source)
+    names = [*(f"layers.{number}.{name}" for number in range(2) for name in ("up", "down")), "embed"]
+    assert report.packed == dict.fromkeys(names, "df11.df11")
+    ids = torch.tensor([[1, 5, 63]])
+    with torch.no_grad():
+        assert torch.equal(model(ids), dense(ids))
+    assert model.layers[0].up.weight.is_meta                     # between calls nothing is decoded
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(copied(ids), dense(ids))
+    qdsl.save_model(model, tmp_path / "out")
+    assert files(tmp_path / "out") == files(source)
+
+
+def test_gradients_flow_through_groups(tmp_path: Path) -> None:
+    """Autograd keeps the weights of each block: the next one is decoded into other memory."""
+    dense = Layered().bfloat16()
+    model = layered()
+    qdsl.load_weights_(model, df11_folder(tmp_path, dense))
+    for each in (model, dense):
+        each.requires_grad_(False)
+        each.layers[0].norm.weight.requires_grad_()
+        each(torch.tensor([1, 2])).float().square().sum().backward()
+    assert torch.equal(model.layers[0].norm.weight.grad, dense.layers[0].norm.weight.grad)
+
+
+def test_a_group_whose_weights_are_no_modules_of_a_block_is_decoded(tmp_path: Path) -> None:
+    dense = Layered().bfloat16()
+    source = df11_folder(tmp_path, dense)
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = layered()
+    model.layers[1].up = Doubled(128, 256, device="meta", dtype=torch.bfloat16)
+    report = qdsl.load_weights_(model, source)
+    assert report.dense["layers.1.up.weight"] == "'layers.1.up.weight' is no weight of a module inside of 'layers.1'"
+    assert torch.equal(model.layers[1].up.weight, dense.layers[1].up.weight)
