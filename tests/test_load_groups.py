@@ -13,6 +13,7 @@ import qdsl
 from qdsl.compress.run import compress
 from qdsl.compress.units import Aim
 from qdsl.generated import fp8_tensor, ocp_mxfp4, q8_0
+from qdsl.models.plan import LoadError
 from tests.support.small_models import Mlp, files, folder, weight
 
 E = 2                                                            # experts
@@ -50,6 +51,14 @@ def test_transposed_experts_are_told_by_their_module(tmp_path: Path, n: int) -> 
     assert torch.equal(torch.bmm(x, model.gate_up_proj), torch.bmm(x, weights["gate_up_proj"].transpose(1, 2)))
     qdsl.save_model(model, tmp_path / "out")
     assert files(tmp_path / "out") == files(source)
+
+
+def test_experts_one_by_one_do_not_fill_a_stack(tmp_path: Path) -> None:
+    tensors = {f"experts.{expert}.up.{name}": tensor for expert in range(E)
+               for name, tensor in q8_0.quantize(weight(64, 128, expert)).tensors.items()}
+    model = nn.ModuleDict({"experts": nn.ParameterDict({"up": torch.zeros(E, 64, 128)})})
+    with pytest.raises(LoadError, match=r"experts in one parameter, and the checkpoint one by one, as 'experts.0.up.blocks'"):
+        qdsl.load_weights_(model, folder(tmp_path / "in", tensors))
 
 
 @pytest.mark.parametrize("shape", [(E,), ()], ids=["for each", "for all"])

@@ -303,14 +303,23 @@ class _Planner:
         """Every parameter has a weight, and no buffer stays on meta."""
         missing = [name for name in self.names.parameters if name not in self.filled]
         if missing:
-            hint = self._prefix_hint(missing)
+            hint = self._stack_hint(missing) or self._prefix_hint(missing)
             self.plan.problems.append(f"{len(missing)} parameters of the model have no weight in the checkpoint: "
-                                      f"{listed(missing)}{hint or '; tie those that share the weight of another before loading'}")
+                                      f"{listed(missing)}{hint}")
         empty = [name for name, buffer in self.names.buffers.items() if buffer.is_meta and name not in self.filled]
         if empty:
             self.plan.problems.append(
                 f"{len(empty)} buffers are on meta and not in the checkpoint: {listed(empty)}; their modules compute them: "
                 "build the model with parameters alone on meta, as accelerate.init_empty_weights() does")
+
+    def _stack_hint(self, missing: Sequence[str]) -> str:
+        """Where the checkpoint has experts one by one, and the model in one parameter."""
+        for name in missing:
+            first = f"{name.rpartition('.')[0]}.0."
+            apart = next((other for other in self.plan.unused if other.startswith(first)), None)
+            if self.names.parameters[name].dim() == 3 and apart is not None:
+                return f"; the model holds experts in one parameter, and the checkpoint one by one, as {shown(apart)}"
+        return ""
 
     def _prefix_hint(self, missing: Sequence[str]) -> str:
         """A rename that would help, where names differ in a prefix alone."""
@@ -322,7 +331,7 @@ class _Planner:
                         prefix = long[:-len(short)]
                         rename = {prefix: ""} if way == "remove" else {"": prefix}
                         return f"; names of the checkpoint differ in a prefix: pass rename={rename!r}"
-        return ""
+        return "; tie a parameter that shares the weight of another before loading" if len(missing) == 1 else ""
 
 
 def is_skipped(name: str, skip: Sequence[str]) -> bool:
