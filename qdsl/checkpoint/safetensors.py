@@ -341,7 +341,7 @@ def elements(data: mmap.mmap, start: int, nbytes: int, dtype: torch.dtype) -> to
     import torch
 
     if nbytes == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start)
     return (raw.clone() if start % dtype.itemsize else raw).view(dtype)
 
