@@ -179,6 +179,22 @@ def test_a_scale_of_the_input_goes_into_the_weight(tmp_path: Path) -> None:
         assert torch.equal(model.up.weight, checkpoint.weight("up", dtype=torch.float32) * scale)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_static_scale_of_activations_is_held_and_used(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    source = fp8_mlp(tmp_path / "in", **{"up.input_scale": torch.full(shape, 0.01)})
+    model = mlp()
+    assert qdsl.load_weights_(model, source).unused == []
+    assert torch.equal(model.up.input_scale, torch.full(shape, 0.01)) and model.down.input_scale is None
+    x = torch.randn(3, 128).bfloat16()
+    exact, model.up.quantize_x = model.up(x), True
+    codes = (x.float() / 0.01).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    wanted = nn.functional.linear(codes * torch.tensor(0.01), model.up.dequantize(torch.float32), model.up.bias.float())
+    torch.testing.assert_close(model.up(x).float(), wanted, rtol=2 ** -8, atol=1e-3)
+    assert not torch.equal(model.up(x), exact)
+    qdsl.save_model(model, tmp_path / "out")
+    assert files(tmp_path / "out") == files(source)
+
+
 def test_verify_finds_damage_before_the_model_changes(tmp_path: Path) -> None:
     up, down = hlane.quantize(weight(256, 128)), hlane.quantize(weight(128, 256))
     words = up.tensors["words"].clone()
