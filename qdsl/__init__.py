@@ -111,8 +111,8 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
     device: for all weights; by default that of each parameter, the CPU for those on meta.  dtype: of plain floats and of
     products; by default each parameter's.  verify: decode every stream and check every index first.  copy: own the weights; by
     default those on a CPU stay mapped from the files, privately: the files must not be changed while the model lives.
-    format, options: quantize plain Linear layers in a format on the way; skip: patterns of names that stay dense then, by
-    default heads, embeddings, norms and routers.
+    format, options: quantize plain Linear layers in a format on the way.  skip: patterns of names, or of parts of them, whose
+    layers become dense, packed ones too; by default heads, embeddings, norms and routers are not quantized on the way.
 
     Returns which layers are packed, which are dense and why, which tensors were not used, and bytes before and after.  Raises
     qdsl.models.plan.LoadError, with the model unchanged, where a parameter has no weight or shapes differ; CheckpointError for

@@ -60,8 +60,13 @@ def test_a_wrong_file_is_an_error_with_its_place(tmp_path: Path) -> None:
 
 def test_tensors_without_a_place_are_reported(tmp_path: Path) -> None:
     extra = {"mtp.weight": torch.zeros(3), "up.k_scale": torch.ones(())}
-    report = qdsl.load_weights_(mlp(), fp8_mlp(tmp_path / "in", **extra))
+    model = mlp()
+    report = qdsl.load_weights_(model, fp8_mlp(tmp_path / "in", **extra))
     assert sorted(report.unused) == sorted(extra)
+    qdsl.save_model(model, tmp_path / "out")
+    with qdsl.open(tmp_path / "out") as checkpoint:              # what belongs to a layer is kept, as its settings speak of it
+        assert checkpoint.layer("up").others == {"bias": "up.bias", "k_scale": "up.k_scale"}
+        assert checkpoint.plain == ["norm.bias", "norm.weight"]
 
 
 def test_what_a_report_states(tmp_path: Path) -> None:
@@ -235,7 +240,7 @@ def test_plain_layers_are_quantized_on_the_way(tmp_path: Path) -> None:
     model = tiny()
     report = qdsl.load_weights_(model, source, format="int_group", bits=4, group=32, storage="gptq_v2")
     assert report.packed == {"up": "int_group.gptq_v2"}
-    assert report.dense == {"embed_tokens": "plain in the checkpoint", "gate": "left out by a pattern",
+    assert report.dense == {"embed_tokens": "Embedding is no nn.Linear", "gate": "left out by a pattern",
                             "lm_head": "left out by a pattern"}
     wanted = int_group.quantize(tensors["up.weight"], "gptq_v2", bits=4, group=32)
     assert torch.equal(model.up.packed.tensors["qweight"], wanted.tensors["qweight"])
@@ -255,6 +260,23 @@ def test_patterns_choose_what_stays_dense(tmp_path: Path) -> None:
     source, _ = plain_folder(tmp_path / "in")
     assert qdsl.load_weights_(tiny(), source, format="q4_0", skip=["up"]).packed.keys() == {"gate", "lm_head"}
     assert qdsl.load_weights_(tiny(), source, format="q4_0", skip=[]).packed.keys() == {"gate", "up", "lm_head"}
+
+
+def test_patterns_make_packed_layers_dense(tmp_path: Path) -> None:
+    """For a layer whose weight a model multiplies by itself."""
+    source = fp8_mlp(tmp_path / "in")
+    model = mlp()
+    report = qdsl.load_weights_(model, source, skip=["up"])
+    assert report.packed.keys() == {"down"} and report.dense == {"up.weight": "left out by a pattern"}
+    with qdsl.open(source) as checkpoint:
+        assert torch.equal(model.up.weight, checkpoint.weight("up", dtype=torch.bfloat16))
+
+
+def test_what_is_no_linear_layer_is_reported(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"conv": nn.Conv1d(32, 32, 3), "up": nn.Linear(32, 64)})
+    tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    report = qdsl.load_weights_(model, folder(tmp_path / "in", tensors), format="q8_0")
+    assert report.packed == {"up": "q8_0.gguf"} and report.dense == {"conv.weight": "Conv1d is no nn.Linear"}
 
 
 def test_a_layer_that_a_format_cannot_hold_stays_dense(tmp_path: Path) -> None:

@@ -160,16 +160,37 @@ def test_gradients_flow_through_groups(tmp_path: Path) -> None:
     assert torch.equal(model.layers[0].norm.weight.grad, dense.layers[0].norm.weight.grad)
 
 
-def test_a_group_whose_weights_are_no_modules_of_a_block_is_decoded(tmp_path: Path) -> None:
-    dense = Layered().bfloat16()
-    source = df11_folder(tmp_path, dense)
-
+def test_weights_of_any_module_inside_of_a_block_are_decoded(tmp_path: Path) -> None:
+    """Such as those of a router, which is no nn.Linear."""
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
+    dense, model = Layered().bfloat16(), layered()
+    for each in (dense, model):
+        old = each.layers[1].up
+        each.layers[1].up = Doubled(128, 256, device=old.weight.device, dtype=torch.bfloat16)
+    assert qdsl.load_weights_(model, df11_folder(tmp_path, dense)).dense == {}
+    ids = torch.tensor([[1, 5, 63]])
+    with torch.no_grad():
+        assert torch.equal(model(ids), dense(ids))
+
+
+def test_a_group_with_a_weight_outside_of_its_block_is_decoded_for_good(tmp_path: Path) -> None:
+    """And saved as plain numbers, next to the groups that stay."""
+    dense = Layered().bfloat16()
+    source = df11_folder(tmp_path, dense)
     model = layered()
-    model.layers[1].up = Doubled(128, 256, device="meta", dtype=torch.bfloat16)
-    report = qdsl.load_weights_(model, source)
-    assert report.dense["layers.1.up.weight"] == "'layers.1.up.weight' is no weight of a module inside of 'layers.1'"
-    assert torch.equal(model.layers[1].up.weight, dense.layers[1].up.weight)
+    model.far = nn.Linear(128, 256, bias=False, device="meta", dtype=torch.bfloat16)
+
+    def rename(name: str) -> str:
+        return "far.weight" if name == "layers.1.up.weight" else name
+
+    del model.layers[1].up._parameters["weight"]
+    report = qdsl.load_weights_(model, source, rename)
+    assert report.dense["far.weight"] == "'far.weight' lies outside of the module 'layers.1'"
+    assert torch.equal(model.far.weight, dense.layers[1].up.weight)
+    qdsl.save_model(model, tmp_path / "out")
+    with qdsl.open(tmp_path / "out") as checkpoint:
+        assert list(checkpoint.groups) == ["embed", "layers.0"] and checkpoint.report().problems == []
+        assert torch.equal(checkpoint.weight("far.weight"), dense.layers[1].up.weight)

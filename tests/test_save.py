@@ -45,6 +45,14 @@ def test_a_model_that_was_quantized_here_states_all_that_a_reader_needs(tmp_path
     assert all(torch.equal(again.get_submodule(name).dequantize(torch.float32), numbers) for name, numbers in before.items())
 
 
+def test_what_files_hold_in_groups_is_not_saved_by_layers(tmp_path: Path) -> None:
+    model = Mlp().bfloat16()
+    qdsl.quantize_(model, "df11")
+    with pytest.raises(SaveError, match=r"layer 'up': files hold df11 in groups .* `qdsl compress --format df11`"):
+        qdsl.save_model(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_settings_of_a_producer_are_kept(tmp_path: Path) -> None:
     """bitsandbytes' quant_state and quant_map lie in no module, and are in the files again."""
     packed = nf4.quantize(weight(128, 256))

@@ -15,20 +15,21 @@ from qdsl.runtime.scratch import scratch
 
 @dataclass(frozen=True)
 class Member:
-    """A module whose weight is part of a group.  start: its first number in the group's row."""
+    """A parameter of a module that is part of a group.  start: its first number in the group's row."""
 
     module: nn.Module
+    parameter: str
     shape: torch.Size
     start: int
 
     def hide(self, dtype: torch.dtype) -> None:
         """Leave the module without its weight: on meta, which nothing can compute with by mistake."""
-        self.module._parameters.pop("weight", None)
-        self.module.weight = torch.empty(self.shape, dtype=dtype, device="meta")
+        self.module._parameters.pop(self.parameter, None)
+        setattr(self.module, self.parameter, torch.empty(self.shape, dtype=dtype, device="meta"))
 
     def show(self, row: Tensor) -> None:
         """Give the module its weight, a view of the group's decoded row."""
-        self.module.weight = row[self.start:self.start + self.shape.numel()].view(self.shape)
+        setattr(self.module, self.parameter, row[self.start:self.start + self.shape.numel()].view(self.shape))
 
 
 class GroupedBlock:

@@ -17,7 +17,7 @@ from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import GroupedBlock, Member
 from qdsl.models.origin import origin_of, remember
-from qdsl.models.plan import SKIPPED, GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
+from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
 from qdsl.processes import resident_bytes
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.module import PackedModule
@@ -78,7 +78,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
         tie()
     names = Names(model)
     _know_shapes(checkpoint, names, rename)
-    plan = plan_load(names, checkpoint.source, rename, format, SKIPPED if skip is None else skip)
+    plan = plan_load(names, checkpoint.source, rename, format, skip)
     if plan.problems:
         raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *(f"  {each}" for each in plan.problems)]))
     if verify:
@@ -130,7 +130,7 @@ class _Loader:
         self.dtype = dtype
         self.copy = copy
         self.origin = origin_of(self.source)
-        self.report = LoadReport(unused=list(plan.unused), bytes_before=_dense_bytes(names, dtype))
+        self.report = LoadReport(dense=dict(plan.dense), unused=list(plan.unused), bytes_before=_dense_bytes(names, dtype))
 
     def finished(self) -> LoadReport:
         sizes = held_bytes(self.model)
@@ -148,11 +148,6 @@ class _Loader:
                 continue
             self._fill(name, self.source.tensor(full))
             self.origin.plain[name] = full
-            module = name.removesuffix(".weight")
-            owner = self.names.modules.get(module)
-            if name.endswith(".weight") and isinstance(owner, nn.Linear | nn.Embedding):
-                self.report.dense[module] = "left out by a pattern" if format is not None and isinstance(owner, nn.Linear) else \
-                    "plain in the checkpoint"
         for name, module in quantized.items():
             self._quantize(module, self.plan.plain[name], str(format), options)
 
@@ -213,7 +208,7 @@ class _Loader:
     def place(self, step: PackedStep) -> None:
         if step.kind == "dense":
             self._fill(step.name, self._decoded(step))
-            self.origin.layers[step.name] = step.layer
+            self.origin.decoded = True
             self.report.dense[step.name] = step.why
         elif step.kind == "experts":
             self._place_experts(step)
@@ -230,7 +225,7 @@ class _Loader:
     def _replace(self, name: str, weight: PackedWeight, dtype: torch.dtype) -> None:
         """Put packed modules in place of a dense one and of all that share its weight; they share the packed tensors."""
         old = self.names.modules[name]
-        shared = [self._owner_name(other) for other in self.names.tied(f"{name}.weight".lstrip("."))]
+        shared = [other.rpartition(".")[0] for other in self.names.tied(f"{name}.weight".lstrip("."))]
         new = first = self._packed_module(name, old, weight, dtype)
         for place in dict.fromkeys([name, *shared]):
             module = self.names.modules[place]
@@ -292,9 +287,12 @@ class _Loader:
         return weight.apply(lambda tensor: self._moved(tensor, device, tensor.dtype))
 
     def _keep_settings(self, step: PackedStep) -> None:
-        """Small tensors of the layer that its module does not hold, as bitsandbytes' quant_state, for saving."""
+        """Tensors of a layer that no module holds, as bitsandbytes' quant_state and scales that nothing uses, for saving."""
         for full in step.layer.settings:
             self.origin.settings[full] = self.source.tensor(full).clone()
+        for full in step.layer.others.values():
+            if full in self.plan.unused:
+                self.origin.unused[full] = self.source.tensor(full).clone()
 
     def _target(self, old: nn.Module) -> torch.device:
         tensor = next(iter(old.parameters()), None)
@@ -327,9 +325,10 @@ class _Loader:
         start = 0
         for part, weight in step.members.items():
             for place in self.names.tied(weight):                # one that shares the weight may run outside of the block
-                module = self._owner(place)
-                runs = block if place == weight else module
-                members.setdefault(runs, []).append(Member(module, self.names.parameters[weight].shape, start))
+                owner, _, leaf = place.rpartition(".")
+                module = self.names.modules[owner]
+                members.setdefault(block if place == weight else module, []).append(
+                    Member(module, leaf, self.names.parameters[weight].shape, start))
             start += step.group.parts[part]
             self.report.packed[weight.removesuffix(".weight")] = f"{step.group.format}.{packed.storage}"
         for runs, own_members in members.items():
@@ -342,15 +341,7 @@ class _Loader:
             assert old is not None
             self._fill(step.members[part], tensor.view(old.shape))
             self.report.dense[step.members[part]] = step.dense
-
-    def _owner(self, weight: str) -> nn.Module:
-        owner: nn.Module = self.names.modules[self._owner_name(weight)]
-        return owner
-
-    def _owner_name(self, weight: str) -> str:
-        """The module whose parameter 'weight' has this name."""
-        return weight.removesuffix("weight").rstrip(".")
-
+        self.origin.decoded = True
 
 def held_bytes(model: nn.Module) -> dict[str, int]:
     """Bytes of a model's parameters and buffers by device, shared ones once."""

@@ -24,6 +24,9 @@ SKIPPED = ("lm_head", "output_projection", "embed.*", ".*embed(ding|dings|_token
            "gate", "router", "shared_expert_gate", "score", "classifier")
 
 
+SKIP = "left out by a pattern"
+
+
 class LoadError(ValueError):
     """A model and a checkpoint that do not fit together; the message lists what is wrong, and the model is unchanged."""
 
@@ -69,8 +72,8 @@ class LoadPlan:
     """All steps that fill a model.
 
     plain: plain tensors by the parameter or buffer that each fills.  scales: static scales of activations, by the modules they
-    belong to.  quantized: Linear layers that are quantized on the way, by name.  unused: tensors that have no place in the model.
-    problems: what makes loading an error.
+    belong to.  quantized: Linear layers that are quantized on the way, by name.  dense: layers of plain numbers, and why.
+    unused: tensors that have no place in the model.  problems: what makes loading an error.
     """
 
     packed: list[PackedStep] = field(default_factory=list)
@@ -78,6 +81,7 @@ class LoadPlan:
     plain: dict[str, str] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
     quantized: list[str] = field(default_factory=list)
+    dense: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -111,20 +115,20 @@ class Names:
 
 
 def plan_load(names: Names, source: Source, rename: Rename | None, format: str | None = None,
-              skip: Sequence[str] = SKIPPED) -> LoadPlan:
+              skip: Sequence[str] | None = None) -> LoadPlan:
     """Where each weight goes; parameters with a weight of their own are untied.
 
-    format: that in which plain Linear layers are quantized, None for none.
+    format: that in which plain Linear layers are quantized, None for none.  skip: patterns of layers that become dense; None
+    for those of SKIPPED, which concern only layers that are quantized here.
     """
-    planner = _Planner(names, source, rename)
+    planner = _Planner(names, source, rename, skip or ())
     for layer in source.layers.values():
         planner.add_layer(layer)
     for group in source.groups:
         planner.add_group(group)
     for name in source.plain:
         planner.add_plain(name, name)
-    if format is not None:
-        planner.add_quantized(format, skip)
+    planner.sort_plain(format, SKIPPED if skip is None else skip)
     planner.orient_experts()
     planner.check_complete()
     return planner.plan
@@ -146,7 +150,8 @@ def renamed(name: str, rename: Rename | None) -> str | None:
 
 
 class _Planner:
-    def __init__(self, names: Names, source: Source, rename: Rename | None) -> None:
+    def __init__(self, names: Names, source: Source, rename: Rename | None, skip: Sequence[str]) -> None:
+        self.skip = skip
         self.names = names
         self.source = source
         self.rename = rename
@@ -192,8 +197,9 @@ class _Planner:
             self.plan.problems.append(f"{shown(name)} is {list(shape)} in the model, and {list(stored)} in the checkpoint")
             return None
         scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
-        if scaled is not None:
-            return PackedStep(layer, str(weight), "dense", shape, f"'{scaled}' multiplies its input", experts)
+        why = f"'{scaled}' multiplies its input" if scaled is not None else SKIP if is_skipped(name, self.skip) else ""
+        if why and weight is not None:
+            return PackedStep(layer, weight, "dense", shape, why, experts)
         if experts is not None and len(shape) == 3 and weight in self.names.parameters:
             return PackedStep(layer, weight, "experts", shape, experts=experts)
         if shape == stored and experts is None and module is not None:
@@ -247,18 +253,15 @@ class _Planner:
                 wrong.append(f"{shown(own)} is {list(tensor.shape)} in the model, and has {group.parts[part]} numbers here")
         if wrong:
             self.plan.problems += [f"group {shown(group.name)}: {each}" for each in wrong]
-        others = [own for own in members.values() if not self._is_member(name, own)]
-        why = f"{shown(others[0])} is no weight of a module inside of {shown(name)}" if others else ""
+        others = [own for own in members.values() if not self._is_inside(name, own)]
+        why = f"{shown(others[0])} lies outside of the module {shown(name)}" if others else ""
         self.plan.groups.append(GroupStep(group, name, members, why))
         self.names.untied.update(members.values())
         self._fill(*members.values())
 
-    def _is_member(self, block: str, weight: str) -> bool:
-        """Whether a parameter is the weight of a module that runs inside of a block."""
-        module, _, leaf = weight.rpartition(".")
-        owner = self.names.modules.get(module)
-        inside = block in self.names.modules and (module == block or module.startswith(f"{block}.") or not block)
-        return inside and leaf == "weight" and owner is not None and _is_kind(owner, nn.Linear, nn.Embedding)
+    def _is_inside(self, block: str, weight: str) -> bool:
+        """Whether a parameter is that of a module inside of a block, which decodes it before it runs."""
+        return block in self.names.modules and weight in self.names.parameters and (not block or weight.startswith(f"{block}."))
 
     def add_plain(self, name: str, full: str) -> None:
         own = renamed(name, self.rename)
@@ -278,20 +281,37 @@ class _Planner:
             self.plan.problems.append(f"{shown(full)} and {shown(self.plan.plain[name])} are both {shown(name)} in the model")
         self._fill(name)
 
-    def add_quantized(self, format: str, skip: Sequence[str]) -> None:
-        """Plain Linear layers that are to be quantized, and a contradiction where layers are packed otherwise."""
+    def sort_plain(self, format: str | None, skip: Sequence[str]) -> None:
+        """Which plain layers are quantized and which stay dense; a contradiction where layers are packed in another format."""
+        for name in self.plan.plain:
+            module, _, leaf = name.rpartition(".")
+            owner = self.names.modules[module]
+            why = self._why_dense(name, owner, format, skip)
+            if not why:
+                self.plan.quantized.append(module)
+            elif isinstance(owner, nn.Linear | nn.Embedding) and leaf == "weight":
+                self.plan.dense[module] = why
+            elif format is not None and name in self.names.parameters and self.names.parameters[name].dim() > 1:
+                self.plan.dense[name] = why
+        if format is None:
+            return
         others = sorted({step.layer.format for step in self.plan.packed if step.layer.format != format}
                         | {step.group.format for step in self.plan.groups})
         if others:
             self.plan.problems.append(f"format={format!r} contradicts the checkpoint, whose layers are {', '.join(others)}: "
                                       "load it without format=, or convert it with `qdsl convert --requantize`")
-        for name in self.plan.plain:
-            module, _, leaf = name.rpartition(".")
-            owner = self.names.modules[module]
-            owners = [self.names.modules[other.rpartition(".")[0]] for other in self.names.tied(name)]
-            tied = any(isinstance(module, nn.Embedding) for module in owners)
-            if leaf == "weight" and _is_kind(owner, nn.Linear) and not tied and not is_skipped(module, skip):
-                self.plan.quantized.append(module)
+
+    def _why_dense(self, name: str, owner: nn.Module, format: str | None, skip: Sequence[str]) -> str:
+        """Why a plain tensor is not quantized; '' where it is."""
+        module, _, leaf = name.rpartition(".")
+        owners = [self.names.modules[other.rpartition(".")[0]] for other in self.names.tied(name)]
+        if format is None:
+            return "plain in the checkpoint"
+        if leaf != "weight" or not _is_kind(owner, nn.Linear):
+            return f"{type(owner).__name__} is no nn.Linear"
+        if any(isinstance(other, nn.Embedding) for other in owners):
+            return "shares the weight of an embedding"
+        return SKIP if is_skipped(module, skip) else ""
 
     # -- what is left -------------------------------------------------------------------------------------------------
 

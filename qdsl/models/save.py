@@ -149,7 +149,9 @@ class _Collector:
             full, is_shared = self.origin.plain.get(name, name), id(tensor) in self._written and name not in self.origin.plain
             if name not in transient and full not in self.tensors and not is_shared:
                 self._add_plain(name, full, tensor)
-        self.changed |= bool(self.origin.layers.keys() - self._recorded)
+        for full, tensor in self.origin.unused.items():
+            self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
+        self.changed |= self.origin.decoded or bool(self.origin.layers.keys() - self._recorded)
 
     def _add_packed(self, name: str, module: PackedModule) -> None:
         parameters = {id(parameter) for parameter in module._held().values()}
@@ -189,6 +191,9 @@ class _Collector:
             storage = weight.storage if weight.storage != PLANAR else next(iter(weight.variant.storages))
             own = self.origin.plain.get(f"{name}.weight".lstrip("."), name).removesuffix(".weight")
             record = Layer(record.name if record else own, weight.format.name, storage, weight.params, weight.shape)
+        if record is not self.origin.layers.get(name) and "parts" in _description(weight).detect:
+            raise SaveError(f"layer {shown(name)}: files hold {weight.format.name} in groups of weights, and this is a layer by "
+                            f"itself; `qdsl compress --format {weight.format.name}` writes them")
         self.settings[record.name] = {"format": weight.format.name, "storage": storage, **weight.params}
         return record, storage
 
@@ -345,11 +350,12 @@ def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | 
         texts |= {} if origin.config is None else {CONFIG: origin.config}
     else:
         base = dict(config) if config is not None else _config_of(model, origin)
-        base.pop("quantization_config", None)
+        groups = origin is not None and bool(origin.groups)
         if collected.settings:
-            base = guarded({**base, "quantization_config": own_settings(collected.settings, collected.dense)})
-        else:
-            base = unguarded(base)
+            base["quantization_config"] = own_settings(collected.settings, collected.dense)
+        elif not groups:
+            base.pop("quantization_config", None)
+        base = guarded(base) if collected.settings or groups else unguarded(base)
         texts[CONFIG] = json.dumps(base, indent=2, ensure_ascii=False) + "\n"
     if exact and origin is not None:
         return texts | ({} if origin.index is None else dict([origin.index]))
