@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import qdsl
 from qdsl.compress.run import compress
@@ -140,10 +143,13 @@ def test_groups_are_decoded_for_each_block(tmp_path: Path) -> None:
     ids = torch.tensor([[1, 5, 63]])
     with torch.no_grad():
         assert torch.equal(model(ids), dense(ids))
-    assert model.layers[0].up.weight.is_meta                     # between calls nothing is decoded
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        assert torch.equal(copied(ids), dense(ids))
+    hidden = model.layers[0].up.weight                           # between calls nothing is decoded
+    assert (hidden.shape, hidden.dtype, hidden.device.type) == ((256, 128), torch.bfloat16, "cpu")
+    with pytest.raises(TypeError, match=r"linear: it is coded together with others, and decoded only while their Mlp runs"):
+        model.layers[0].up(torch.zeros(1, 128).bfloat16())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        with torch.no_grad():
+            assert torch.equal(copied(ids), dense(ids))
     qdsl.save_model(model, tmp_path / "out")
     assert files(tmp_path / "out") == files(source)
 
@@ -158,6 +164,37 @@ def test_gradients_flow_through_groups(tmp_path: Path) -> None:
         each.layers[0].norm.weight.requires_grad_()
         each(torch.tensor([1, 2])).float().square().sum().backward()
     assert torch.equal(model.layers[0].norm.weight.grad, dense.layers[0].norm.weight.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_groups_are_decoded_again_for_checkpointed_gradients(tmp_path: Path, reentrant: bool) -> None:
+    dense, model = Layered().bfloat16(), layered()
+    qdsl.load_weights_(model, df11_folder(tmp_path, dense))
+    gradients = []
+    for each in (model, dense):
+        x = torch.linspace(-1, 1, 256).view(2, 128).bfloat16().requires_grad_()
+        y = x
+        for layer in each.layers:
+            y = checkpoint(layer, y, use_reentrant=reentrant)
+        y.float().square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_lora_trains_on_groups(tmp_path: Path) -> None:
+    model = layered()
+    qdsl.load_weights_(model, df11_folder(tmp_path, Layered().bfloat16()))
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["up", "down"], r=4))
+    ids, losses = torch.arange(8), []
+    optimizer = torch.optim.Adam([each for each in adapted.parameters() if each.requires_grad], 0.01)
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(adapted(ids).float() / 100, ids.roll(1))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
 
 
 def test_weights_of_any_module_inside_of_a_block_are_decoded(tmp_path: Path) -> None:
@@ -191,6 +228,6 @@ def test_a_group_with_a_weight_outside_of_its_block_is_decoded_for_good(tmp_path
     assert report.dense["far.weight"] == "'far.weight' lies outside of the module 'layers.1'"
     assert torch.equal(model.far.weight, dense.layers[1].up.weight)
     qdsl.save_model(model, tmp_path / "out")
-    with qdsl.open(tmp_path / "out") as checkpoint:
-        assert list(checkpoint.groups) == ["embed", "layers.0"] and checkpoint.report().problems == []
-        assert torch.equal(checkpoint.weight("far.weight"), dense.layers[1].up.weight)
+    with qdsl.open(tmp_path / "out") as saved:
+        assert list(saved.groups) == ["embed", "layers.0"] and saved.report().problems == []
+        assert torch.equal(saved.weight("far.weight"), dense.layers[1].up.weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import qdsl
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.safetensors import write
-from qdsl.generated import fp8_block, hlane, int8_channel, nf4, q4_0
+from qdsl.generated import fp8_block, hlane, int8_channel, int_group, nf4, q4_0
+from qdsl.models.plan import LoadError
 from qdsl.models.save import SaveError
 from tests.support.small_models import Mlp, files, folder, fp8_mlp, mlp, mlp_tensors, own_config, weight
 
@@ -26,6 +28,27 @@ def test_planar_weights_are_saved_as_they_came(tmp_path: Path) -> None:
     assert model.up.packed.storage == "planar"
     assert qdsl.save_model(model, tmp_path / "out").exact
     assert files(tmp_path / "out") == files(source)
+
+
+def test_an_index_in_order_is_written_again(tmp_path: Path) -> None:
+    """Planar weights need none, and readers of GPTQ do."""
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}}
+    packed = [int_group.quantize(weight(*shape), "gptq_v2", bits=4, group=32) for shape in ((256, 128), (128, 256))]
+    source = folder(tmp_path / "in", mlp_tensors(*(each.tensors for each in packed)), config)
+    assert "g_idx" in packed[0].tensors
+    model = mlp()
+    qdsl.load_weights_(model, source)
+    qdsl.planar_(model)
+    assert model.up.packed.storage == "planar" and qdsl.save_model(model, tmp_path / "out").exact
+    assert files(tmp_path / "out") == files(source)
+
+
+def test_a_checkpoint_that_is_gone_is_noted(tmp_path: Path) -> None:
+    model = mlp()
+    qdsl.load_weights_(model, fp8_mlp(tmp_path / "in"))
+    shutil.rmtree(tmp_path / "in")
+    report = qdsl.save_model(model, tmp_path / "out")
+    assert report.exact and "is gone: its other files" in report.notes[0]
 
 
 def test_a_model_that_was_quantized_here_states_all_that_a_reader_needs(tmp_path: Path) -> None:
@@ -115,6 +138,14 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match=r"'norm.weight' is on meta"):
         qdsl.save_model(mlp(), tmp_path / "empty")
     assert files(source) == before and not (tmp_path / "empty").exists()
+
+
+def test_a_packed_model_takes_no_other_format(tmp_path: Path) -> None:
+    model = mlp()
+    qdsl.load_weights_(model, fp8_mlp(tmp_path / "in"))
+    plain = folder(tmp_path / "plain", mlp_tensors({"weight": weight(256, 128)}, {"weight": weight(128, 256)}))
+    with pytest.raises(LoadError, match=r"'up' holds a fp8_block weight, for which the checkpoint has none: build"):
+        qdsl.load_weights_(model, plain)
 
 
 @pytest.mark.parametrize("build", [lambda: int8_channel, lambda: q4_0, lambda: hlane])

@@ -9,8 +9,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qdsl.runtime.no_weight import NoWeight
 from qdsl.runtime.packed import PackedWeight
 from qdsl.runtime.scratch import scratch
+
+
+class HiddenWeight(NoWeight):
+    """A weight that is decoded only while its block runs: its shape, dtype and device, without its numbers.
+
+    holder: the module with the coded tensors.
+    """
+
+    def __init__(self, holder: nn.Module, shape: torch.Size, dtype: torch.dtype) -> None:
+        self._holder, self._shape, self._dtype = holder, shape, dtype
+        self._is_overwritten = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return HiddenWeight, (self._holder, self._shape, self._dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._holder.parameters()).device
+
+    def __getitem__(self, index: Any) -> NoWeight:
+        return HiddenWeight(self._holder, torch.empty(self._shape, device="meta")[index].shape, self._dtype)
+
+    @property
+    def _advice(self) -> str:
+        return f"it is coded together with others, and decoded only while their {type(self._holder).__name__} runs"
 
 
 @dataclass(frozen=True)
@@ -22,10 +56,10 @@ class Member:
     shape: torch.Size
     start: int
 
-    def hide(self, dtype: torch.dtype) -> None:
-        """Leave the module without its weight: on meta, which nothing can compute with by mistake."""
+    def hide(self, holder: nn.Module, dtype: torch.dtype) -> None:
+        """Leave the module without its weight: a tensor on meta would do, but some of torch's kernels compute with it."""
         self.module._parameters.pop(self.parameter, None)
-        setattr(self.module, self.parameter, torch.empty(self.shape, dtype=dtype, device="meta"))
+        setattr(self.module, self.parameter, HiddenWeight(holder, self.shape, dtype))
 
     def show(self, row: Tensor) -> None:
         """Give the module its weight, a view of the group's decoded row."""
@@ -56,7 +90,7 @@ class GroupedBlock:
     def install(self, block: nn.Module) -> None:
         """Decode before each call of a block, and hide the weights after it."""
         for member in self.members:
-            member.hide(self.dtype)
+            member.hide(self.holder, self.dtype)
         block.register_forward_pre_hook(self._decode, prepend=True)
         block.register_forward_hook(self._hide, always_call=True)
 
@@ -74,4 +108,4 @@ class GroupedBlock:
 
     def _hide(self, block: nn.Module, args: Any, output: Any) -> None:
         for member in self.members:
-            member.hide(self.dtype)
+            member.hide(self.holder, self.dtype)

@@ -322,6 +322,12 @@ class _Planner:
     def check_complete(self) -> None:
         """Every parameter has a weight, and no buffer stays on meta."""
         missing = [name for name in self.names.parameters if name not in self.filled]
+        for module, packed in self.names.modules.items():
+            stored = {f"{module}.{own}" for own in packed._names.values()} if isinstance(packed, PackedModule) else set()
+            if isinstance(packed, PackedModule) and (not stored <= self.filled or stored & self.plan.plain.keys()):
+                self.plan.problems.append(f"{shown(module)} holds a {packed.format.name} weight, for which the checkpoint has "
+                                          "none: build the model anew")
+                missing = [name for name in missing if name not in stored]
         if missing:
             hint = self._stack_hint(missing) or self._prefix_hint(missing)
             self.plan.problems.append(f"{len(missing)} parameters of the model have no weight in the checkpoint: "

@@ -45,12 +45,16 @@ class SaveError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """The files of a saved model.  exact: config and weights are byte for byte those of the checkpoint that filled the model."""
+    """The files of a saved model.  exact: config and weights are byte for byte those of the checkpoint that filled the model.
+
+    notes: what else to know.
+    """
 
     folder: Path
     files: tuple[str, ...]
     nbytes: int
     exact: bool
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,9 @@ def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     nbytes = sum(header.size for _, header in files.values())
-    return SaveReport(folder, tuple(files), nbytes, exact and (origin is None or texts.get(CONFIG) == origin.config))
+    gone = origin is not None and origin.config is not None and not origin.path.is_dir()
+    notes = (f"{origin.path} is gone: its other files, such as a tokenizer, were not copied",) if origin and gone else ()
+    return SaveReport(folder, tuple(files), nbytes, exact and (origin is None or texts.get(CONFIG) == origin.config), notes)
 
 
 def _check_target(folder: Path, origin: Origin | None) -> None:
@@ -208,11 +214,18 @@ class _Collector:
         return self._as_stored(name, module, storage).tensors[tensor]
 
     def _convert(self, name: str, weight: PackedWeight, storage: str) -> PackedWeight:
+        """A weight in the storage of files, with an index of columns in order where the files had one."""
         try:
-            return weight.format.convert(weight, storage)
+            stored = weight.format.convert(weight, storage)
         except FormatError as error:
             raise SaveError(f"layer {shown(name)}: {weight.format.name}.{weight.storage} cannot be written as {storage}: {error}"
                             ) from None
+        record = self.origin.layers.get(name)
+        lost = [key for key, tensor in stored.layout.tensors.items() if tensor.dtype == "index" and key not in stored.tensors
+                and record is not None and key in record.tensors]
+        indices = {key: stored.format.default(stored.variant, stored.layout.tensors[key].optional, stored.shape, stored.sizes,
+                                              stored.device) for key in lost}
+        return stored.derive({**stored.tensors, **indices}) if lost else stored
 
     def _full_name(self, layer: Layer, weight: PackedWeight, name: str) -> str:
         if name in layer.tensors:
