@@ -97,6 +97,9 @@ def test_experts_stand_for_the_dense_tensor() -> None:
     torch.testing.assert_close(experts(x, offsets), torch.cat([x[:1] @ dense[0].t(), x[1:] @ dense[2].t()]))
     copied = copy.deepcopy(experts)
     assert torch.equal(copied.dequantize(), dense) and torch.equal(torch.einsum("eij,j->ei", experts, x[0]), dense @ x[0])
+    assert torch.equal(experts.transpose(1, 2), dense.transpose(1, 2)) and torch.equal(experts.mT, dense.mT)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = experts.nothing
 
 
 # -- DF11 groups -------------------------------------------------------------------------------------------------------
@@ -197,6 +200,24 @@ def test_a_lora_trains_on_groups(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_projections_that_torch_multiplies_itself_are_dense(tmp_path: Path) -> None:
+    """MultiheadAttention takes the weight of its output projection, whose forward never runs."""
+    dense = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 2)}).bfloat16()
+    tensors = {name: parameter.detach() for name, parameter in dense.named_parameters()}
+    packed = {f"attention.out_proj.{name}": tensor for name, tensor in
+              q8_0.quantize(tensors.pop("attention.out_proj.weight")).tensors.items()}
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 2, device="meta")}).bfloat16()
+    report = qdsl.load_weights_(model, folder(tmp_path / "in", tensors | packed))
+    assert report.dense.keys() == {"attention.out_proj.weight"}
+    model["attention"](*torch.randn(3, 5, 2, 64).bfloat16())
+    compress(folder(tmp_path / "plain", {name: parameter.detach() for name, parameter in dense.named_parameters()}, {}),
+             Aim("df11", patterns={r"attention\.out_proj": []}), tmp_path / "df11")
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 2, device="meta")}).bfloat16()
+    assert qdsl.load_weights_(model, tmp_path / "df11").dense.keys() == {"attention.out_proj.weight"}
+    x = torch.randn(3, 5, 2, 64).bfloat16()
+    assert torch.equal(model["attention"](*x)[0], dense["attention"](*x)[0])
+
+
 def test_weights_of_any_module_inside_of_a_block_are_decoded(tmp_path: Path) -> None:
     """Such as those of a router, which is no nn.Linear."""
     class Doubled(nn.Linear):
@@ -225,7 +246,7 @@ def test_a_group_with_a_weight_outside_of_its_block_is_decoded_for_good(tmp_path
 
     del model.layers[1].up._parameters["weight"]
     report = qdsl.load_weights_(model, source, rename)
-    assert report.dense["far.weight"] == "'far.weight' lies outside of the module 'layers.1'"
+    assert report.dense["far.weight"] == "'far.weight' is not decoded when the module 'layers.1' runs"
     assert torch.equal(model.far.weight, dense.layers[1].up.weight)
     qdsl.save_model(model, tmp_path / "out")
     with qdsl.open(tmp_path / "out") as saved:

@@ -43,6 +43,19 @@ def test_an_index_in_order_is_written_again(tmp_path: Path) -> None:
     assert files(tmp_path / "out") == files(source)
 
 
+def test_what_was_decoded_without_loss_is_encoded_again(tmp_path: Path) -> None:
+    """Such as a router, whose module is no nn.Linear."""
+    packed = [hlane.quantize(weight(*shape)) for shape in ((256, 128), (128, 256))]
+    source = folder(tmp_path / "in", mlp_tensors(*(each.tensors for each in packed)), own_config(packed[0]))
+    for number, dtype in enumerate((torch.bfloat16, torch.float32)):
+        model = mlp()
+        assert qdsl.load_weights_(model, source, dtype=dtype, skip=["up"]).dense.keys() == {"up.weight"}
+        assert qdsl.save_model(model, tmp_path / str(number)).exact and files(tmp_path / str(number)) == files(source)
+    with torch.no_grad():
+        model.up.weight += 1e-7
+    assert not qdsl.save_model(model, tmp_path / "trained").exact
+
+
 def test_a_checkpoint_that_is_gone_is_noted(tmp_path: Path) -> None:
     model = mlp()
     qdsl.load_weights_(model, fp8_mlp(tmp_path / "in"))

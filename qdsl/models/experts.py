@@ -17,7 +17,8 @@ class Experts(nn.Module):
     """E packed weights [N, K], called as a layer or used as the dense tensor [E, N, K] that they stand for.
 
     `experts(x, offsets, bias)` multiplies rows of x, sorted by expert; a GPU needs one launch for few rows.  `experts[e]` decodes
-    one expert, and torch functions such as `torch.bmm(x, experts)` decode all: a model written for a parameter runs unchanged.
+    one expert; torch functions and a tensor's methods, such as `torch.bmm(x, experts)` and `experts.transpose(1, 2)`, decode all:
+    a model written for a parameter runs unchanged.
 
     packed: one weight of E * N rows, or one weight per expert where their tensors cannot be joined (a scale for each expert).
     transposed: the model has them as [E, K, N].  dtype: of decoded weights.  Raises FormatError where rows do not divide.
@@ -107,6 +108,15 @@ class Experts(nn.Module):
         rows = [part.format.linear(x[start:stop], part.packed, None if bias is None else bias[expert])
                 for expert, (part, (start, stop)) in enumerate(zip(parts, pairwise(borders), strict=True))]
         return torch.cat(rows)
+
+    def __getattr__(self, name: str) -> Any:
+        """A module's attribute; else a tensor's, of the dense weights."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or not hasattr(Tensor, name):
+                raise
+        return getattr(self.dequantize(), name)
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

@@ -208,7 +208,7 @@ class _Loader:
     def place(self, step: PackedStep) -> None:
         if step.kind == "dense":
             self._fill(step.name, self._decoded(step))
-            self.origin.decoded = True
+            self.origin.decoded[step.name] = step.layer
             self.report.dense[step.name] = step.why
         elif step.kind == "experts":
             self._place_experts(step)
@@ -341,7 +341,7 @@ class _Loader:
             assert old is not None
             self._fill(step.members[part], tensor.view(old.shape))
             self.report.dense[step.members[part]] = step.dense
-        self.origin.decoded = True
+        self.origin.changed = True
 
 def held_bytes(model: nn.Module) -> dict[str, int]:
     """Bytes of a model's parameters and buffers by device, shared ones once."""

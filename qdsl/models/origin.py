@@ -37,8 +37,8 @@ class Origin:
     files: of each safetensors file its bytes before the tensors, and what those state.  config: the text of config.json, None
     where there is none.  index: the name of the index and its text, None where there is none.  layers, groups: by the names of
     modules.  plain: tensors of the checkpoint by the parameters and buffers that they filled.  settings: small tensors that
-    belong to layers, and that no module holds; unused: those for which the model has no use.  decoded: some weight became plain
-    numbers.
+    belong to layers, and that no module holds; unused: those for which the model has no use.  decoded: packed layers that
+    became plain numbers, by their parameters; changed: others did, too.
     """
 
     path: Path
@@ -51,7 +51,8 @@ class Origin:
     plain: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Tensor] = field(default_factory=dict)
     unused: dict[str, Tensor] = field(default_factory=dict)
-    decoded: bool = False
+    decoded: dict[str, Layer] = field(default_factory=dict)
+    changed: bool = False
 
 
 def origin_of(source: Source) -> Origin:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer
@@ -254,14 +255,15 @@ class _Planner:
         if wrong:
             self.plan.problems += [f"group {shown(group.name)}: {each}" for each in wrong]
         others = [own for own in members.values() if not self._is_inside(name, own)]
-        why = f"{shown(others[0])} lies outside of the module {shown(name)}" if others else ""
+        why = f"{shown(others[0])} is not decoded when the module {shown(name)} runs" if others else ""
         self.plan.groups.append(GroupStep(group, name, members, why))
         self.names.untied.update(members.values())
         self._fill(*members.values())
 
     def _is_inside(self, block: str, weight: str) -> bool:
         """Whether a parameter is that of a module inside of a block, which decodes it before it runs."""
-        return block in self.names.modules and weight in self.names.parameters and (not block or weight.startswith(f"{block}."))
+        runs = not isinstance(self.names.modules.get(block), NonDynamicallyQuantizableLinear | type(None))
+        return runs and weight in self.names.parameters and (not block or weight.startswith(f"{block}."))
 
     def add_plain(self, name: str, full: str) -> None:
         own = renamed(name, self.rename)
@@ -372,7 +374,12 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _is_kind(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module computes as one of torch's kinds does: no subclass with a forward of its own."""
+    """Whether a module computes as one of torch's kinds does: no subclass with a forward of its own, nor one that never runs.
+
+    MultiheadAttention multiplies by the weight of its projection itself, which torch marks by a class of its own.
+    """
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 

@@ -22,6 +22,7 @@ from qdsl.checkpoint.ggml_types import TORCH
 from qdsl.checkpoint.gguf_write import NewTensor
 from qdsl.checkpoint.gguf_write import write as write_gguf
 from qdsl.checkpoint.guard import guarded, unguarded
+from qdsl.checkpoint.layer_weights import module_of
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import Buffer, Header, bytes_of, copy_chunks, laid_out, shown, torch_dtypes
 from qdsl.convert.config import own_settings
@@ -153,11 +154,14 @@ class _Collector:
         plain |= dict(self.model.named_buffers(remove_duplicate=False))
         for name, tensor in plain.items():
             full, is_shared = self.origin.plain.get(name, name), id(tensor) in self._written and name not in self.origin.plain
-            if name not in transient and full not in self.tensors and not is_shared:
+            if name in transient or full in self.tensors or is_shared:
+                continue
+            if not self._add_encoded(name, tensor):
                 self._add_plain(name, full, tensor)
         for full, tensor in self.origin.unused.items():
             self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
-        self.changed |= self.origin.decoded or bool(self.origin.layers.keys() - self._recorded)
+        every = self.origin.layers.keys() | self.origin.decoded.keys()
+        self.changed |= self.origin.changed or bool(every - self._recorded)
 
     def _add_packed(self, name: str, module: PackedModule) -> None:
         parameters = {id(parameter) for parameter in module._held().values()}
@@ -247,6 +251,27 @@ class _Collector:
                     for name, (dtype, shape, data) in small.items()}
         for full, tensor in kept.items():
             self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
+
+    def _add_encoded(self, name: str, tensor: Tensor) -> bool:
+        """Encode a layer again that the checkpoint holds without loss and the model in plain numbers; False where it did not."""
+        layer = self.origin.decoded.get(name)
+        format = module_of(layer).FORMAT if layer is not None and layer.experts is None else None
+        if layer is None or format is None or not format.variant(layer.params).copies or tensor.numel() != math.prod(layer.shape):
+            return False
+        try:
+            weight = format.quantize(tensor.detach().reshape(layer.shape), layer.storage, **layer.params)
+        except FormatError:                                      # numbers that were trained since
+            return False
+        same = torch.equal(format.dequantize(weight, torch.float32), tensor.detach().reshape(layer.shape).float())
+        if not same or weight.tensors.keys() != layer.tensors.keys():
+            return False
+        self._written.add(id(tensor))
+        self._recorded.add(name)
+        for key, value in weight.tensors.items():
+            self._add(layer.tensors[key], value.dtype, tuple(value.shape), value.detach)
+        self._add_settings(layer, weight)
+        self.settings[layer.name] = {"format": layer.format, "storage": layer.storage, **layer.params}
+        return True
 
     def _add_plain(self, name: str, full: str, tensor: Tensor) -> None:
         """A plain tensor, in the dtype that the checkpoint has where that holds its numbers."""
