@@ -57,6 +57,20 @@ def planar_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = 
     return planar_model(model, filter)
 
 
+def fuse_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+    """Store int4 weights of a model's qdsl layers for torch's own int4 operations, in place, one at a time; exact and reversible.
+
+    Layers on a CPU run `torch.ops.aten._weight_int4pack_mm_for_cpu`, layers on an XPU
+    `torch.ops.aten._weight_int4pack_mm_with_scales_and_zeros`.  Fill the model first, move it to its device, then call this.
+    `save_model` writes fused layers as the checkpoint has them.  filter: whether a layer, given with its name, is fused; all are
+    without it.  Returns which layers were fused, and why others were left: a number would change, torch has no such operation for
+    their device, or the operation does not take their rows or groups.
+    """
+    from qdsl.models.fused import fuse_model
+
+    return fuse_model(model, filter)
+
+
 def open(path: Path | str, shapes: Mapping[str, Sequence[int]] | None = None) -> Checkpoint:
     """Open a checkpoint of any producer: a folder of safetensors, a pipeline of such folders, a .safetensors or a .gguf file.
 

@@ -156,7 +156,7 @@ class _Collector:
         if parameters <= self._written and name not in self.origin.layers:
             return                                               # it shares the tensors of another layer
         self._written |= parameters
-        layer, storage = self._record(name, module.packed)
+        layer, storage = self._record(name, module.checkpoint_weight())
         weight = self._as_stored(name, module, storage)
         for tensor, value in weight.tensors.items():
             if tensor not in numbers(_description(weight)):
@@ -196,7 +196,7 @@ class _Collector:
         """A module's weight in the storage that files have; the last one that was converted is kept."""
         if self._converted is None or self._converted[0] is not module:
             self._converted = None
-            self._converted = module, self._convert(name, module.packed, storage)
+            self._converted = module, self._convert(name, module.checkpoint_weight(), storage)
         return self._converted[1]
 
     def _tensor(self, name: str, module: PackedModule, storage: str, tensor: str) -> Tensor:

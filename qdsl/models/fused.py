@@ -1,0 +1,300 @@
+"""Linear layers over int4 weights that torch's own fused operations multiply, on a CPU and on an XPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qdsl.models.experts import Experts
+from qdsl.runtime.convert import unpacked
+from qdsl.runtime.format import Format
+from qdsl.runtime.layers import QuantizedLinear
+from qdsl.runtime.linear import check_bias, check_x
+from qdsl.runtime.model import Report, replace_layers
+from qdsl.runtime.ops import autocast, is_differentiated
+from qdsl.runtime.packed import FormatError, PackedWeight
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)          # of x that the operations take
+CODES = "qweight"                                                # the parameter of a layer that holds codes
+
+
+@dataclass(frozen=True)
+class Int4Operation:
+    """A fused int4 product of torch, called with (x, codes, group size, *scales), and the weights that it reads.
+
+    name, packer: functions of torch.ops.aten; the packer makes the bytes of codes [N, K] that `name` reads on this machine.
+    format: a module of qdsl.generated.  storages: those that can have such bytes, of which `storage()` finds the one.  params:
+    parameters of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows behind the
+    last whole tile; '' where a storage takes all rows.  rows, group: what N and the group size must be multiples of.
+
+    This is the only place that knows which storage belongs to which operation.  A spec describes bytes; which function of a
+    library reads them depends on the version of that library, on the device and on the CPU.
+    """
+
+    name: str
+    format: str
+    storages: tuple[str, ...]
+    arguments: tuple[str, ...]
+    packer: str = ""
+    tail: str = ""
+    rows: int = 1
+    group: int = 32
+    params: tuple[tuple[str, str], ...] = ()
+
+
+# float32 scales on a CPU: the operation computes in their dtype, and in bfloat16 most weights would change.
+OPERATIONS = {
+    "cpu": Int4Operation("_weight_int4pack_mm_for_cpu", "int4pack", ("cpu_avx512", "cpu_avx2", "cpu_scalar"),
+                         ("weight", "scales_and_zeros"), "_convert_weight_to_int4pack_for_cpu", "cpu_rest", rows=16,
+                         params=(("scale_type", "f32"),)),
+    "xpu": Int4Operation("_weight_int4pack_mm_with_scales_and_zeros", "int_group", ("xpu_int4pack",),
+                         ("qweight", "scales", "qzeros")),
+}
+
+
+def operation_for(device: torch.device) -> Int4Operation:
+    """The fused int4 operation of a device.  Raises FormatError where this torch has none."""
+    operation = OPERATIONS.get(device.type)
+    if operation is None:
+        raise FormatError(f"torch has fused int4 operations for {' and '.join(OPERATIONS)}, not for {device.type}")
+    for name in filter(None, (operation.name, operation.packer)):
+        if not hasattr(torch.ops.aten, name):
+            raise FormatError(f"torch {torch.__version__} has no operation aten::{name}")
+    return operation
+
+
+def _format(operation: Int4Operation) -> Format:
+    found: Format = import_module(f"qdsl.generated.{operation.format}").FORMAT
+    return found
+
+
+@cache
+def _storage(operation: Int4Operation) -> str:
+    """The storage that has the bytes of torch's packer on this machine.  Raises FormatError where none has."""
+    if not operation.packer:
+        return operation.storages[0]
+    n, k = 128, 32
+    codes = (torch.arange(n * k) * 2654435761 // 65536 % 16).view(n, k)
+    wanted = getattr(torch.ops.aten, operation.packer)(codes.int(), 1).flatten()
+    fields = {"q": codes.byte(), "s": torch.ones(n, 1), "z": torch.zeros(n, 1)}
+    for storage in operation.storages:
+        packed = _format(operation).pack(fields, storage, group=k, **dict(operation.params))
+        if torch.equal(packed.tensors[operation.arguments[0]].flatten(), wanted):
+            return storage
+    raise FormatError(f"aten::{operation.packer} packs as none of {', '.join(operation.storages)} on this machine")
+
+
+def _parts(packed: PackedWeight, operation: Int4Operation) -> list[PackedWeight]:
+    """The weight as the operation reads it: whole tiles of rows, and what is left behind them.  Raises FormatError."""
+    format, storage, n = _format(operation), _storage(operation), packed.shape[0]
+    if n % operation.rows:
+        raise FormatError(f"N = {n} is no multiple of {operation.rows}, which aten::{operation.name} needs")
+    if not operation.tail:
+        parts = [format.convert(packed, storage, **dict(operation.params))]
+    else:
+        tile = format.empty((1 << 12, 1 << 12), storage).step("N")
+        whole = n // tile * tile
+        parts = [format.convert(packed.shard("N", start, stop), kind, **dict(operation.params))
+                 for start, stop, kind in ((0, whole, storage), (whole, n, operation.tail)) if start < stop]
+    group = parts[0].sizes["group"]
+    if group % operation.group:
+        raise FormatError(f"groups of {group} are no multiple of {operation.group}, which aten::{operation.name} needs")
+    return parts
+
+
+class FusedLinear(QuantizedLinear):
+    """A linear layer over an int4 weight that one of torch's own operations multiplies.
+
+    Its parameters are the tensors that the operation takes: `qweight` as torch packs it, scales, and `ret_idx` where columns are
+    stored by groups (act-order).  `checkpoint_weight()` converts them back, bit for bit, to the weight it was made of.
+
+    Forward calls the operation for x in float16, bfloat16 and float32 on the device whose operation it is.  Where x needs
+    gradients, for float64, under `batch_invariant` and on other devices it runs the format's own `linear`.  On a CPU products
+    and sums are float32.  On an XPU they are in x's dtype if scales have it too, else float32.
+    """
+
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+        """packed: a weight [N, K] of any format.  Raises FormatError where the operation of its device cannot hold it exactly."""
+        nn.Module.__init__(self)
+        check_bias(bias, packed.shape)
+        self.out_features, self.in_features = packed.shape
+        self.compute_dtype = dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
+        self.device_type, self.operation = packed.device.type, operation_for(packed.device)
+        parts = _parts(packed, self.operation)
+        self.format, self.group = parts[0].format, parts[0].sizes["group"]
+        self._layouts = [(part.derive({}), part.tensors[self.operation.arguments[0]].shape) for part in parts]
+        self._packed = parts[0].derive({}, packed.shape)
+        self._source = packed.apply(lambda tensor: tensor.to("meta"))
+        codes, *others = self.operation.arguments
+        order = [parts[0].layout.order] if parts[0].order is not None else []
+        self._names = {codes: CODES, **{name: name for name in (*others, *order)}}
+        for name, own in self._names.items():
+            self.register_parameter(own, nn.Parameter(_joined(parts, name, name == codes), requires_grad=False))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        if different := _different(packed, self.checkpoint_weight()):
+            raise FormatError(f"{packed.format.name}.{packed.storage} would not come back bit for bit: '{different}' differs")
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[PackedWeight]:
+        """The rows of the weight in whole tiles, and those behind them: views of the layer's tensors."""
+        return self._views(self._held())
+
+    def _views(self, tensors: Mapping[str, Tensor]) -> list[PackedWeight]:
+        views, start = [], 0
+        codes, *scales = self.operation.arguments
+        for layout, shape in self._layouts:
+            rows = layout.shape[0]
+            part = {name: tensor.detach() for name, tensor in tensors.items()}
+            part[codes] = part[codes].narrow(0, start, rows).view(shape)
+            part |= {name: part[name].narrow(_rows_axis(layout, name), start, rows) for name in scales}
+            views.append(layout.derive(part))
+            start += rows
+        return views
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight in the operation's format; rows behind whole tiles make it a copy, in the storage that has no tiles."""
+        parts = self.parts()
+        if len(parts) == 1:
+            return parts[0]
+        return PackedWeight.join([part.format.convert(part, self.operation.tail) for part in parts])
+
+    def checkpoint_weight(self) -> PackedWeight:
+        """The weight in the format, storage and parameters that it had before it was fused: a copy."""
+        source = self._source
+        weight = source.format.convert(self.packed, source.storage, **source.params)
+        tensors = {**weight.tensors, **_defaults(weight, source.tensors.keys() - weight.tensors.keys())}
+        return source.derive({name: tensors[name] for name in weight.layout.tensors if name in tensors})
+
+    def _note(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, checked.  Raises FormatError for those that are no weight."""
+        for part in self._views(held):
+            part.format.checked(part)
+        return dict(held)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+                              missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
+        """Load tensors of the same operation, or report what does not fit and load nothing; no dtype is converted."""
+        held = self._held()
+        loaded = {name: state_dict[prefix + own] for name, own in self._names.items() if prefix + own in state_dict}
+        wrong = [f"mismatch for {prefix}{self._names[name]}: the state_dict has {str(tensor.dtype)[6:]} {list(tensor.shape)}, "
+                 f"the layer {str(held[name].dtype)[6:]} {list(held[name].shape)}" for name, tensor in loaded.items()
+                 if (tensor.dtype, tensor.shape) != (held[name].dtype, held[name].shape)]
+        try:
+            if not wrong and not any(tensor.is_meta for tensor in (*held.values(), *loaded.values())):
+                self._note({**held, **loaded})
+        except FormatError as error:
+            wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
+        if wrong:
+            error_msgs += wrong
+            return
+        nn.Module._load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+                                        error_msgs)
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def forward(self, input: Tensor) -> Tensor:
+        check_x(input, self.bias, self._packed.shape, self.get_parameter(CODES).device)
+        x = autocast(input)
+        return self._fused(x) if self._takes(x) else self._ordinary(x)
+
+    def _takes(self, x: Tensor) -> bool:
+        """Whether the operation multiplies x; it has no derivatives and no batching rules."""
+        if self.batch_invariant or x.dtype not in DTYPES or x.device.type != self.device_type or not x.numel():
+            return False
+        if torch.is_grad_enabled() and x.requires_grad:
+            return False
+        return torch.compiler.is_compiling() or not is_differentiated(x, None)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        tensors = self._held()
+        codes, *scales = [tensors[name] for name in self.operation.arguments]
+        dtype = x.dtype if x.dtype == scales[0].dtype else torch.float32
+        order = tensors.get(self._packed.layout.order)
+        rows = x.reshape(-1, self.in_features) if order is None else x.reshape(-1, self.in_features).index_select(1, order)
+        scales = [scale.to(dtype) if scale.is_floating_point() else scale for scale in scales]
+        product = getattr(torch.ops.aten, self.operation.name)
+        out: Tensor = product(rows.to(dtype).contiguous(), codes, self.group, *scales)
+        out = out if self.bias is None else out + self.bias.to(dtype)
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def _ordinary(self, x: Tensor) -> Tensor:
+        """The product by the format's own `linear`, differentiable."""
+        parts = self.parts()
+        rows = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if self.bias is None else torch.split(self.bias, rows)
+        return torch.cat([part.format.linear(x, part, bias, batch_invariant=self.batch_invariant)
+                          for part, bias in zip(parts, biases, strict=True)], -1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, operation={self.operation.name}"
+
+
+def _rows_axis(weight: PackedWeight, name: str) -> int:
+    """The axis of a tensor that runs along rows of the weight."""
+    return next(place for place, axis in enumerate(weight.layout.tensors[name].axes) if axis.dim == "N")
+
+
+def _joined(parts: Sequence[PackedWeight], name: str, is_codes: bool) -> Tensor:
+    """A tensor of all parts as the operation takes it: codes [N, ...] one part after the other, scales along their rows."""
+    tensors = [part.tensors[name] for part in parts]
+    if is_codes:
+        rows = [tensor.reshape(part.shape[0], -1) for part, tensor in zip(parts, tensors, strict=True)]
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
+    if len(parts) == 1 or name == parts[0].layout.order:
+        return tensors[0]
+    return torch.cat(tensors, _rows_axis(parts[0], name))
+
+
+def _defaults(weight: PackedWeight, names: Collection[str]) -> dict[str, Tensor]:
+    """Optional tensors of a weight that has none of these, as their defaults would be stored."""
+    if not names:
+        return {}
+    fields: dict[str, Tensor] = unpacked(weight, lambda held: True)      # without numbers, for their shapes
+    for name in names:
+        own = str(weight.layout.tensors[name].optional)
+        fields[own] = weight.format.default(weight.variant, own, weight.shape, weight.sizes, weight.device)
+    stored = [name for name in weight.variant.fields if name not in weight.layout.where]
+    tensors = weight.layout.tensors_of({name: fields.get(name) for name in stored}, weight.extents)
+    return {name: tensors[name].contiguous() for name in names}
+
+
+def _different(before: PackedWeight, after: PackedWeight) -> str:
+    """The first tensor that is not the same bits; '' where there is none."""
+    for name in {**before.tensors, **after.tensors}:
+        pair = [weight.tensors[name].contiguous() for weight in (before, after) if name in weight.tensors]
+        if len(pair) < 2 or (pair[0].dtype, pair[0].shape) != (pair[1].dtype, pair[1].shape) \
+                or not torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in pair)):
+            return name
+    return ""
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def fuse_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+    """Put FusedLinear layers in place of a model's quantized linear layers; `qdsl.fuse_` explains the arguments."""
+    stacked = {id(part) for module in model.modules() if isinstance(module, Experts) for part in module.parts}
+    owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
+
+    def fused(layer: QuantizedLinear) -> QuantizedLinear | str:
+        if isinstance(layer, FusedLinear):
+            return "fused already"
+        if id(layer) in stacked:
+            return "experts of a stack are multiplied together"
+        if any(owners[id(tensor)] > 1 for tensor in layer._held().values()):
+            return "another module has the same tensors"
+        try:
+            return FusedLinear(layer.packed, layer.bias, layer.compute_dtype)
+        except FormatError as error:
+            return str(error)
+
+    return replace_layers(model, "stored for torch's fused int4 operations", fused, filter)
