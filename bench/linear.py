@@ -25,7 +25,7 @@ TIME_GOALS = {"q8_0": 2.5, "q4_0": 4.0}                          # times the tim
 CACHE = 96 << 20                                                 # bytes that the copies of a weight have together, at least
 
 
-FUSED = ("int_group", "gptq_v2", {"bits": 4})                    # measured as torch's int4 operation too, as `qdsl.fuse_` stores it
+FUSED = ("int_group", "gptq_v2", {"bits": 4})                    # measured through torch's int4 operation too, as fuse_ stores it
 
 
 def figures(rounds: int) -> Iterator[Figure]:

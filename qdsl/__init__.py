@@ -62,6 +62,7 @@ def fuse_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = No
 
     Layers on a CPU run `torch.ops.aten._weight_int4pack_mm_for_cpu`, layers on an XPU
     `torch.ops.aten._weight_int4pack_mm_with_scales_and_zeros`.  Fill the model first, move it to its device, then call this.
+    On a CPU torch's operation is fast in bfloat16 alone; layers called with other dtypes run as before.
     `save_model` writes fused layers as the checkpoint has them.  filter: whether a layer, given with its name, is fused; all are
     without it.  Returns which layers were fused, and why others were left: a number would change, torch has no such operation for
     their device, or the operation does not take their rows or groups.

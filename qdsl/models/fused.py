@@ -21,7 +21,7 @@ from qdsl.runtime.model import Report, replace_layers
 from qdsl.runtime.ops import autocast, is_differentiated
 from qdsl.runtime.packed import FormatError, PackedWeight
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)          # of x that the operations take
+TERMS = 3                                                        # numbers of bfloat16 that a float32 is at most the sum of
 CODES = "qweight"                                                # the parameter of a layer that holds codes
 
 
@@ -33,6 +33,8 @@ class Int4Operation:
     format: a module of qdsl.generated.  storages: those that can have such bytes, of which `storage()` finds the one.  params:
     parameters of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows behind the
     last whole tile; '' where a storage takes all rows.  rows, group: what N and the group size must be multiples of.
+    dtypes: of x for which the operation is called.  split: scales are held as a sum of tensors [terms, ...] in the first of these
+    dtypes, and the operation is called once for each term.
 
     This is the only place that knows which storage belongs to which operation.  A spec describes bytes; which function of a
     library reads them depends on the version of that library, on the device and on the CPU.
@@ -47,13 +49,16 @@ class Int4Operation:
     rows: int = 1
     group: int = 32
     params: tuple[tuple[str, str], ...] = ()
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+    split: bool = False
 
 
-# float32 scales on a CPU: the operation computes in their dtype, and in bfloat16 most weights would change.
+# On x86 torch has vector kernels for x and scales in bfloat16 alone; its loops for other dtypes are 30 to 110 times slower.  Most
+# scales are no numbers of bfloat16 and sums of two: a float16 has 11 bits, its product with a zero point 15, two terms have 16.
 OPERATIONS = {
     "cpu": Int4Operation("_weight_int4pack_mm_for_cpu", "int4pack", ("cpu_avx512", "cpu_avx2", "cpu_scalar"),
                          ("weight", "scales_and_zeros"), "_convert_weight_to_int4pack_for_cpu", "cpu_rest", rows=16,
-                         params=(("scale_type", "f32"),)),
+                         params=(("scale_type", "f32"),), dtypes=(torch.bfloat16,), split=True),
     "xpu": Int4Operation("_weight_int4pack_mm_with_scales_and_zeros", "int_group", ("xpu_int4pack",),
                          ("qweight", "scales", "qzeros")),
 }
@@ -115,9 +120,10 @@ class FusedLinear(QuantizedLinear):
     Its parameters are the tensors that the operation takes: `qweight` as torch packs it, scales, and `ret_idx` where columns are
     stored by groups (act-order).  `checkpoint_weight()` converts them back, bit for bit, to the weight it was made of.
 
-    Forward calls the operation for x in float16, bfloat16 and float32 on the device whose operation it is.  Where x needs
-    gradients, for float64, under `batch_invariant` and on other devices it runs the format's own `linear`.  On a CPU products
-    and sums are float32.  On an XPU they are in x's dtype if scales have it too, else float32.
+    Forward calls the operation for x in the dtypes for which it is fast: on a CPU bfloat16, on an XPU float16, bfloat16 and
+    float32.  For other dtypes, where x needs gradients, under `batch_invariant` and on other devices it runs the format's own
+    `linear`.  On a CPU weights are exact, products and sums float32, and each term of the scales adds one rounding to bfloat16.
+    On an XPU the operation gets x and scales in x's dtype if scales have it too, else in float32.
     """
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
@@ -136,7 +142,9 @@ class FusedLinear(QuantizedLinear):
         order = [parts[0].layout.order] if parts[0].order is not None else []
         self._names = {codes: CODES, **{name: name for name in (*others, *order)}}
         for name, own in self._names.items():
-            self.register_parameter(own, nn.Parameter(_joined(parts, name, name == codes), requires_grad=False))
+            tensor = _joined(parts, name, name == codes)
+            tensor = _terms(tensor, self.operation.dtypes[0]) if self._is_split(name) else tensor
+            self.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         if different := _different(packed, self.checkpoint_weight()):
             raise FormatError(f"{packed.format.name}.{packed.storage} would not come back bit for bit: '{different}' differs")
@@ -144,15 +152,19 @@ class FusedLinear(QuantizedLinear):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[PackedWeight]:
-        """The rows of the weight in whole tiles, and those behind them: views of the layer's tensors."""
+        """The rows of the weight in whole tiles, and those behind them: views, with the terms of scales added."""
         return self._views(self._held())
+
+    def _is_split(self, name: str) -> bool:
+        """Whether a tensor is held as terms [terms, ...]."""
+        return self.operation.split and name in self.operation.arguments[1:]
 
     def _views(self, tensors: Mapping[str, Tensor]) -> list[PackedWeight]:
         views, start = [], 0
         codes, *scales = self.operation.arguments
+        whole = {name: _sum(tensor.detach()) if self._is_split(name) else tensor.detach() for name, tensor in tensors.items()}
         for layout, shape in self._layouts:
-            rows = layout.shape[0]
-            part = {name: tensor.detach() for name, tensor in tensors.items()}
+            rows, part = layout.shape[0], dict(whole)
             part[codes] = part[codes].narrow(0, start, rows).view(shape)
             part |= {name: part[name].narrow(_rows_axis(layout, name), start, rows) for name in scales}
             views.append(layout.derive(part))
@@ -208,7 +220,7 @@ class FusedLinear(QuantizedLinear):
 
     def _takes(self, x: Tensor) -> bool:
         """Whether the operation multiplies x; it has no derivatives and no batching rules."""
-        if self.batch_invariant or x.dtype not in DTYPES or x.device.type != self.device_type or not x.numel():
+        if self.batch_invariant or x.dtype not in self.operation.dtypes or x.device.type != self.device_type or not x.numel():
             return False
         if torch.is_grad_enabled() and x.requires_grad:
             return False
@@ -217,13 +229,14 @@ class FusedLinear(QuantizedLinear):
     def _fused(self, x: Tensor) -> Tensor:
         tensors = self._held()
         codes, *scales = [tensors[name] for name in self.operation.arguments]
-        dtype = x.dtype if x.dtype == scales[0].dtype else torch.float32
         order = tensors.get(self._packed.layout.order)
         rows = x.reshape(-1, self.in_features) if order is None else x.reshape(-1, self.in_features).index_select(1, order)
-        scales = [scale.to(dtype) if scale.is_floating_point() else scale for scale in scales]
+        dtype = x.dtype if x.dtype == scales[0].dtype else torch.float32
+        terms = [(term,) for term in scales[0]] if self.operation.split else [
+            tuple(scale.to(dtype) if scale.is_floating_point() else scale for scale in scales)]
         product = getattr(torch.ops.aten, self.operation.name)
-        out: Tensor = product(rows.to(dtype).contiguous(), codes, self.group, *scales)
-        out = out if self.bias is None else out + self.bias.to(dtype)
+        out = _sum([product(rows.to(dtype).contiguous(), codes, self.group, *term) for term in terms])
+        out = out if self.bias is None else out + self.bias.float()
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _ordinary(self, x: Tensor) -> Tensor:
@@ -252,6 +265,25 @@ def _joined(parts: Sequence[PackedWeight], name: str, is_codes: bool) -> Tensor:
     if len(parts) == 1 or name == parts[0].layout.order:
         return tensors[0]
     return torch.cat(tensors, _rows_axis(parts[0], name))
+
+
+def _terms(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Tensors [terms, ...] in a narrower dtype whose sum is exactly `scales`.  Raises FormatError where there are none."""
+    terms, left = [scales.to(dtype)], scales - scales.to(dtype)
+    while bool((left != 0).any()) and len(terms) < TERMS:
+        terms.append(left.to(dtype))
+        left = left - terms[-1]
+    if not torch.equal(_sum(terms), scales):
+        raise FormatError(f"scales are no sums of {TERMS} numbers in {str(dtype)[6:]}")
+    return torch.stack(terms)
+
+
+def _sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
+    """The sum in float32 of tensors, or along the first axis of a tensor, the first two first."""
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term.float()
+    return total
 
 
 def _defaults(weight: PackedWeight, names: Collection[str]) -> dict[str, Tensor]:
@@ -297,4 +329,11 @@ def fuse_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None
         except FormatError as error:
             return str(error)
 
-    return replace_layers(model, "stored for torch's fused int4 operations", fused, filter)
+    report = replace_layers(model, "stored for torch's fused int4 operations", fused, filter)
+    for name in report.quantized:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, FusedLinear)
+        if layer.compute_dtype not in layer.operation.dtypes:
+            fast = " and ".join(str(dtype)[6:] for dtype in layer.operation.dtypes)
+            report.notes[name] = f"runs unfused in {str(layer.compute_dtype)[6:]}: cast the model to {fast}"
+    return report
