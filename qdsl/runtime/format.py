@@ -517,6 +517,7 @@ class Format:
         A weight of another format with the same codes becomes one of this, where runtime/adopt.py finds no number that would
         change.
         """
+        self.complete(params)
         is_own = packed.format is self and packed.params == {**packed.params, **params}
         if storage == packed.storage and is_own:
             return packed
