@@ -30,7 +30,7 @@ class Int4Operation:
     """A fused int4 product of torch, called with (x, codes, group size, *scales), and the weights that it reads.
 
     name, packer: functions of torch.ops.aten; the packer makes the bytes of codes [N, K] that `name` reads on this machine.
-    format: a module of qdsl.generated.  storages: those that can have such bytes, of which `storage()` finds the one.  params:
+    format: a module of qdsl.generated.  storages: those that can have such bytes, of which `_storage` finds the one.  params:
     parameters of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows behind the
     last whole tile; '' where a storage takes all rows.  rows, group: what N and the group size must be multiples of.
     dtypes: of x for which the operation is called.  split: scales are held as a sum of tensors [terms, ...] in the first of these
