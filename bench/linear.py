@@ -25,8 +25,11 @@ TIME_GOALS = {"q8_0": 2.5, "q4_0": 4.0}                          # times the tim
 CACHE = 96 << 20                                                 # bytes that the copies of a weight have together, at least
 
 
+FUSED = ("int_group", "gptq_v2", {"bits": 4})                    # measured through torch's int4 operation too, as fuse_ stores it
+
+
 def figures(rounds: int) -> Iterator[Figure]:
-    """Rates of the compiled products, and the time of both ways beside dense bfloat16."""
+    """Rates of the compiled products, the time of both ways beside dense bfloat16, and that of torch's int4 operation to both."""
     for name, storage, params in storages():
         what = title(name, storage, params)
         if what not in WHOLE + OTHERS:
@@ -42,6 +45,8 @@ def figures(rounds: int) -> Iterator[Figure]:
             times = [[seconds / count for seconds in side]
                      for side, count in zip(calls(sides, rounds, same=False), counts, strict=False)]
             yield from _figures(what, rows, nbytes, *times)
+    for rows in (1, 32):
+        yield from _fused_figures(rows, rounds)
 
 
 def _figures(what: str, rows: int, nbytes: int, dense: list[float], compiled: list[float], tiles: list[float],
@@ -56,6 +61,27 @@ def _figures(what: str, rows: int, nbytes: int, dense: list[float], compiled: li
                      note=note)
     if gguf:
         yield Figure(f"linear {what}, M = {rows}, compiled, to gguf-py and matmul", "x", ratios(gguf, compiled))
+
+
+def _fused_figures(rows: int, rounds: int) -> Iterator[Figure]:
+    name, storage, params = FUSED
+    arguments = {"name": name, "storage": storage, "params": params, "rows": rows}
+    sides = [Side(fused, arguments), Side(ours, {**arguments, "compiled": True}), Side(ours, {**arguments, "compiled": False})]
+    torchs, *others = calls(sides, rounds, same=False)
+    note = f"{1000 * Figure('', 's', torchs).median / _copies(packed(name, storage, **params).nbytes):.2f} ms"
+    for way, seconds in zip(("compiled", "tiles"), others, strict=True):
+        yield Figure(f"linear {title(*FUSED)}, M = {rows}, torch's int4 operation, time to {way}", "x", ratios(torchs, seconds),
+                     more=False, note=note)
+
+
+def fused(name: str, storage: str, params: dict[str, Any], rows: int) -> Callable[[], Tensor]:
+    """The layers that `qdsl.fuse_` makes."""
+    from qdsl.models.fused import FusedLinear
+
+    torch.set_num_threads(THREADS)
+    weight, x = packed(name, storage, **params), _x(rows)
+    layers = [FusedLinear(weight.apply(torch.clone)) for _ in range(_copies(weight.nbytes))]
+    return lambda: torch.cat([layer(x) for layer in layers])
 
 
 def ours(name: str, storage: str, params: dict[str, Any], rows: int, compiled: bool) -> Callable[[], Tensor]:

@@ -57,6 +57,21 @@ def planar_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = 
     return planar_model(model, filter)
 
 
+def fuse_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+    """Store int4 weights of a model's qdsl layers for torch's own int4 operations, in place, one at a time; exact and reversible.
+
+    Layers on a CPU run `torch.ops.aten._weight_int4pack_mm_for_cpu`, layers on an XPU
+    `torch.ops.aten._weight_int4pack_mm_with_scales_and_zeros`.  Fill the model first, move it to its device, then call this.
+    On a CPU torch's operation is fast in bfloat16 alone; layers called with other dtypes run as before.
+    `save_model` writes fused layers as the checkpoint has them.  filter: whether a layer, given with its name, is fused; all are
+    without it.  Returns which layers were fused, and why others were left: a number would change, torch has no such operation for
+    their device, or the operation does not take their rows or groups.
+    """
+    from qdsl.models.fused import fuse_model
+
+    return fuse_model(model, filter)
+
+
 def packed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The stored tensors of a model's qdsl layers, by their names in the model; a tied one under every name."""
     from qdsl.runtime.distributed import packed_parameters as find_packed

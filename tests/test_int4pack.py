@@ -178,3 +178,29 @@ def test_only_codes_that_are_there_count() -> None:
     fields["q"].clamp_(7, 8)                                     # 0 and s alone
     made = int4pack.convert(int_group.pack(fields, storage="awq", **packed.params), "cpu_avx2")
     assert torch.equal(int4pack.dequantize(made, torch.float32), (fields["q"] - 7.) * fields["s"].repeat_interleave(64, 1))
+
+
+@pytest.mark.parametrize("storage", ["gptq_v2", "gptq_v1", "awq", "pack_quantized", "marlin", "modelopt", "planar"])
+def test_integers_come_back_from_floats(storage: str) -> None:
+    """Zero points are solved for, block by block, and scales take the dtype that is asked for."""
+    packed = int_group.convert(gptq("pack_quantized" if storage == "planar" else storage), storage)
+    back = int_group.convert(int4pack.convert(packed, "cpu_avx512"), storage, **packed.params)
+    assert back.params == packed.params
+    assert all(same_bits(back.tensors[name], tensor) for name, tensor in packed.tensors.items() if name != "g_idx")
+    if storage != "awq":
+        return
+    wide = int4pack.convert(packed, "cpu_avx512")
+    wide.tensors["scales_and_zeros"][0, 0, 1] += 1e-3
+    with pytest.raises(FormatError, match="int_group cannot hold this weight of int4pack: at row 0, column 0"):
+        int_group.convert(wide, storage, **packed.params)
+
+
+def test_other_parameters_of_the_same_format() -> None:
+    packed = int4pack.quantize(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), "torchao", group=64)
+    wide = int4pack.convert(packed, "cpu_avx512", scale_type="f32")
+    assert wide.params == {"group": 64, "scale_type": "f32"}
+    assert torch.equal(int4pack.dequantize(wide, torch.float32), int4pack.dequantize(packed, torch.float32))
+    back = int4pack.convert(wide, "torchao", scale_type="bf16")
+    assert all(same_bits(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
+    with pytest.raises(FormatError, match="int4pack has no parameter 'bits'"):
+        int4pack.convert(packed, "cpu_avx512", bits=4)

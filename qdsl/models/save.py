@@ -31,6 +31,7 @@ from qdsl.files import flush_folder, replacing, write_text
 from qdsl.models.experts import Experts
 from qdsl.models.origin import Origin, origin_in
 from qdsl.rewrite.complete import INDICES, WEIGHTS, regular_files
+from qdsl.runtime.convert import default_tensors
 from qdsl.runtime.layout import PLANAR
 from qdsl.runtime.module import PackedModule
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -168,7 +169,7 @@ class _Collector:
         if parameters <= self._written and name not in self.origin.layers:
             return                                               # it shares the tensors of another layer
         self._written |= parameters
-        layer, storage = self._record(name, module.packed)
+        layer, storage = self._record(name, module.checkpoint_weight())
         weight = self._as_stored(name, module, storage)
         for tensor, value in weight.tensors.items():
             if tensor not in numbers(_description(weight)):
@@ -211,25 +212,22 @@ class _Collector:
         """A module's weight in the storage that files have; the last one that was converted is kept."""
         if self._converted is None or self._converted[0] is not module:
             self._converted = None
-            self._converted = module, self._convert(name, module.packed, storage)
+            self._converted = module, self._convert(name, module.checkpoint_weight(), storage)
         return self._converted[1]
 
     def _tensor(self, name: str, module: PackedModule, storage: str, tensor: str) -> Tensor:
         return self._as_stored(name, module, storage).tensors[tensor]
 
     def _convert(self, name: str, weight: PackedWeight, storage: str) -> PackedWeight:
-        """A weight in the storage of files, with an index of columns in order where the files had one."""
+        """A weight in the storage of files, with tensors of defaults, such as columns in order, where the files had them."""
         try:
             stored = weight.format.convert(weight, storage)
         except FormatError as error:
             raise SaveError(f"layer {shown(name)}: {weight.format.name}.{weight.storage} cannot be written as {storage}: {error}"
                             ) from None
         record = self.origin.layers.get(name)
-        lost = [key for key, tensor in stored.layout.tensors.items() if tensor.dtype == "index" and key not in stored.tensors
-                and record is not None and key in record.tensors]
-        indices = {key: stored.format.default(stored.variant, stored.layout.tensors[key].optional, stored.shape, stored.sizes,
-                                              stored.device) for key in lost}
-        return stored.derive({**stored.tensors, **indices}) if lost else stored
+        lost = [] if record is None else [key for key in record.tensors if key not in stored.tensors]
+        return stored.derive({**stored.tensors, **default_tensors(stored, lost)}) if lost else stored
 
     def _full_name(self, layer: Layer, weight: PackedWeight, name: str) -> str:
         if name in layer.tensors:

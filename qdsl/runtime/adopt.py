@@ -27,28 +27,36 @@ if TYPE_CHECKING:
 WIDEST = "f32"
 
 
-def adopt(format: Format, packed: PackedWeight, storage: str) -> tuple[dict[str, Tensor], dict[str, int | str]]:
-    """The codes of `packed`, a weight of another format, as tensors of a storage of `format`, and its parameters.
+def adopt(format: Format, packed: PackedWeight, storage: str, wanted: Mapping[str, int | str],
+          ) -> tuple[dict[str, Tensor], dict[str, int | str]]:
+    """The codes of `packed`, a weight of another format or of other parameters, as tensors of a storage of `format`, and its
+    parameters.
 
-    Zeros may change their sign, nothing else.  Types of scales stay what they are, or become float32.  Raises FormatError where
-    fields differ in more than their types, with the place of the first number that would change, and where the storage cannot
-    hold the weight.
+    wanted: parameters that the result must have.  Without them types of scales stay what they are, or become float32.  Zeros may
+    change their sign, nothing else.  Raises FormatError where fields differ in more than their types, with the place of the first
+    number that would change, and where the storage cannot hold the weight.
     """
     failed: FormatError | None = None
-    for params in _choices(format, packed):
+    for params in _choices(format, packed, wanted):
         try:
             format.storage(storage, params)
-            return _Adoption(format, packed, storage, params).tensors(), params
+            tensors = _Adoption(format, packed, storage, params).tensors()
+            made = PackedWeight(format, storage, tensors, packed.shape, params)
+            left = convert.omitted(made, made.layout)
+            return {name: tensor for name, tensor in tensors.items() if name not in left}, params
         except FormatError as error:
             failed = failed or error
     assert failed is not None
     raise failed
 
 
-def _choices(format: Format, packed: PackedWeight) -> Iterator[dict[str, int | str]]:
-    """Parameters of the format: those of the weight, and then types as wide as they can be."""
+def _choices(format: Format, packed: PackedWeight, wanted: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
+    """Parameters of the format: those that are wanted, else those of the weight, and then types as wide as they can be."""
     shared: dict[str, int | str] = {}
     for name, values in format.params.items():
+        if name in wanted:
+            shared[name] = wanted[name]
+            continue
         value = packed.params.get(name)
         value = value if value in values or name not in packed.sizes else packed.sizes[name]      # -1, the whole axis
         if isinstance(value, int) and value not in values:
@@ -58,17 +66,21 @@ def _choices(format: Format, packed: PackedWeight) -> Iterator[dict[str, int | s
     wide: dict[str, int | str] = {name: WIDEST for name, values in format.params.items() if WIDEST in values}
     first = format.complete({**wide, **shared})
     yield first
-    if (widest := {**first, **wide}) != first:
+    if (widest := {**first, **wide, **wanted}) != first:
         yield widest
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What becomes of a field: it keeps its bits, or its numbers, or is what the weight is at a code."""
+    """What becomes of a field: it keeps its bits, or its numbers, or is what the weight is at a code.
+
+    choices: how many values a field of integers has; of these it takes the one that makes the weight at the code what it was.
+    """
 
     dtype: torch.dtype
     bits: bool = False
     code: int | None = None
+    choices: int = 0
 
 
 class _Adoption:
@@ -78,7 +90,8 @@ class _Adoption:
         self.packed = packed
         self.other = PackedWeight(format, storage, {}, packed.shape, params)
         moved = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
-        if (moved or packed.order is not None) and not self.other.layout.order:
+        has_index = any(stored.dtype == "index" for stored in self.other.layout.tensors.values())
+        if (moved or packed.order is not None) and not self.other.layout.order and not has_index:
             raise FormatError(f"{format.name}.{storage} has columns in order; those of this weight belong to groups all over K "
                               "(act-order)")
         self.ways = self._ways()
@@ -118,20 +131,21 @@ class _Adoption:
                 found[name] = _Way(dtype, bits=True)
             elif alike and floats:
                 found[name] = _Way(dtype)
-            elif self._blocks() is not None and (code := self._code_of(name)) is not None:
+            elif self._blocks() is not None and (code := _code_of(self.other, name)) is not None:
                 found[name] = _Way(dtype, code=code)
+            elif self._blocks() is not None and _choices_of(kinds[0]) and (code := _code_of(self.packed, name)) is not None:
+                found[name] = _Way(dtype, code=code, choices=_choices_of(kinds[0]))
             else:
                 raise FormatError(f"'{name}' is {kinds[1]} [{_text(other[name])}] in {names[1]} and {kinds[0]} [{_text(field)}] "
                                   f"in {names[0]}")
         return found
 
-    def _code_of(self, name: str) -> int | None:
-        return _code_of(self.other.format, tuple(self.other.params.items()), name)
-
     def _made(self, part: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The fields of the other format, of rows of the weight."""
         found: dict[str, Tensor] = {}
         for name, way in self.ways.items():
+            if way.choices:
+                continue
             if way.code is not None:
                 found[name] = _at(part, fields, way.code).to(way.dtype)
                 continue
@@ -139,8 +153,23 @@ class _Adoption:
             value = fields[name] if name in fields or default is None else \
                 part.format.default(part.variant, name, part.shape, part.sizes, part.device)
             found[name] = value.view(way.dtype) if way.bits else value.to(way.dtype)
+        found |= {name: self._solved(way, name, found, fields[name]) for name, way in self.ways.items() if way.choices}
         index = {name: fields[name] for name, field in self.other.variant.fields.items() if field.groups and name in fields}
         return {**found, **index}
+
+    def _solved(self, way: _Way, name: str, made: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
+        """A field of integers with which the weight at a code is `wanted`; the middle one where several or none are such."""
+        assert way.code is not None
+        first = way.choices // 2
+        solved = torch.full(wanted.shape, first, dtype=way.dtype, device=wanted.device)
+        is_open = torch.ones(wanted.shape, dtype=torch.bool, device=wanted.device)
+        for choice in sorted(range(way.choices), key=lambda choice: abs(choice - first)):
+            fits = is_open & (_at(self.other, {**made, name: torch.full_like(solved, choice)}, way.code) == wanted)
+            solved[fits] = choice
+            is_open &= ~fits
+            if not bool(is_open.any()):
+                break
+        return solved
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -197,9 +226,21 @@ def _at(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
     return part.variant.decode(**blocks, **{name: torch.full(one.shape, code, dtype=torch.uint8, device=one.device)})
 
 
+def _choices_of(kind: str) -> int:
+    """How many values a type of unsigned integers of up to 8 bits has; 0 for other types."""
+    known = number(kind)
+    is_small = known is not None and not known.is_float and known.kind == "unsigned" and known.bits <= 8
+    return 1 << known.bits if known is not None and is_small else 0
+
+
+def _code_of(packed: PackedWeight, name: str) -> int | None:
+    """The code at which decode is this field, whatever the others, floats all, are; None where there is none."""
+    return _code_at(packed.format, tuple(packed.params.items()), name)
+
+
 @cache
-def _code_of(format: Format, params: tuple[tuple[str, int | str], ...], name: str) -> int | None:
-    """The code at which decode is this field, whatever the others, floats all, are: found by trying two numbers for each."""
+def _code_at(format: Format, params: tuple[tuple[str, int | str], ...], name: str) -> int | None:
+    """As _code_of: by trying two numbers for each field."""
     given = dict(params)
     variant = format.variant(given)
     code = str(_code(variant))

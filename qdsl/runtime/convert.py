@@ -62,6 +62,19 @@ def unpacked(packed: PackedWeight, spared: Callable[[set[str]], bool]) -> dict[s
     return packed.layout.fields_of(given, packed.extents)
 
 
+def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, Tensor]:
+    """Optional tensors of a weight that has none of these, as their defaults would be stored."""
+    if not names:
+        return {}
+    fields: dict[str, Tensor] = unpacked(weight, lambda held: True)      # without numbers, for their shapes
+    for name in names:
+        own = str(weight.layout.tensors[name].optional)
+        fields[own] = weight.format.default(weight.variant, own, weight.shape, weight.sizes, weight.device)
+    stored = [name for name in weight.variant.fields if name not in weight.layout.where]
+    tensors = weight.layout.tensors_of({name: fields.get(name) for name in stored}, weight.extents)
+    return {name: tensors[name].contiguous() for name in names}
+
+
 # -- by words ---------------------------------------------------------------------------------------------------------
 
 

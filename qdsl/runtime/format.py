@@ -516,20 +516,25 @@ class Format:
         self._own(packed)
         return lookup.dequantize_rows(packed, index, dtype)
 
-    def convert(self, packed: PackedWeight, storage: str) -> PackedWeight:
+    def convert(self, packed: PackedWeight, storage: str, **params: int | str) -> PackedWeight:
         """The same numbers in another storage, exactly.  Raises FormatError where the other storage cannot hold them.
+
+        params: parameters that the result must have; by default they are the weight's own, and of a weight of another format as
+        near to its own as exactness allows.
 
         Tensors that both storages hold alike are shared.  Beside both weights it needs memory for a tile, not for fields; where
         streams hold either, for all fields.
         A weight of another format with the same codes becomes one of this, where runtime/adopt.py finds no number that would
         change.
         """
-        if storage == packed.storage and packed.format is self:
+        self.complete(params)
+        is_own = packed.format is self and packed.params == {**packed.params, **params}
+        if storage == packed.storage and is_own:
             return packed
         try:
-            if packed.format is not self:
-                tensors, params = adopt(self, packed, storage)
-                return self._packed(storage, tensors, packed.shape, params)
+            if not is_own:
+                tensors, chosen = adopt(self, packed, storage, params)
+                return self._packed(storage, tensors, packed.shape, chosen)
             self.storage(storage, packed.params)
             missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
             self._check_shape(storage, packed.variant.storages[storage], packed.shape, packed.sizes,

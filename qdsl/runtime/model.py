@@ -101,29 +101,58 @@ def _replace(model: nn.Module, names: list[str], format: Format, options: Mappin
 def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
     """Store the weights of a model's quantized layers as the kernels for matrix units want them, one after the other.
 
-    filter: whether a layer, given with its name, is looked at.  At no time is more than one weight there in both storages.
-    Layers that have no such storage, or would grow (Format.planar), are left, and the report says so.
+    filter: whether a layer, given with its name, is looked at.  Layers that have no such storage, or would grow (Format.planar),
+    are left, and the report says so.
+    """
+    return replace_layers(model, "stored for matrix units", _planar_layer, filter)
+
+
+def _planar_layer(old: QuantizedLinear) -> QuantizedLinear | str:
+    packed = old.packed
+    if old.quantize_x:
+        return f"{packed.storage} stays: x is quantized, which needs rows of 8 bits"
+    if why := old.format.why_not_planar(packed):
+        return f"{packed.storage} stays: {why}"
+    return packed.format.Linear(old.format.planar(packed), old.bias, old.compute_dtype, input_scale=old.input_scale)
+
+
+def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear], QuantizedLinear | str],
+                   filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+    """Replace a model's quantized linear layers by layers that store the same weights otherwise, in place, one at a time.
+
+    rule: the new layer for a layer, or why the old one stays.  done: what the report says of replaced layers.  filter: whether a
+    layer, given with its name, is looked at; all are without it.  A layer keeps its bias, its mode and its hooks.  At no time is
+    more than one weight there in both storages.  Raises FormatError for a model that is itself a linear layer.
     """
     if isinstance(model, QuantizedLinear):
-        raise FormatError("the model is itself a linear layer, which cannot be replaced in place: use Linear(planar(...))")
-    report = Report("stored for matrix units")
+        raise FormatError("the model is itself a linear layer, which cannot be replaced in place: wrap it in an nn.Sequential")
+    report = Report(done)
     for names in _places(model):
         old = model.get_submodule(names[0])
-        if not isinstance(old, QuantizedLinear) or (filter is not None and not filter(old, names[0])):
-            continue
-        packed = old.packed
-        if old.quantize_x:
-            report.skipped.update(dict.fromkeys(names, f"{packed.storage} stays: x is quantized, which needs rows of 8 bits"))
-            continue
-        if why := old.format.why_not_planar(packed):
-            report.skipped.update(dict.fromkeys(names, f"{packed.storage} stays: {why}"))
-            continue
-        planar = old.format.planar(packed)
-        new = type(old)(planar, old.bias, old.compute_dtype, input_scale=old.input_scale)
-        new.bias = old.bias
-        new.quantize_x, new.batch_invariant = old.quantize_x, old.batch_invariant
-        new.train(old.training)
-        for name in names:
-            model.set_submodule(name, new)
-            report.quantized[name] = (packed.nbytes, planar.nbytes)
+        if isinstance(old, QuantizedLinear) and (filter is None or filter(old, names[0])):
+            sizes = _replace_layer(model, names, old, rule)
+            if isinstance(sizes, str):
+                report.skipped.update(dict.fromkeys(names, sizes))
+            else:
+                report.quantized.update(dict.fromkeys(names, sizes))
+        del old
     return report
+
+
+def _replace_layer(model: nn.Module, names: list[str], old: QuantizedLinear,
+                   rule: Callable[[QuantizedLinear], QuantizedLinear | str]) -> tuple[int, int] | str:
+    """Put a new layer in all places of an old one: the bytes of both weights; or why the old one stays."""
+    new = rule(old)
+    if isinstance(new, str):
+        return new
+    new.bias = old.bias                                          # the same parameter, for whoever trains it
+    new.train(old.training)
+    new.batch_invariant = old.batch_invariant
+    vars(new).update({key: value for key, value in vars(old).items() if key.endswith("_hooks")})
+    for name in names:
+        model.set_submodule(name, new)
+    return _nbytes(old), _nbytes(new)
+
+
+def _nbytes(layer: QuantizedLinear) -> int:
+    return sum(tensor.nbytes for tensor in layer._held().values())

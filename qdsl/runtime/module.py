@@ -119,6 +119,10 @@ class PackedModule(nn.Module):
         """The weight [N, K]."""
         return self.format.dequantize(self.packed, dtype)
 
+    def checkpoint_weight(self) -> PackedWeight:
+        """The weight as the checkpoint stores it: `packed`, unless the layer stores it otherwise to run it."""
+        return self.packed
+
     def reset_parameters(self) -> None:
         raise FormatError(f"a {self.format.name} weight is loaded or quantized, not initialised")
 

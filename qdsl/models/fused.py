@@ -1,0 +1,335 @@
+"""Linear layers over int4 weights that torch's own fused operations multiply, on a CPU and on an XPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qdsl.models.experts import Experts
+from qdsl.runtime.convert import default_tensors
+from qdsl.runtime.format import Format
+from qdsl.runtime.layers import QuantizedLinear
+from qdsl.runtime.linear import check_bias, check_x
+from qdsl.runtime.model import Report, replace_layers
+from qdsl.runtime.ops import autocast, is_differentiated
+from qdsl.runtime.packed import FormatError, PackedWeight
+
+TERMS = 3                                                        # numbers of bfloat16 that a float32 is at most the sum of
+CODES = "qweight"                                                # the parameter of a layer that holds codes
+
+
+@dataclass(frozen=True)
+class Int4Operation:
+    """A fused int4 product of torch, called with (x, codes, group size, *scales), and the weights that it reads.
+
+    name, packer: functions of torch.ops.aten; the packer makes the bytes of codes [N, K] that `name` reads on this machine.
+    format: a module of qdsl.generated.  storages: those that can have such bytes, of which `_storage` finds the one.  params:
+    parameters of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows behind the
+    last whole tile; '' where a storage takes all rows.  rows, group: what N and the group size must be multiples of.
+    dtypes: of x for which the operation is called.  split: scales are held as a sum of tensors [terms, ...] in the first of these
+    dtypes, and the operation is called once for each term.
+
+    This is the only place that knows which storage belongs to which operation.  A spec describes bytes; which function of a
+    library reads them depends on the version of that library, on the device and on the CPU.
+    """
+
+    name: str
+    format: str
+    storages: tuple[str, ...]
+    arguments: tuple[str, ...]
+    packer: str = ""
+    tail: str = ""
+    rows: int = 1
+    group: int = 32
+    params: tuple[tuple[str, str], ...] = ()
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+    split: bool = False
+
+
+# On x86 torch has vector kernels for x and scales in bfloat16 alone; its loops for other dtypes are 30 to 110 times slower.  Most
+# scales are no numbers of bfloat16 and sums of two: a float16 has 11 bits, its product with a zero point 15, two terms have 16.
+OPERATIONS = {
+    "cpu": Int4Operation("_weight_int4pack_mm_for_cpu", "int4pack", ("cpu_avx512", "cpu_avx2", "cpu_scalar"),
+                         ("weight", "scales_and_zeros"), "_convert_weight_to_int4pack_for_cpu", "cpu_rest", rows=16,
+                         params=(("scale_type", "f32"),), dtypes=(torch.bfloat16,), split=True),
+    "xpu": Int4Operation("_weight_int4pack_mm_with_scales_and_zeros", "int_group", ("xpu_int4pack",),
+                         ("qweight", "scales", "qzeros")),
+}
+
+
+def operation_for(device: torch.device) -> Int4Operation:
+    """The fused int4 operation of a device.  Raises FormatError where this torch has none."""
+    operation = OPERATIONS.get(device.type)
+    if operation is None:
+        raise FormatError(f"torch has fused int4 operations for {' and '.join(OPERATIONS)}, not for {device.type}")
+    for name in filter(None, (operation.name, operation.packer)):
+        if not hasattr(torch.ops.aten, name):
+            raise FormatError(f"torch {torch.__version__} has no operation aten::{name}")
+    return operation
+
+
+def _format(operation: Int4Operation) -> Format:
+    found: Format = import_module(f"qdsl.generated.{operation.format}").FORMAT
+    return found
+
+
+@cache
+def _storage(operation: Int4Operation) -> str:
+    """The storage that has the bytes of torch's packer on this machine.  Raises FormatError where none has."""
+    if not operation.packer:
+        return operation.storages[0]
+    n, k = 128, 32
+    codes = (torch.arange(n * k) * 2654435761 // 65536 % 16).view(n, k)
+    wanted = getattr(torch.ops.aten, operation.packer)(codes.int(), 1).flatten()
+    fields = {"q": codes.byte(), "s": torch.ones(n, 1), "z": torch.zeros(n, 1)}
+    for storage in operation.storages:
+        packed = _format(operation).pack(fields, storage, group=k, **dict(operation.params))
+        if torch.equal(packed.tensors[operation.arguments[0]].flatten(), wanted):
+            return storage
+    raise FormatError(f"aten::{operation.packer} packs as none of {', '.join(operation.storages)} on this machine")
+
+
+def _parts(packed: PackedWeight, operation: Int4Operation) -> list[PackedWeight]:
+    """The weight as the operation reads it: whole tiles of rows, and what is left behind them.  Raises FormatError."""
+    format, storage, n = _format(operation), _storage(operation), packed.shape[0]
+    if n % operation.rows:
+        raise FormatError(f"N = {n} is no multiple of {operation.rows}, which aten::{operation.name} needs")
+    if not operation.tail:
+        parts = [format.convert(packed, storage, **dict(operation.params))]
+    else:
+        tile = format.empty((1 << 12, 1 << 12), storage).step("N")
+        whole = n // tile * tile
+        parts = [format.convert(packed.shard("N", start, stop), kind, **dict(operation.params))
+                 for start, stop, kind in ((0, whole, storage), (whole, n, operation.tail)) if start < stop]
+    group = parts[0].sizes["group"]
+    if group % operation.group:
+        raise FormatError(f"groups of {group} are no multiple of {operation.group}, which aten::{operation.name} needs")
+    return parts
+
+
+class FusedLinear(QuantizedLinear):
+    """A linear layer over an int4 weight that one of torch's own operations multiplies.
+
+    Its parameters are the tensors that the operation takes: `qweight` as torch packs it, scales, and `ret_idx` where columns are
+    stored by groups (act-order).  `checkpoint_weight()` converts them back, bit for bit, to the weight it was made of.
+
+    Forward calls the operation for x in the dtypes for which it is fast: on a CPU bfloat16, on an XPU float16, bfloat16 and
+    float32.  For other dtypes, where x needs gradients, under `batch_invariant` and on other devices it runs the format's own
+    `linear`.  On a CPU weights are exact, products and sums float32, and each term of the scales adds one rounding to bfloat16.
+    On an XPU the operation gets x and scales in x's dtype if scales have it too, else in float32.
+    """
+
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
+                 input_scale: Tensor | None = None) -> None:
+        """packed: a weight [N, K] of any format.  input_scale: kept for saving.
+
+        Raises FormatError where the operation of its device cannot hold the weight exactly.
+        """
+        nn.Module.__init__(self)
+        self.register_buffer("input_scale", input_scale)
+        self._x_scale = None
+        check_bias(bias, packed.shape)
+        self.out_features, self.in_features = packed.shape
+        self.compute_dtype = dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
+        self.device_type, self.operation = packed.device.type, operation_for(packed.device)
+        parts = _parts(packed, self.operation)
+        self.format, self.group = parts[0].format, parts[0].sizes["group"]
+        self._layouts = [(part.derive({}), part.tensors[self.operation.arguments[0]].shape) for part in parts]
+        self._packed = parts[0].derive({}, packed.shape)
+        self._source = packed.apply(lambda tensor: tensor.to("meta"))
+        codes, *others = self.operation.arguments
+        order = [parts[0].layout.order] if parts[0].order is not None else []
+        self._names = {codes: CODES, **{name: name for name in (*others, *order)}}
+        for name, own in self._names.items():
+            tensor = _joined(parts, name, name == codes)
+            tensor = _terms(tensor, self.operation.dtypes[0]) if self._is_split(name) else tensor
+            self.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
+        self._dtypes = {name: tensor.dtype for name, tensor in self._held().items()}
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        if different := _different(packed, self.checkpoint_weight()):
+            raise FormatError(f"{packed.format.name}.{packed.storage} would not come back bit for bit: '{different}' differs")
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[PackedWeight]:
+        """The rows of the weight in whole tiles, and those behind them: views, with the terms of scales added."""
+        return self._views(self._held())
+
+    def _is_split(self, name: str) -> bool:
+        """Whether a tensor is held as terms [terms, ...]."""
+        return self.operation.split and name in self.operation.arguments[1:]
+
+    def _views(self, tensors: Mapping[str, Tensor]) -> list[PackedWeight]:
+        views, start = [], 0
+        codes, *scales = self.operation.arguments
+        whole = {name: _sum(tensor.detach()) if self._is_split(name) else tensor.detach() for name, tensor in tensors.items()}
+        for layout, shape in self._layouts:
+            rows, part = layout.shape[0], dict(whole)
+            part[codes] = part[codes].narrow(0, start, rows).view(shape)
+            part |= {name: part[name].narrow(_rows_axis(layout, name), start, rows) for name in scales}
+            views.append(layout.derive(part))
+            start += rows
+        return views
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight in the operation's format; rows behind whole tiles make it a copy, in the storage that has no tiles."""
+        parts = self.parts()
+        if len(parts) == 1:
+            return parts[0]
+        return PackedWeight.join([part.format.convert(part, self.operation.tail) for part in parts])
+
+    def checkpoint_weight(self) -> PackedWeight:
+        """The weight in the format, storage and parameters that it had before it was fused: a copy."""
+        source = self._source
+        weight = source.format.convert(self.packed, source.storage, **source.params)
+        tensors = {**weight.tensors, **default_tensors(weight, source.tensors.keys() - weight.tensors.keys())}
+        return source.derive({name: tensors[name] for name in weight.layout.tensors if name in tensors})
+
+    def _note(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, checked.  Raises FormatError for those that are no weight."""
+        for part in self._views(held):
+            part.format.checked(part)
+        return dict(held)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+                              missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
+        """Load tensors of the same operation, or report what does not fit and load nothing; no dtype is converted."""
+        held = self._held()
+        loaded = {name: state_dict[prefix + own] for name, own in self._names.items() if prefix + own in state_dict}
+        wrong = [f"mismatch for {prefix}{self._names[name]}: the state_dict has {str(tensor.dtype)[6:]} {list(tensor.shape)}, "
+                 f"the layer {str(held[name].dtype)[6:]} {list(held[name].shape)}" for name, tensor in loaded.items()
+                 if (tensor.dtype, tensor.shape) != (held[name].dtype, held[name].shape)]
+        try:
+            if not wrong and not any(tensor.is_meta for tensor in (*held.values(), *loaded.values())):
+                self._note({**held, **loaded})
+        except FormatError as error:
+            wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
+        if wrong:
+            error_msgs += wrong
+            return
+        nn.Module._load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+                                        error_msgs)
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def forward(self, input: Tensor) -> Tensor:
+        check_x(input, self.bias, self._packed.shape, self.get_parameter(CODES).device)
+        x = autocast(input)
+        return self._fused(x) if self._takes(x) else self._ordinary(x)
+
+    def _takes(self, x: Tensor) -> bool:
+        """Whether the operation multiplies x; it has no derivatives and no batching rules."""
+        if self.batch_invariant or x.dtype not in self.operation.dtypes or x.device.type != self.device_type or not x.numel():
+            return False
+        if torch.is_grad_enabled() and x.requires_grad:
+            return False
+        return torch.compiler.is_compiling() or not is_differentiated(x, None)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        tensors = self._held()
+        codes, *scales = [tensors[name] for name in self.operation.arguments]
+        order = tensors.get(self._packed.layout.order)
+        rows = x.reshape(-1, self.in_features) if order is None else x.reshape(-1, self.in_features).index_select(1, order)
+        dtype = x.dtype if x.dtype == scales[0].dtype else torch.float32
+        terms = [(term,) for term in scales[0]] if self.operation.split else [
+            tuple(scale.to(dtype) if scale.is_floating_point() else scale for scale in scales)]
+        product = getattr(torch.ops.aten, self.operation.name)
+        out = _sum([product(rows.to(dtype).contiguous(), codes, self.group, *term) for term in terms])
+        out = out if self.bias is None else out + self.bias.float()
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def _ordinary(self, x: Tensor) -> Tensor:
+        """The product by the format's own `linear`, differentiable."""
+        parts = self.parts()
+        rows = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if self.bias is None else torch.split(self.bias, rows)
+        return torch.cat([part.format.linear(x, part, bias, batch_invariant=self.batch_invariant)
+                          for part, bias in zip(parts, biases, strict=True)], -1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, operation={self.operation.name}"
+
+
+def _rows_axis(weight: PackedWeight, name: str) -> int:
+    """The axis of a tensor that runs along rows of the weight."""
+    return next(place for place, axis in enumerate(weight.layout.tensors[name].axes) if axis.dim == "N")
+
+
+def _joined(parts: Sequence[PackedWeight], name: str, is_codes: bool) -> Tensor:
+    """A tensor of all parts as the operation takes it: codes [N, ...] one part after the other, scales along their rows."""
+    tensors = [part.tensors[name] for part in parts]
+    if is_codes:
+        rows = [tensor.reshape(part.shape[0], -1) for part, tensor in zip(parts, tensors, strict=True)]
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
+    if len(parts) == 1 or name == parts[0].layout.order:
+        return tensors[0]
+    return torch.cat(tensors, _rows_axis(parts[0], name))
+
+
+def _terms(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Tensors [terms, ...] in a narrower dtype whose sum is exactly `scales`.  Raises FormatError where there are none."""
+    terms, left = [scales.to(dtype)], scales - scales.to(dtype)
+    while bool((left != 0).any()) and len(terms) < TERMS:
+        terms.append(left.to(dtype))
+        left = left - terms[-1]
+    if not torch.equal(_sum(terms), scales):
+        raise FormatError(f"scales are no sums of {TERMS} numbers in {str(dtype)[6:]}")
+    return torch.stack(terms)
+
+
+def _sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
+    """The sum in float32 of tensors, or along the first axis of a tensor, the first two first."""
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term.float()
+    return total
+
+
+def _different(before: PackedWeight, after: PackedWeight) -> str:
+    """The first tensor that is not the same bits; '' where there is none."""
+    for name in {**before.tensors, **after.tensors}:
+        pair = [weight.tensors[name].contiguous() for weight in (before, after) if name in weight.tensors]
+        if len(pair) < 2 or (pair[0].dtype, pair[0].shape) != (pair[1].dtype, pair[1].shape) \
+                or not torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in pair)):
+            return name
+    return ""
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def fuse_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+    """Put FusedLinear layers in place of a model's quantized linear layers; `qdsl.fuse_` explains the arguments."""
+    stacked = {id(part) for module in model.modules() if isinstance(module, Experts) for part in module.parts}
+    owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
+
+    def fused(layer: QuantizedLinear) -> QuantizedLinear | str:
+        if isinstance(layer, FusedLinear):
+            return "fused already"
+        if layer.quantize_x:
+            return "x is quantized, and the operation takes floats"
+        if id(layer) in stacked:
+            return "experts of a stack are multiplied together"
+        if any(owners[id(tensor)] > 1 for tensor in layer._held().values()):
+            return "another module has the same tensors"
+        try:
+            return FusedLinear(layer.packed, layer.bias, layer.compute_dtype, layer.input_scale)
+        except FormatError as error:
+            return str(error)
+
+    report = replace_layers(model, "stored for torch's fused int4 operations", fused, filter)
+    for name in report.quantized:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, FusedLinear)
+        if layer.compute_dtype not in layer.operation.dtypes:
+            fast = " and ".join(str(dtype)[6:] for dtype in layer.operation.dtypes)
+            report.notes[name] = f"runs unfused in {str(layer.compute_dtype)[6:]}: cast the model to {fast}"
+    return report
