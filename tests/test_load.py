@@ -110,7 +110,7 @@ def test_a_dtype_is_that_of_plain_numbers_and_of_products(tmp_path: Path) -> Non
     assert model.up._parameters["weight"].dtype == torch.float8_e4m3fn
     qdsl.save_model(model, tmp_path / "out")                     # bfloat16 holds the numbers still
     assert files(tmp_path / "out") == files(tmp_path / "in")
-    with pytest.raises(LoadError, match="a float, not int8"):
+    with pytest.raises(LoadError, match=r"a torch dtype of floats, not torch\.int8"):
         qdsl.load_weights_(mlp(), tmp_path / "in", dtype=torch.int8)
 
 
@@ -198,6 +198,24 @@ def test_a_static_scale_of_activations_is_held_and_used(tmp_path: Path, shape: t
     assert not torch.equal(model.up(x), exact)
     qdsl.save_model(model, tmp_path / "out")
     assert files(tmp_path / "out") == files(source)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"dtype": "bfloat16"}, "a torch dtype of floats, not 'bfloat16'"), ({"skip": "lm_head"}, r"give \['lm_head'\]"),
+    ({"skip": ["("]}, "not a regular expression"), ({"format": "q4_zero"}, "no format 'q4_zero'; there are aqlm"),
+    ({"device": "nowhere"}, "device 'nowhere' cannot be used"), ({"device": "cuda:7"}, "device 'cuda:7' cannot be used")])
+def test_arguments_that_are_wrong(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        qdsl.load_weights_(mlp(), fp8_mlp(tmp_path / "in"), **arguments)
+
+
+def test_tables_of_streams_are_checked_before_the_model_changes(tmp_path: Path) -> None:
+    up, down = hlane.quantize(weight(256, 128)), hlane.quantize(weight(128, 256))
+    starts = down.tensors["starts"].flip(1)
+    model = mlp()
+    with pytest.raises(CheckpointError, match=r"layer 'down': .*starts do not rise"):
+        qdsl.load_weights_(model, folder(tmp_path / "in", mlp_tensors(up.tensors, {**down.tensors, "starts": starts})))
+    assert type(model.up) is nn.Linear and all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_verify_finds_damage_before_the_model_changes(tmp_path: Path) -> None:

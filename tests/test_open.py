@@ -218,6 +218,10 @@ def test_dtypes_of_headers_have_several_names() -> None:
         assert qdsl.open_headers(["a", "b"], names, [(2,), ()]).plain == ["a", "b"]
     with pytest.raises(CheckpointError, match="unknown dtype 'int3'"):
         qdsl.open_headers(["a"], ["int3"], [()])
+    assert qdsl.open_headers(["a"], [torch.float8_e4m3fn], [(2, 3)]).report().plain == {"a": 6}
+    for shape in ((-1, 2), ("x",)):
+        with pytest.raises(CheckpointError, match=r"tensor 'a': shape .* is no list of integers"):
+            qdsl.open_headers(["a"], ["F32"], [shape])
     with pytest.raises(CheckpointError, match="2 names, 1 dtypes and 1 shapes"):
         qdsl.open_headers(["a", "b"], ["F32"], [()])
 

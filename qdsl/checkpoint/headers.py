@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,10 +75,10 @@ def _entries(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Seque
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         if name in entries:
             raise CheckpointError(f"tensor {shown(name)} occurs twice")
-        kind = dtype_of(dtype)
-        start, count = stop, 1
-        for extent in shape:
-            count *= extent
-        stop += -(-count * element_bits(kind) // 8)
-        entries[name] = Entry(kind, tuple(map(int, shape)), start, stop)
+        kind = dtype_of(str(dtype))
+        if not all(type(extent) is int and extent >= 0 for extent in shape):
+            raise CheckpointError(f"tensor {shown(name)}: shape {list(shape)} is no list of integers from 0 up")
+        start = stop
+        stop += -(-math.prod(shape) * element_bits(kind) // 8)
+        entries[name] = Entry(kind, tuple(shape), start, stop)
     return entries

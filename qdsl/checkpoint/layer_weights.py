@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.folder import Folder
@@ -107,8 +107,8 @@ def _of_one(tensor: Tensor, experts: int | None, expert: int) -> Tensor:
     return tensor if tensor.numel() == 1 else tensor.view(experts, -1, *tensor.shape[1:])[expert]
 
 
-def decoded(folder: Folder, group: Group) -> dict[str, Tensor]:
-    """The numbers of a group's weights, each in one row, by their names.  Raises CheckpointError where the group does not fit."""
+def group_weight(folder: Folder, group: Group) -> PackedWeight:
+    """The weight of a group, all its numbers in rows of any size.  Raises CheckpointError where the group does not fit."""
     from qdsl.runtime.packed import FormatError
 
     if wrong := [*group.problems, *([group.unnamed] if group.unnamed else [])]:
@@ -116,9 +116,21 @@ def decoded(folder: Folder, group: Group) -> dict[str, Tensor]:
     module = import_module(f"qdsl.generated.{group.format}")
     columns = math.gcd(group.numbers, 1 << 12)                   # rows of any size, to be decoded some at a time
     try:
-        packed = module.wrap({leaf: folder.tensor(full) for leaf, full in group.tensors.items()},
-                             (group.numbers // columns, columns))
-        parts = module.dequantize(packed).view(-1).split(list(group.parts.values()))
+        weight: PackedWeight = module.wrap({leaf: folder.tensor(full) for leaf, full in group.tensors.items()},
+                                           (group.numbers // columns, columns))
+    except FormatError as error:
+        raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {error}") from None
+    return weight
+
+
+def decoded(folder: Folder, group: Group) -> dict[str, Tensor]:
+    """The numbers of a group's weights, each in one row, by their names.  Raises CheckpointError where the group does not fit."""
+    from qdsl.runtime.packed import FormatError
+
+    packed = group_weight(folder, group)
+    try:
+        row: Any = packed.format.dequantize(packed).view(-1)
+        parts = row.split(list(group.parts.values()))
     except FormatError as error:
         raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {error}") from None
     return dict(zip(group.parts, parts, strict=True))

@@ -58,6 +58,9 @@ class Source(Protocol):
     def stacked(self, layer: Layer) -> PackedWeight:
         """A layer's weight, the experts of a stack as one of E * N rows.  Raises CheckpointError and FormatError."""
 
+    def group_weight(self, group: Group) -> PackedWeight:
+        """The weight of a group, all its numbers in rows of any size.  Raises CheckpointError."""
+
     def decoded(self, group: Group) -> dict[str, Tensor]:
         """The numbers of a group's weights, each in one row, by their names.  Raises CheckpointError."""
 
@@ -113,6 +116,9 @@ class FolderSource:
 
     def stacked(self, layer: Layer) -> PackedWeight:
         return layer_weights.stacked(self.folder, layer)
+
+    def group_weight(self, group: Group) -> PackedWeight:
+        return layer_weights.group_weight(self.folder, group)
 
     def decoded(self, group: Group) -> dict[str, Tensor]:
         return layer_weights.decoded(self.folder, group)
@@ -185,6 +191,9 @@ class GgufSource:
         if layer.experts is None or len(layer.tensors) == 1:
             return self.file.weight(self._blocks(layer))
         return layer_weights.joined(layer, self.weights(layer))
+
+    def group_weight(self, group: Group) -> PackedWeight:
+        raise CheckpointError(f"{self.path}: a GGUF file has no group {shown(group.name)}")
 
     def decoded(self, group: Group) -> dict[str, Tensor]:
         raise CheckpointError(f"{self.path}: a GGUF file has no group {shown(group.name)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import GroupedBlock, Member
@@ -68,12 +70,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
                dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
                skip: Sequence[str] | None = None, **options: Any) -> LoadReport:
     """Fill a model with the weights of an open checkpoint; as `load_weights`."""
-    if options and format is None:
-        raise LoadError(f"{', '.join(options)}: options of a quantizer need format=")
-    if dtype is not None and not dtype.is_floating_point:
-        raise LoadError(f"dtype is that of plain numbers and of products: a float, not {str(dtype)[6:]}")
-    if format is not None:
-        import_module(f"qdsl.generated.{format}").FORMAT.chosen(options)
+    _check_arguments(device, dtype, format, skip, options)
     if callable(tie := getattr(model, "tie_weights", None)):     # builders that put parameters on meta one by one untie them
         tie()
     names = Names(model)
@@ -81,9 +78,8 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     plan = plan_load(names, checkpoint.source, rename, format, skip)
     if plan.problems:
         raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *(f"  {each}" for each in plan.problems)]))
-    if verify:
-        _verify(checkpoint, plan)
-    loader = _Loader(model, names, checkpoint, plan, device, dtype, copy)
+    weights = _read_weights(checkpoint, plan, verify)
+    loader = _Loader(model, names, checkpoint, plan, weights, device, dtype, copy)
     loader.fill_plain(format, options)
     for step in plan.packed:
         loader.place(step)
@@ -107,24 +103,60 @@ def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None) ->
         checkpoint.use_shapes(shapes)
 
 
-def _verify(checkpoint: Checkpoint, plan: LoadPlan) -> None:
-    """Decode every stream and check every index, before the model changes.  Raises CheckpointError for what is damaged."""
+def _check_arguments(device: torch.device | str | None, dtype: torch.dtype | None, format: str | None, skip: Sequence[str] | None,
+                     options: Mapping[str, Any]) -> None:
+    """Raises LoadError, and FormatError for options that a format does not have."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise LoadError(f"dtype is that of plain numbers and of products: a torch dtype of floats, not {dtype!r}")
+    if isinstance(skip, str):
+        raise LoadError(f"skip is a list of patterns: give [{skip!r}]")
+    for pattern in skip or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise LoadError(f"skip: {pattern!r} is not a regular expression: {error}") from None
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise LoadError(f"device {str(device)!r} cannot be used: {error}") from None
+    if format is None and options:
+        raise LoadError(f"{', '.join(options)}: options of a quantizer need format=")
+    known = [each.name for each in descriptions()]
+    if format is not None and format not in known:
+        raise LoadError(f"no format {format!r}; there are {', '.join(known)}")
+    if format is not None:
+        import_module(f"qdsl.generated.{format}").FORMAT.chosen(options)
+
+
+def _read_weights(checkpoint: Checkpoint, plan: LoadPlan, verify: bool) -> dict[str, list[PackedWeight]]:
+    """The weights of layers, by the names of their places, mapped; those of stacks are only checked.  The model is unchanged.
+
+    verify: decode every stream, too.  Raises CheckpointError for what is damaged.
+    """
+    weights: dict[str, list[PackedWeight]] = {}
     for step in plan.packed:
-        for weight in checkpoint.source.weights(step.layer):
+        read = checkpoint.source.weights(step.layer)
+        if step.layer.experts is None:
+            weights[step.name] = read
+        for weight in read if verify else ():
             try:
                 weight.format.checked(weight).open()
             except FormatError as error:
                 raise CheckpointError(f"{checkpoint.path}: layer {step.layer.name}: {error}") from None
     for group in plan.groups:
-        checkpoint.source.decoded(group.group)
+        checkpoint.source.group_weight(group.group)
+        if verify:
+            checkpoint.source.decoded(group.group)
+    return weights
 
 
 class _Loader:
     """Places weights in a model, one after the other."""
 
-    def __init__(self, model: nn.Module, names: Names, checkpoint: Checkpoint, plan: LoadPlan, device: torch.device | str | None,
-                 dtype: torch.dtype | None, copy: bool) -> None:
-        self.model, self.names, self.plan = model, names, plan
+    def __init__(self, model: nn.Module, names: Names, checkpoint: Checkpoint, plan: LoadPlan,
+                 weights: Mapping[str, list[PackedWeight]], device: torch.device | str | None, dtype: torch.dtype | None,
+                 copy: bool) -> None:
+        self.model, self.names, self.plan, self.weights = model, names, plan, weights
         self.source = checkpoint.source
         self.device = None if device is None else torch.device(device)
         self.dtype = dtype
@@ -217,7 +249,7 @@ class _Loader:
 
     def _place_module(self, step: PackedStep) -> None:
         old = self.names.modules[step.name]
-        weight = self._owned(self.source.stacked(step.layer), self._target(old))
+        weight = self._owned(self.weights[step.name][0], self._target(old))
         self._replace(step.name, weight, self._compute_dtype(old))
         self.origin.layers[step.name] = step.layer
         self._keep_settings(step)
@@ -271,7 +303,7 @@ class _Loader:
         """The numbers of a layer in the shape of a parameter."""
         old = self.names.tensor(step.name)
         assert old is not None
-        weights, dtype = self.source.weights(step.layer), self._dtype(old)
+        weights, dtype = self.weights.get(step.name) or self.source.weights(step.layer), self._dtype(old)
         scaled = next((full for leaf, full in step.layer.others.items() if leaf in OF_X), None)
         if scaled is not None:                                   # x * s times w is x times w * s
             scale = self.source.tensor(scaled).float()
@@ -312,15 +344,12 @@ class _Loader:
             return
         block, first = self.names.modules[step.name], self.names.parameters[next(iter(step.members.values()))]
         dtype = self._dtype(first)
-        for full in step.group.tensors.values():
-            value = self._moved(self.source.tensor(full), self._device(first), self.source.tensor(full).dtype)
-            block.register_parameter(full.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
-        format = import_module(f"qdsl.generated.{step.group.format}")
-        parts = format.SPEC.detect["parts"]
-        names = {leaf: full.rpartition(".")[2] for leaf, full in step.group.tensors.items() if leaf != parts}
-        columns = math.gcd(step.group.numbers, 1 << 12)          # rows of any size
-        packed = format.wrap({leaf: block.get_parameter(own).data for leaf, own in names.items()},
-                             (step.group.numbers // columns, columns))
+        packed = self._owned(self.source.group_weight(step.group), self._device(first))
+        names = {leaf: step.group.tensors[leaf].rpartition(".")[2] for leaf in packed.tensors}
+        for leaf, full in step.group.tensors.items():
+            tensor = packed.tensors[leaf] if leaf in packed.tensors else self._moved(
+                self.source.tensor(full), packed.device, self.source.tensor(full).dtype)
+            block.register_parameter(full.rpartition(".")[2], nn.Parameter(tensor, requires_grad=False))
         members: dict[nn.Module, list[Member]] = {block: []}
         start = 0
         for part, weight in step.members.items():
