@@ -149,13 +149,15 @@ class PackedWeight:
         """Whether every row is stored by itself, so that `rows` gathers rows of tensors and decodes nothing."""
         return self._granule("N")[0] == 1 and not self.layout.whole and not self.layout.streams and not self._is_flat
 
-    def rows(self, index: Tensor) -> PackedWeight:
+    def rows(self, index: Tensor | Sequence[int]) -> PackedWeight:
         """The weight of these rows, index int64 or int32 [M] in any order, with repeats: gathered, not decoded, where it can be.
 
         Where rows are not stored separately, the fields are gathered and packed again (entropy codes are encoded anew).  The
         result then may have shorter blocks or storage `planar`; its `params` and `storage` say so.
         Raises FormatError where rows share a block that no parameter makes shorter, IndexError for rows that do not exist.
         """
+        if not isinstance(index, Tensor):
+            index = torch.tensor(list(index), dtype=torch.int64, device=self.device)
         if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
             raise FormatError(f"rows are int64 or int32 [M], not {str(index.dtype)[6:]} {list(index.shape)}")
         if not self.has_separate_rows:
@@ -168,6 +170,8 @@ class PackedWeight:
 
     def step(self, dim: str) -> int:
         """The least number of rows (dim 'N') or columns ('K') at whose multiples `cut` works; all where it never does."""
+        if dim not in ("N", "K"):
+            raise FormatError(f"a weight has rows ('N') and columns ('K'), not {dim!r}")
         whole = max(1, self.shape[dim == "K"])
         step, _ = self._granule(dim)
         return next((size for size in range(step, whole, step)
