@@ -149,6 +149,18 @@ def test_a_head_with_a_weight_of_its_own_is_untied(tmp_path: Path, head: Any, on
         assert torch.equal(model.head.dequantize(), head.dequantize(head.quantize(second)))
 
 
+def test_others_share_the_first_weight_of_several(tmp_path: Path) -> None:
+    """T5 has three embeddings and a head in one parameter, and its files may have the head by itself."""
+    model = nn.ModuleDict({"shared": nn.Embedding(64, 128), "encoder": nn.Embedding(64, 128),
+                           "head": nn.Linear(128, 64, bias=False)})
+    model["encoder"].weight = model["head"].weight = model["shared"].weight
+    plain, packed = weight(64, 128).float(), hlane.quantize(weight(64, 128, 1))
+    tensors = {"shared.weight": plain} | {f"head.{name}": tensor for name, tensor in packed.tensors.items()}
+    assert qdsl.load_weights_(model, folder(tmp_path / "in", tensors)).packed.keys() == {"head"}
+    assert torch.equal(model["encoder"].weight, plain) and model["encoder"].weight is model["shared"].weight
+    assert torch.equal(model["head"].dequantize(), hlane.dequantize(packed))
+
+
 def test_a_model_that_is_itself_a_layer(tmp_path: Path) -> None:
     source = folder(tmp_path / "in", dict(q8_0.quantize(weight(64, 128)).tensors))
     with pytest.raises(LoadError, match=r"the model is itself a layer"):

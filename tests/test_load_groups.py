@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -182,6 +183,26 @@ def test_groups_are_decoded_again_for_checkpointed_gradients(tmp_path: Path, ree
         y.float().square().sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_casts_of_a_model_cast_decoded_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    dense, model = Layered().bfloat16(), layered()
+    qdsl.load_weights_(model, df11_folder(tmp_path, dense))
+    ids = torch.tensor([[1, 5, 63]])
+    with torch.no_grad():
+        assert torch.equal(model.to(dtype)(ids), dense.to(dtype)(ids))
+    assert model.layers[0].up.weight.dtype == dtype and model.layers[0].luts.dtype == torch.uint8
+
+
+def test_groups_can_be_offloaded(tmp_path: Path) -> None:
+    dense, model = Layered().bfloat16(), layered()
+    qdsl.load_weights_(model, df11_folder(tmp_path, dense))
+    assert {name.rpartition(".")[2] for name in qdsl.packed_parameters(model)} >= {"luts", "encoded_exponent", "split_positions"}
+    cpu_offload(model, torch.device("cpu"))
+    ids = torch.tensor([[1, 5, 63]])
+    with torch.no_grad():
+        assert model.layers[0].luts.is_meta and torch.equal(model(ids), dense(ids))
 
 
 def test_a_lora_trains_on_groups(tmp_path: Path) -> None:

@@ -61,7 +61,15 @@ def test_a_checkpoint_that_is_gone_is_noted(tmp_path: Path) -> None:
     qdsl.load_weights_(model, fp8_mlp(tmp_path / "in"))
     shutil.rmtree(tmp_path / "in")
     report = qdsl.save_model(model, tmp_path / "out")
-    assert report.exact and "is gone: its other files" in report.notes[0]
+    assert not report.exact and "is gone: its other files" in report.notes[0]
+
+
+def test_trained_numbers_are_not_those_of_the_checkpoint(tmp_path: Path) -> None:
+    model = mlp()
+    qdsl.load_weights_(model, fp8_mlp(tmp_path / "in"), copy=True)
+    with torch.no_grad():
+        model.norm.weight *= 2
+    assert not qdsl.save_model(model, tmp_path / "out").exact
 
 
 def test_a_model_that_was_quantized_here_states_all_that_a_reader_needs(tmp_path: Path) -> None:

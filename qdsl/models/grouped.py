@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qdsl.runtime.distributed import GROUP
 from qdsl.runtime.no_weight import NoWeight
 from qdsl.runtime.packed import PackedWeight
 from qdsl.runtime.scratch import scratch
+
+DTYPE = "decoded_dtype"                                          # a buffer without elements: casts of the module cast it, too
 
 
 class HiddenWeight(NoWeight):
@@ -20,12 +23,12 @@ class HiddenWeight(NoWeight):
     holder: the module with the coded tensors.
     """
 
-    def __init__(self, holder: nn.Module, shape: torch.Size, dtype: torch.dtype) -> None:
-        self._holder, self._shape, self._dtype = holder, shape, dtype
+    def __init__(self, holder: nn.Module, shape: torch.Size) -> None:
+        self._holder, self._shape = holder, shape
         self._is_overwritten = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return HiddenWeight, (self._holder, self._shape, self._dtype)
+        return HiddenWeight, (self._holder, self._shape)
 
     @property
     def shape(self) -> torch.Size:
@@ -33,14 +36,14 @@ class HiddenWeight(NoWeight):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._dtype
+        return compute_dtype(self._holder)
 
     @property
     def device(self) -> torch.device:
         return next(self._holder.parameters()).device
 
     def __getitem__(self, index: Any) -> NoWeight:
-        return HiddenWeight(self._holder, torch.empty(self._shape, device="meta")[index].shape, self._dtype)
+        return HiddenWeight(self._holder, torch.empty(self._shape, device="meta")[index].shape)
 
     @property
     def _advice(self) -> str:
@@ -56,10 +59,10 @@ class Member:
     shape: torch.Size
     start: int
 
-    def hide(self, holder: nn.Module, dtype: torch.dtype) -> None:
+    def hide(self, holder: nn.Module) -> None:
         """Leave the module without its weight: a tensor on meta would do, but some of torch's kernels compute with it."""
         self.module._parameters.pop(self.parameter, None)
-        setattr(self.module, self.parameter, HiddenWeight(holder, self.shape, dtype))
+        setattr(self.module, self.parameter, HiddenWeight(holder, self.shape))
 
     def show(self, row: Tensor) -> None:
         """Give the module its weight, a view of the group's decoded row."""
@@ -67,45 +70,66 @@ class Member:
 
 
 class GroupedBlock:
-    """Decodes a block's weights before it runs, into memory that the next block takes; installed by `install`.
+    """Decodes weights that are coded together before a module runs, into memory that the next block takes.
 
-    holder: the module whose parameters are the group's tensors, under the checkpoint's names.  block: the module that runs with
-    the decoded weights.  Where gradients flow, each block is decoded into memory of its own, which autograd keeps.
+    block: the module that runs with the decoded weights, and whose parameters are the group's tensors (see `hold_group`).
+    names: of these parameters, by the format's.  Where gradients flow, weights are decoded into memory of their own, which
+    autograd keeps.
     """
 
-    def __init__(self, holder: nn.Module, packed: PackedWeight, names: Mapping[str, str], members: Sequence[Member],
-                 dtype: torch.dtype) -> None:
-        self.holder = holder
+    def __init__(self, block: nn.Module, packed: PackedWeight, names: Mapping[str, str], members: Sequence[Member]) -> None:
+        self.block = block
         self.names = dict(names)
         self.members = tuple(members)
-        self.dtype = dtype
         self._packed = packed.derive({})
 
     @property
     def packed(self) -> PackedWeight:
         """The group as one weight of one row after the other."""
-        tensors: dict[str, Any] = {name: self.holder._parameters[own] for name, own in self.names.items()}
+        tensors: dict[str, Any] = {name: self.block._parameters[own] for name, own in self.names.items()}
         return self._packed.derive({name: tensor.data for name, tensor in tensors.items()})
 
-    def install(self, block: nn.Module) -> None:
-        """Decode before each call of a block, and hide the weights after it."""
-        for member in self.members:
-            member.hide(self.holder, self.dtype)
-        block.register_forward_pre_hook(self._decode, prepend=True)
-        block.register_forward_hook(self._hide, always_call=True)
+    def install(self) -> None:
+        """Hide the weights, and show them while the block runs.
 
-    def row(self) -> Tensor:
-        """All numbers of the group, decoded, in one row."""
-        packed = self.packed
-        fresh = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        out = None if fresh else scratch("group of weights", packed.shape, self.dtype, packed.device)
-        return packed.format.dequantize(packed, self.dtype, out).view(-1)
+        The block's `forward` is replaced, as offloading replaces it: hooks would run before that has loaded the tensors.
+        """
+        self._hide()
+        self.block.forward = self.forward
 
-    def _decode(self, block: nn.Module, args: Any) -> None:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block computes."""
         row = self.row()
         for member in self.members:
             member.show(row)
+        try:
+            return type(self.block).forward(self.block, *args, **kwargs)
+        finally:
+            self._hide()
 
-    def _hide(self, block: nn.Module, args: Any, output: Any) -> None:
+    def row(self) -> Tensor:
+        """All numbers of the group, decoded, in one row."""
+        packed, dtype = self.packed, compute_dtype(self.block)
+        if packed.device.type == "meta":                         # torch's CPU kernels compute with tensors on meta, in silence
+            raise TypeError(f"the coded weights of this {type(self.block).__name__} are on meta: load them before it runs")
+        fresh = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        out = None if fresh else scratch("group of weights", packed.shape, dtype, packed.device)
+        return packed.format.dequantize(packed, dtype, out).view(-1)
+
+    def _hide(self) -> None:
         for member in self.members:
-            member.hide(self.holder, self.dtype)
+            member.hide(self.block)
+
+
+def hold_group(holder: nn.Module, tensors: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+    """Make a group's tensors parameters of a module.  dtype: of decoded weights, until the module is cast."""
+    for name, tensor in tensors.items():
+        holder.register_parameter(name, tensor)
+    setattr(holder, GROUP, tuple(tensors))
+    device = next(iter(tensors.values())).device
+    holder.register_buffer(DTYPE, torch.empty(0, dtype=dtype, device=device), persistent=False)
+
+
+def compute_dtype(holder: nn.Module) -> torch.dtype:
+    """The dtype of a group's decoded weights: that to which the module was last cast."""
+    return holder.get_buffer(DTYPE).dtype

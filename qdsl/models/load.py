@@ -17,7 +17,7 @@ from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.models.experts import Experts
-from qdsl.models.grouped import GroupedBlock, Member
+from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
 from qdsl.processes import resident_bytes
@@ -346,10 +346,12 @@ class _Loader:
         dtype = self._dtype(first)
         packed = self._owned(self.source.group_weight(step.group), self._device(first))
         names = {leaf: step.group.tensors[leaf].rpartition(".")[2] for leaf in packed.tensors}
+        tensors = {names[leaf]: tensor for leaf, tensor in packed.tensors.items()}
         for leaf, full in step.group.tensors.items():
-            tensor = packed.tensors[leaf] if leaf in packed.tensors else self._moved(
-                self.source.tensor(full), packed.device, self.source.tensor(full).dtype)
-            block.register_parameter(full.rpartition(".")[2], nn.Parameter(tensor, requires_grad=False))
+            if leaf not in packed.tensors:
+                tensor = self.source.tensor(full)
+                tensors[full.rpartition(".")[2]] = self._moved(tensor, packed.device, tensor.dtype)
+        parameters = {own: nn.Parameter(tensor, requires_grad=False) for own, tensor in tensors.items()}
         members: dict[nn.Module, list[Member]] = {block: []}
         start = 0
         for part, weight in step.members.items():
@@ -361,7 +363,8 @@ class _Loader:
             start += step.group.parts[part]
             self.report.packed[weight.removesuffix(".weight")] = f"{step.group.format}.{packed.storage}"
         for runs, own_members in members.items():
-            GroupedBlock(block, packed, names, own_members, dtype).install(runs)
+            hold_group(runs, parameters, dtype)
+            GroupedBlock(runs, packed, names, own_members).install()
         self.origin.groups[step.name] = step.group
 
     def _decode_group(self, step: GroupStep) -> None:

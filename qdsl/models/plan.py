@@ -107,8 +107,13 @@ class Names:
         return self.parameters.get(name, self.buffers.get(name))
 
     def tied(self, name: str) -> list[str]:
-        """All names of a parameter, the given one first, without those that have a weight of their own in the checkpoint."""
-        return [name, *(other for other in self._shared.get(name, ()) if other != name and other not in self.untied)]
+        """All names of a parameter, the given one first, without those that have a weight of their own in the checkpoint.
+
+        Where several have one, the others share that of the first.
+        """
+        names = self._shared.get(name, [])
+        first = next((other for other in names if other in self.untied), name)
+        return [name, *(other for other in names if other != name and other not in self.untied and name == first)]
 
     def is_untied(self, name: str) -> bool:
         """Whether another name of a parameter has a weight of its own."""
@@ -332,8 +337,9 @@ class _Planner:
                 missing = [name for name in missing if name not in stored]
         if missing:
             hint = self._stack_hint(missing) or self._prefix_hint(missing)
+            unused = f"; not used: {listed(self.plan.unused[:5])}, ..." if self.plan.unused else ""
             self.plan.problems.append(f"{len(missing)} parameters of the model have no weight in the checkpoint: "
-                                      f"{listed(missing)}{hint}")
+                                      f"{listed(missing)}{hint}{unused}")
         empty = [name for name, buffer in self.names.buffers.items() if buffer.is_meta and name not in self.filled]
         if empty:
             self.plan.problems.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import math
 import os
@@ -47,7 +48,7 @@ class SaveError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """The files of a saved model.  exact: config and weights are byte for byte those of the checkpoint that filled the model.
+    """The files of a saved model.  exact: config and weights are byte for byte those of the checkpoint, which is still there.
 
     notes: what else to know.
     """
@@ -103,7 +104,17 @@ def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None
     nbytes = sum(header.size for _, header in files.values())
     gone = origin is not None and origin.config is not None and not origin.path.is_dir()
     notes = (f"{origin.path} is gone: its other files, such as a tokenizer, were not copied",) if origin and gone else ()
-    return SaveReport(folder, tuple(files), nbytes, exact and (origin is None or texts.get(CONFIG) == origin.config), notes)
+    exact = exact and texts.get(CONFIG) == (origin.config if origin else None)
+    exact = exact and all(_is_same(folder, origin, name) for name in files)
+    return SaveReport(folder, tuple(files), nbytes, exact, notes)
+
+
+def _is_same(folder: Path, origin: Origin | None, name: str) -> bool:
+    """Whether a file that was written has the bytes of the checkpoint's; False where that is gone."""
+    if origin is None:
+        return False
+    old = (origin.path if origin.path.is_dir() else origin.path.parent) / name
+    return old.is_file() and filecmp.cmp(old, folder / name, shallow=False)
 
 
 def _check_target(folder: Path, origin: Origin | None) -> None:
@@ -444,4 +455,4 @@ def _save_gguf(folder: Path, origin: Origin, tensors: Mapping[str, Stored]) -> S
         new.append(NewTensor(name, kind, shape, _bytes(tensors[name])))
     folder.mkdir(parents=True, exist_ok=True)
     size = write_gguf(path, origin.gguf.metadata, new)
-    return SaveReport(folder, (path.name,), size, True)
+    return SaveReport(folder, (path.name,), size, _is_same(folder, origin, path.name))

@@ -7,12 +7,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qdsl.runtime.module import PackedModule
 
+GROUP = "_packed_names"                                          # of a module that holds a group of coded weights: their tensors
+
 
 def packed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The stored tensors of a model's packed layers, by their names in the model; a tied one under every name."""
-    return {f"{prefix}.{name}" if prefix else name: parameter
-            for prefix, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, PackedModule)
-            for name, parameter in layer.stored_parameters().items()}
+    """The stored tensors of a model's packed layers and groups, by their names in the model; a tied one under every name."""
+    packed: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = module.stored_parameters() if isinstance(module, PackedModule) else {
+            name: module.get_parameter(name) for name in getattr(module, GROUP, ())}
+        packed |= {f"{prefix}.{name}" if prefix else name: parameter for name, parameter in own.items()}
+    return packed
 
 
 def ignore_packed_(model: nn.Module) -> set[nn.Parameter]:
