@@ -15,6 +15,7 @@ from qdsl.convert.plan import full_name
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
 from tests.support import formats
+from tests.support.covering import ALL
 from tests.support.small_models import files, folder, own_config
 
 E = 2                                                            # experts
@@ -80,7 +81,8 @@ def plain_tensors(n: int, k: int) -> dict[str, Tensor]:
 
 IN_FILES = {(each.name, storage) for each in descriptions() for storages in each.variants.values() for storage in storages
             if not {"safetensors", "parts"} & each.detect.keys()}
-CASES = [case for case in formats.cases() if (case.path.stem, case.storage) in IN_FILES]
+ALL_CASES = [case for case in formats.cases() if (case.path.stem, case.storage) in IN_FILES]
+CASES = ALL_CASES if ALL else list({(case.path.stem, case.storage): case for case in ALL_CASES}.values())     # of several widths one
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
