@@ -82,7 +82,7 @@ def plain_tensors(n: int, k: int) -> dict[str, Tensor]:
 IN_FILES = {(each.name, storage) for each in descriptions() for storages in each.variants.values() for storage in storages
             if not {"safetensors", "parts"} & each.detect.keys()}
 ALL_CASES = [case for case in formats.cases() if (case.path.stem, case.storage) in IN_FILES]
-CASES = ALL_CASES if ALL else list({(case.path.stem, case.storage): case for case in ALL_CASES}.values())     # of several widths one
+CASES = ALL_CASES if ALL else list({(case.path.stem, case.storage): case for case in ALL_CASES}.values())   # one of all widths
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
