@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,18 @@ DTYPE = "decoded_dtype"                                          # a buffer with
 
 
 class HiddenWeight(NoWeight):
-    """A weight that is decoded only while its block runs: its shape, dtype and device, without its numbers.
+    """A weight whose block is not running: torch functions that read it decode its group, each time for itself.
 
-    holder: the module with the coded tensors.
+    So a layer that is called outside of its block, or again for gradients, gets its numbers; what would change them is an error.
+    start: its first number in the group's row.
     """
 
-    def __init__(self, holder: nn.Module, shape: torch.Size) -> None:
-        self._holder, self._shape = holder, shape
+    def __init__(self, group: GroupedBlock, shape: torch.Size, start: int) -> None:
+        self._group, self._shape, self._start = group, shape, start
         self._is_overwritten = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return HiddenWeight, (self._holder, self._shape)
+        return HiddenWeight, (self._group, self._shape, self._start)
 
     @property
     def shape(self) -> torch.Size:
@@ -36,18 +37,39 @@ class HiddenWeight(NoWeight):
 
     @property
     def dtype(self) -> torch.dtype:
-        return compute_dtype(self._holder)
+        return compute_dtype(self._group.block)
 
     @property
     def device(self) -> torch.device:
-        return next(self._holder.parameters()).device
+        return self._group.block.get_buffer(DTYPE).device
 
-    def __getitem__(self, index: Any) -> NoWeight:
-        return HiddenWeight(self._holder, torch.empty(self._shape, device="meta")[index].shape)
+    def decoded(self) -> Tensor:
+        """The numbers, in memory of their own."""
+        return self._group.row(shared=False)[self._start:self._start + self._shape.numel()].view(self._shape)
+
+    def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]
+        return self.decoded()[index]
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        return torch.matmul(self.decoded(), other)
 
     @property
     def _advice(self) -> str:
-        return f"it is coded together with others, and decoded only while their {type(self._holder).__name__} runs"
+        return f"it is coded together with other weights of its {type(self._group.block).__name__}"
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """A torch function of the decoded weight; one that would write to it is an error."""
+        name = getattr(function, "__name__", "")
+        if (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__"):
+            return super().__torch_function__(function, types, args, kwargs)
+
+        def dense(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(dense, value))
+            return value.decoded() if isinstance(value, HiddenWeight) else value
+
+        return function(*map(dense, args), **{key: dense(value) for key, value in (kwargs or {}).items()})
 
 
 @dataclass(frozen=True)
@@ -59,10 +81,10 @@ class Member:
     shape: torch.Size
     start: int
 
-    def hide(self, holder: nn.Module) -> None:
-        """Leave the module without its weight: a tensor on meta would do, but some of torch's kernels compute with it."""
+    def hide(self, group: GroupedBlock) -> None:
+        """Leave the module without its numbers: a tensor on meta would not do, as some of torch's kernels compute with it."""
         self.module._parameters.pop(self.parameter, None)
-        setattr(self.module, self.parameter, HiddenWeight(holder, self.shape))
+        setattr(self.module, self.parameter, HiddenWeight(group, self.shape, self.start))
 
     def show(self, row: Tensor) -> None:
         """Give the module its weight, a view of the group's decoded row."""
@@ -107,18 +129,21 @@ class GroupedBlock:
         finally:
             self._hide()
 
-    def row(self) -> Tensor:
-        """All numbers of the group, decoded, in one row."""
+    def row(self, shared: bool = True) -> Tensor:
+        """All numbers of the group, decoded, in one row.
+
+        shared: in memory that the next block takes, where no gradients flow.
+        """
         packed, dtype = self.packed, compute_dtype(self.block)
         if packed.device.type == "meta":                         # torch's CPU kernels compute with tensors on meta, in silence
             raise TypeError(f"the coded weights of this {type(self.block).__name__} are on meta: load them before it runs")
-        fresh = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        fresh = not shared or torch.is_grad_enabled() or torch.compiler.is_compiling()
         out = None if fresh else scratch("group of weights", packed.shape, dtype, packed.device)
         return packed.format.dequantize(packed, dtype, out).view(-1)
 
     def _hide(self) -> None:
         for member in self.members:
-            member.hide(self.block)
+            member.hide(self)
 
 
 def hold_group(holder: nn.Module, tensors: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
