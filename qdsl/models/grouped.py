@@ -61,7 +61,7 @@ class HiddenWeight(NoWeight):
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """A torch function of the decoded weight; one that would write to it is an error."""
         name = getattr(function, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__"):
+        if (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__") or "out" in (kwargs or {}):
             return super().__torch_function__(function, types, args, kwargs)
 
         def dense(value: Any) -> Any:
