@@ -76,8 +76,8 @@ def operation_for(device: torch.device) -> Int4Operation:
 
 
 def _format(operation: Int4Operation) -> Format:
-    found: Format = import_module(f"qdsl.generated.{operation.format}").FORMAT
-    return found
+    format: Format = import_module(f"qdsl.generated.{operation.format}").FORMAT
+    return format
 
 
 @cache

@@ -199,7 +199,7 @@ class _Planner:
         if experts is None and len(shape) == 3 and math.prod(shape[:2]) == layer.shape[0] and shape[2] == layer.shape[1]:
             experts = shape[0]                                   # a matrix of E * N rows
         stored = PackedStep(layer, name, "", shape, experts=experts).stored
-        if shape not in (stored, _turned(stored)) and not _is_flattened(shape, stored):
+        if shape not in (stored, _swapped(stored)) and not _is_flattened(shape, stored):
             self.plan.problems.append(f"{shown(name)} is {list(shape)} in the model, and {list(stored)} in the checkpoint")
             return None
         scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
@@ -219,8 +219,8 @@ class _Planner:
     def orient_experts(self) -> None:
         """Stacks of a square shape lie as the others of their module do, as files have them where none tells."""
         parents = {step.name.rpartition(".")[0] for step in self.plan.packed
-                   if step.experts is not None and step.shape == _turned(step.stored) != step.stored}
-        self.plan.packed = [replace(step, transposed=step.experts is not None and step.shape == _turned(step.stored) and (
+                   if step.experts is not None and step.shape == _swapped(step.stored) != step.stored}
+        self.plan.packed = [replace(step, transposed=step.experts is not None and step.shape == _swapped(step.stored) and (
             step.shape != step.stored or step.layer.turned or step.name.rpartition(".")[0] in parents))
             for step in self.plan.packed]
 
@@ -389,8 +389,8 @@ def _is_kind(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
-def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[E, K, N] of [E, N, K]; a matrix as it is."""
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[E, K, N] of [E, N, K]; a matrix unchanged."""
     return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
 
 
