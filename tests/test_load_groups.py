@@ -84,6 +84,16 @@ def test_experts_with_a_scale_for_each(tmp_path: Path, shape: tuple[int, ...]) -
     assert files(tmp_path / "out") == files(source)
 
 
+def test_a_stack_that_is_left_out_becomes_dense(tmp_path: Path) -> None:
+    packed = [fp8_tensor.quantize(weight(64, 128, expert)) for expert in range(E)]
+    tensors = {"up": torch.stack([each.tensors["weight"] for each in packed]),
+               "up_scale": torch.stack([each.tensors["weight_scale"].reshape(()) for each in packed])}
+    model = nn.ParameterDict({"up": torch.zeros(E, 64, 128)})
+    source = folder(tmp_path / "in", tensors, {"quantization_config": {"quant_method": "fp8"}})
+    assert qdsl.load_weights_(model, source, skip=["up"]).dense == {"up": "left out by a pattern"}
+    assert torch.equal(model["up"], torch.stack([fp8_tensor.dequantize(each, torch.float32) for each in packed]))
+
+
 def test_experts_stand_for_the_dense_tensor() -> None:
     packed = q8_0.quantize(weight(3 * 32, 64))
     dense = q8_0.dequantize(packed, torch.float32).view(3, 32, 64)
