@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import qdsl
 from qdsl.compress.run import compress
 from qdsl.compress.units import Aim
-from qdsl.generated import fp8_tensor, ocp_mxfp4, q8_0
+from qdsl.generated import fp8_tensor, int_group, ocp_mxfp4, q8_0
 from qdsl.models.plan import LoadError
 from tests.support.small_models import Mlp, files, folder, weight
 
@@ -82,6 +82,19 @@ def test_experts_with_a_scale_for_each(tmp_path: Path, shape: tuple[int, ...]) -
     torch.testing.assert_close(model.up(x, [0, 2, 5]), torch.cat([x[:2] @ dense[0].t(), x[2:] @ dense[1].t()]))
     qdsl.save_model(model, tmp_path / "out")
     assert files(tmp_path / "out") == files(source)
+
+
+def test_a_planar_stack_is_saved_as_it_came(tmp_path: Path) -> None:
+    """With an index for each expert, which planar weights in order do not have."""
+    packed = [int_group.quantize(weight(64, 128, expert), "gptq_v2", bits=4, group=32) for expert in range(E)]
+    tensors = {f"up.{name}": torch.stack([each.tensors[name] for each in packed]) for name in packed[0].tensors}
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}}
+    source = folder(tmp_path / "in", tensors, config)
+    model = nn.ParameterDict({"up": torch.zeros(E, 64, 128)})
+    qdsl.load_weights_(model, source)
+    assert qdsl.planar_(model).quantized
+    qdsl.save_model(model, tmp_path / "out")
+    assert "up.g_idx" in tensors and files(tmp_path / "out") == files(source)
 
 
 def test_a_stack_that_is_left_out_becomes_dense(tmp_path: Path) -> None:

@@ -199,8 +199,15 @@ class _Collector:
             full = self._full_name(layer, weight, tensor)
             own = (stack.experts, *(value.t().shape if layer.turned else value.shape))
             shape = self._kinds[full][1] if full in self._kinds else own
-            self._add(full, value.dtype, shape, partial(_stacked, stack, tensor, layer.turned, storage, shape))
+            self._add(full, value.dtype, shape, partial(self._stacked, name, stack, tensor, layer.turned, storage, shape))
         self._add_settings(layer, weight)
+
+    def _stacked(self, name: str, stack: Experts, tensor: str, turned: bool, storage: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of all experts in the shape that files have; of one number for all, that."""
+        parts = [self._convert(name, stack.weight(expert), storage).tensors[tensor] for expert in range(stack.experts)]
+        if math.prod(shape) == parts[0].numel() != stack.experts * parts[0].numel():
+            return parts[0]
+        return torch.stack([part.t() if turned and part.dim() == 2 else part for part in parts])
 
     def _record(self, name: str, weight: PackedWeight) -> tuple[Layer, str]:
         """What the checkpoint calls a layer, and the storage that it has there."""
@@ -318,14 +325,6 @@ def _kinds(origin: Origin) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         kinds |= {name: (getattr(torch, TORCH[kind.name]), shape) for name, (kind, shape) in origin.gguf.tensors.items()
                   if kind.name in TORCH}
     return kinds
-
-
-def _stacked(stack: Experts, name: str, turned: bool, storage: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of all experts in the shape that files have; of one number for all, that."""
-    tensors = [weight.format.convert(weight, storage).tensors[name] for weight in map(stack.weight, range(stack.experts))]
-    if math.prod(shape) == tensors[0].numel() != stack.experts * tensors[0].numel():
-        return tensors[0]
-    return torch.stack([tensor.t() if turned and tensor.dim() == 2 else tensor for tensor in tensors])
 
 
 def _description(weight: PackedWeight) -> Any:
