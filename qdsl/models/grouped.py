@@ -43,6 +43,11 @@ class HiddenWeight(NoWeight):
     def device(self) -> torch.device:
         return self._group.block.get_buffer(DTYPE).device
 
+    @property
+    def format(self) -> str:
+        """The name of the group's format."""
+        return self._group.packed.format.name
+
     def decoded(self) -> Tensor:
         """The numbers, in memory of their own."""
         return self._group.row(shared=False)[self._start:self._start + self._shape.numel()].view(self._shape)
