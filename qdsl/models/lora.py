@@ -54,7 +54,7 @@ def dense_copy(layer: Any) -> nn.Module:
 class DecodedLayer:
     """A layer's decoded weight and its bias, which is what DoRA reads of a layer."""
 
-    weight: nn.Parameter
+    weight: Tensor
     bias: Tensor | None
 
 
@@ -62,7 +62,7 @@ def decoded_layer(layer: Any) -> DecodedLayer:
     """The numbers of a layer in the dtype of a dense model; a weight of a block that is running is decoded already."""
     weight = layer.dequantize(layer.compute_dtype) if isinstance(layer, PackedModule) else layer.weight
     weight = weight.decoded() if isinstance(weight, HiddenWeight) else weight
-    return DecodedLayer(nn.Parameter(weight, requires_grad=False), getattr(layer, "bias", None))
+    return DecodedLayer(weight, getattr(layer, "bias", None))
 
 
 class PackedDoraLinear(DoraLinearLayer):
@@ -79,7 +79,7 @@ class PackedDoraEmbedding(DoraEmbeddingLayer):
         return super().forward(x, base_layer=decoded_layer(base_layer), **kwargs)  # type: ignore[no-untyped-call]
 
 
-class PackedLoraLayer(LoraLayer):
+class PackedLoraLayer(nn.Module, LoraLayer):
     """LoRA over a packed layer: whoever reads the base weight gets it decoded, and nobody changes it."""
 
     dora: type[DoraLinearLayer]
