@@ -174,6 +174,24 @@ def test_packed_weights_themselves_are_not_trained(options: dict[str, Any]) -> N
     assert train(adapted(model, target_modules=["last"], **options))[-1] > 0
 
 
+def test_parameters_of_packed_layers_and_stacked_experts_are_no_targets() -> None:
+    with pytest.raises(AdapterError, match=r"target_parameters adds to 'weight', which is packed: name the layer in target_mod"):
+        adapted(Model("fp8_block"), target_modules=["last"], target_parameters=["first.weight"])
+
+    class Moe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.router = qdsl.Experts(quantized("q4_0", 128, 64), 2), nn.Linear(64, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.bmm(x.expand(2, -1, -1), self.experts.transpose(1, 2)).sum(-1).t() * self.router(x)
+
+    everything = r".*(router|parts\.\d+)"
+    with pytest.raises(AdapterError, match=r"experts: experts of a stack .* exclude_modules=r'\.\*\\\.parts\\\.\\d\+'"):
+        adapted(Moe(), target_modules=everything)
+    assert adapted(Moe(), target_modules=everything, exclude_modules=r".*\.parts\.\d+")(sample(3, 64)).shape == (3, 2)
+
+
 def test_results_may_be_changed_in_place() -> None:
     """As adapters for mixed batches do, with gradients or without."""
     for shape in ((2, 128), (1, 3, 128)):
@@ -384,8 +402,8 @@ def test_without_the_import(name: str, call: str, monkeypatch: pytest.MonkeyPatc
 
 
 def qwen(tied: bool = False) -> Qwen3Config:
-    return Qwen3Config(hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-                       num_key_value_heads=2, head_dim=64, vocab_size=256, tie_word_embeddings=tied)
+    return Qwen3Config(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+                       num_key_value_heads=1, head_dim=32, vocab_size=256, tie_word_embeddings=tied)
 
 
 def filled(config: Qwen3Config, path: Path) -> Any:
