@@ -100,15 +100,15 @@ def test_an_adapter_trains_as_over_the_dense_model(name: str, dora: bool) -> Non
     """With the same results and gradients; the packed weights stay as they are."""
     model = Model(name)
     before = stored_bits(model)
-    both = [adapted(each, use_dora=dora, target_modules=TARGETS) for each in (model, dense(model))]
-    results = [each(IDS) for each in both]
+    both = [adapted(base, use_dora=dora, target_modules=TARGETS) for base in (model, dense(model))]
+    results = [adapter(IDS) for adapter in both]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     for result in results:
         result.square().mean().backward()
     trained = {key for key, p in both[0].named_parameters() if p.requires_grad}
     assert trained == {key for key, p in both[1].named_parameters() if p.requires_grad} and len(trained) == 4 + 2 * dora
     for key in trained:
-        gradients = [each.get_parameter(key).grad for each in both]
+        gradients = [adapter.get_parameter(key).grad for adapter in both]
         assert gradients[0].abs().sum() > 0
         torch.testing.assert_close(*gradients, rtol=2e-3, atol=1e-4)
     losses = train(both[0])
@@ -502,8 +502,8 @@ def test_adapters_over_a_group_of_coded_weights(tmp_path: Path) -> None:
     dense = nn.ModuleDict({"layers": nn.Sequential(Block(), Block())}).bfloat16()
     dense.load_state_dict(names)
     x, results = sample(4, 128).bfloat16(), []
-    for each in (dense, model):
-        adapter = adapted(each, target_modules=["up", "down"], use_dora=True)
+    for base in (dense, model):
+        adapter = adapted(base, target_modules=["up", "down"], use_dora=True)
         results.append(adapter.base_model.model["layers"](x))
         results[-1].float().square().mean().backward()
         assert all(p.grad is not None for p in adapter.parameters() if p.requires_grad)
