@@ -306,7 +306,7 @@ def test_peft_adapts_linears_and_embeddings(name: str) -> None:
     assert is_unchanged(model, before)
 
 
-# -- DDP and FSDP2: see also test_peft.py -------------------------------------------------------------------------------
+# -- DDP and FSDP2: see also test_peft.py --------------------------------------------------------------------------------
 
 
 def test_packed_parameters_by_name() -> None:

@@ -66,12 +66,7 @@ def merge(model: nn.Module, into: str = "dense", dtype: torch.dtype | None = Non
         raise AdapterError(f"into is 'dense' or 'same', not {into!r}")
     base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
     report = MergeReport(base, into)
-    places: dict[Any, list[str]] = {}
-    for name, module in base.named_modules(remove_duplicate=False):
-        is_inside = any(name.startswith(f"{outer}.") for names in places.values() for outer in names)
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not is_inside:
-            places.setdefault(module, []).append(name)
-    if not places:
+    if not (places := _adapted_layers(base)):
         raise AdapterError("the model has no adapters to merge")
     with torch.no_grad():
         merged = {layer: _merged(names[0], layer, into, dtype, report) for layer, names in places.items()}
@@ -80,6 +75,19 @@ def merge(model: nn.Module, into: str = "dense", dtype: torch.dtype | None = Non
             base.set_submodule(name, merged[layer])
     _forget_adapters(base, report)
     return report
+
+
+def _adapted_layers(model: nn.Module) -> dict[Any, list[str]]:
+    """The layers that peft put into a model, those inside of others left out, with all their names."""
+    places: dict[Any, list[str]] = {}
+    names: set[str] = set()                                      # of these layers and all inside of them
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent = name.rpartition(".")[0]
+        is_outermost = parent not in names and isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        names |= {name} if is_outermost or parent in names else set()
+        if is_outermost:
+            places.setdefault(module, []).append(name)
+    return places
 
 
 def _merged(name: str, layer: Any, into: str, dtype: torch.dtype | None, report: MergeReport) -> nn.Module:
@@ -118,13 +126,11 @@ def _merged_by_peft(name: str, layer: Any) -> nn.Module:
     try:
         layer = copy.deepcopy(layer)                             # the model keeps its own until all layers are merged
         if hasattr(layer, "unload_and_optionally_merge_module"):
-            merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
-        else:
-            layer.merge(safe_merge=True)
-            merged = layer.get_base_layer()
+            return layer.unload_and_optionally_merge_module(True, True, None)  # type: ignore[no-any-return]
+        layer.merge(safe_merge=True)
     except (RuntimeError, ValueError) as error:
         raise AdapterError(f"{name}: {error}") from error
-    return merged  # type: ignore[no-any-return]
+    return layer.get_base_layer()  # type: ignore[no-any-return]
 
 
 def _merged_weight(name: str, layer: Any, base: Any) -> tuple[Tensor, Tensor | None]:
@@ -181,8 +187,7 @@ def _layer_of(packed: PackedWeight, base: Any) -> nn.Module:
 
 def _forget_adapters(model: Any, report: MergeReport) -> None:
     """Remove what peft and transformers note in a model with adapters; state where a head is no longer tied."""
-    if hasattr(model, "peft_config"):
-        del model.peft_config
+    vars(model).pop("peft_config", None)
     if getattr(model, "_hf_peft_config_loaded", False):
         model._hf_peft_config_loaded = False
     config: Any = getattr(model, "config", None)
