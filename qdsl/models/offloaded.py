@@ -15,7 +15,8 @@ def onloaded(model: nn.Module) -> Iterator[None]:
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():
         weights = _offloaded_weights(module)
-        for own in (module._parameters, module._buffers):
+        stored: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for own in stored:
             for name, tensor in own.items():
                 if tensor is not None and tensor.is_meta and weights is not None:
                     value: Tensor = weights[name]

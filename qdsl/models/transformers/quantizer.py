@@ -62,9 +62,12 @@ class QdslHfQuantizer(HfQuantizer):
             self._device_map = device_map
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """The config without the sentence that stops loaders without this quantizer.  Raises ValueError for tensor parallelism."""
+        """The config without the sentence that stops loaders without this quantizer.
+
+        Raises ValueError for tensor parallelism.
+        """
         if getattr(config, "distributed_config", None) is not None:
-            raise ValueError("tp_plan: transformers shards plain weights alone; give packed ones a device_map, or serve them in vLLM")
+            raise ValueError("tp_plan: transformers shards plain weights alone, no packed ones; use device_map=")
         _unguard(config)
         return config
 
