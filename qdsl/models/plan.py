@@ -277,7 +277,7 @@ class _Planner:
         own = renamed(name, self.rename)
         if own is not None and own not in self.names.transient and self.names.tensor(own) is not None:
             self._add_tensor(own, full)
-        else:
+        elif self.checks_plain:
             self.plan.unused.append(full)
 
     def _add_tensor(self, name: str, full: str) -> None:
