@@ -18,6 +18,7 @@ from transformers.quantizers import HfQuantizer
 
 import qdsl.models.transformers.moe as moe
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.guard import FIELD, REPLACED, is_guard, unguarded
 from qdsl.checkpoint.sources import FolderSource, Source
 from qdsl.models.dense import make_dense
@@ -27,6 +28,7 @@ from qdsl.models.origin import origin_in
 from qdsl.models.plan import SKIPPED, LoadError, listed
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.conversions import Conversions, ignored, reverted
+from qdsl.runtime.module import PackedModule
 
 # What `AutoConfig.from_pretrained` takes of what a model's takes.
 HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
@@ -41,8 +43,11 @@ class QdslHfQuantizer(HfQuantizer):
 
     quantization_config: QdslConfig
 
-    def __init__(self, quantization_config: QdslConfig, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})   # what is packed is read from the files
+    def __init__(self, quantization_config: QdslConfig, pre_quantized: bool = True, **kwargs: Any) -> None:
+        settings = quantization_config.settings
+        if not pre_quantized and settings is not None and settings.get("quant_method") == OWN:
+            quantization_config = QdslConfig(**settings)         # a caller's dictionary
+        super().__init__(quantization_config, pre_quantized=True, **kwargs)    # whether layers are packed is read from the files
         self.report: LoadReport | None = None
         self._files: list[Path] = []
         self._device_map: Any = None
@@ -130,6 +135,8 @@ class QdslHfQuantizer(HfQuantizer):
         if origin is not None:
             origin.revert = reverted
         self._written = model.config.to_json_string()
+        if any(isinstance(module, PackedModule) for module in (model.get_input_embeddings(), model.get_output_embeddings())):
+            model.resize_token_embeddings = _refuse_resize
         return model
 
     # -- what the model can do ----------------------------------------------------------------------------------------
@@ -157,6 +164,7 @@ class QdslHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         make_dense(model, dtype)
+        vars(model).pop("resize_token_embeddings", None)
         for module in model.modules():
             vars(module).pop("_tied_weights_keys", None)
         model.tie_weights()
@@ -181,6 +189,11 @@ def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quanti
     automatic = transformers.AutoModelForCausalLM
     cls = model_class or (automatic if hasattr(config, "auto_map") else getattr(transformers, named, automatic))
     return cls.from_pretrained(ref, *args, config=config, quantization_config=chosen, **kwargs)
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("resize_token_embeddings: embeddings or the head are packed; load the model with "
+                     "quantization_config=QdslConfig(ignore=['embed_tokens', 'lm_head']), which makes them dense, then resize")
 
 
 def _take_settings(config: Any) -> dict[str, Any] | None:

@@ -33,6 +33,8 @@ def _merging(merge: Any) -> Any:
     """The library's rule for a folder's settings and a caller's; a QdslConfig takes a folder of any producer."""
     @wraps(merge)
     def merge_quantization_configs(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        if isinstance(quantization_config_from_args, dict) and quantization_config_from_args.get("quant_method") == OWN:
+            quantization_config_from_args = QdslConfig(**quantization_config_from_args)
         if isinstance(quantization_config_from_args, QdslConfig):
             settings = quantization_config if isinstance(quantization_config, dict) else quantization_config.to_dict()
             return quantization_config_from_args.with_settings(settings)
