@@ -197,12 +197,12 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _take_settings(config: Any) -> dict[str, Any] | None:
-    """Take the settings of a quantization out of a config, which transformers may not know, and return them."""
+    """Take another producer's settings out of a config, which transformers may not know, and return them."""
     for holder in (config, config.get_text_config(decoder=True)):
         settings = getattr(holder, "quantization_config", None)
-        if settings is not None:
+        if settings is not None and dict(settings).get("quant_method") != OWN:
             del holder.quantization_config
-            return dict(settings if isinstance(settings, Mapping) else settings.to_dict())
+            return dict(settings)
     return None
 
 
