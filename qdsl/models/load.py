@@ -68,19 +68,23 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
 
 def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None = None, device: torch.device | str | None = None,
                dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
-               skip: Sequence[str] | None = None, **options: Any) -> LoadReport:
-    """Fill a model with the weights of an open checkpoint; as `load_weights`."""
+               skip: Sequence[str] | None = None, plain: bool = True,
+               stacks: Mapping[str, Sequence[Sequence[str]]] | None = None, **options: Any) -> LoadReport:
+    """Fill a model with the weights of an open checkpoint; as `load_weights`.
+
+    plain: False leaves plain tensors, other than those that are quantized, to a library that loads them after this.
+    """
     _check_arguments(device, dtype, format, skip, options)
     if callable(tie := getattr(model, "tie_weights", None)):     # builders that put parameters on meta one by one untie them
         tie()
     names = Names(model)
     _know_shapes(checkpoint, names, rename)
-    plan = plan_load(names, checkpoint.source, rename, format, skip)
+    plan = plan_load(names, checkpoint.source, rename, format, skip, plain)
     if plan.problems:
         raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *(f"  {each}" for each in plan.problems)]))
     weights = _read_weights(checkpoint, plan, verify)
     loader = _Loader(model, names, checkpoint, plan, weights, device, dtype, copy)
-    loader.fill_plain(format, options)
+    loader.fill_plain(format, options, plain)
     for step in plan.packed:
         loader.place(step)
     for group in plan.groups:
@@ -172,13 +176,14 @@ class _Loader:
 
     # -- plain tensors ------------------------------------------------------------------------------------------------
 
-    def fill_plain(self, format: str | None, options: Mapping[str, Any]) -> None:
-        """Fill parameters and buffers; then put Linears of a format in place of those that are to be quantized."""
+    def fill_plain(self, format: str | None, options: Mapping[str, Any], plain: bool) -> None:
+        """Fill parameters and buffers, if `plain`; then put Linears of a format in place of those that are to be quantized."""
         quantized = {f"{name}.weight".lstrip("."): name for name in self.plan.quantized}
         for name, full in self.plan.plain.items():
             if name in quantized:
                 continue
-            self._fill(name, self.source.tensor(full))
+            if plain:
+                self._fill(name, self.source.tensor(full))
             self.origin.plain[name] = full
         for name, module in quantized.items():
             self._quantize(module, self.plan.plain[name], str(format), options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,8 @@ class Origin:
     where there is none.  index: the name of the index and its text, None where there is none.  layers, groups: by the names of
     modules.  plain: tensors of the checkpoint by the parameters and buffers that they filled.  settings: small tensors that
     belong to layers, and that no module holds; unused: those for which the model has no use.  decoded: packed layers that
-    became plain numbers, by their parameters; changed: others did, too.
+    became plain numbers, by their parameters; changed: others did, too.  revert: gives the tensors of files for plain tensors
+    of the model that a library made of several, or cut; both by name.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class Origin:
     unused: dict[str, Tensor] = field(default_factory=dict)
     decoded: dict[str, Layer] = field(default_factory=dict)
     changed: bool = False
+    revert: Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]] | None = None
 
 
 def origin_of(source: Source) -> Origin:

@@ -121,13 +121,14 @@ class Names:
 
 
 def plan_load(names: Names, source: Source, rename: Rename | None, format: str | None = None,
-              skip: Sequence[str] | None = None) -> LoadPlan:
+              skip: Sequence[str] | None = None, plain: bool = True) -> LoadPlan:
     """Where each weight goes; parameters with a weight of their own are untied.
 
     format: that in which plain Linear layers are quantized, None for none.  skip: patterns of layers that become dense; None
-    for those of SKIPPED, which concern only layers that are quantized here.
+    for those of SKIPPED, which concern only layers that are quantized here.  plain: False where plain tensors are loaded by
+    others, who then check that they fit and that no parameter is left.
     """
-    planner = _Planner(names, source, rename, skip or ())
+    planner = _Planner(names, source, rename, skip or (), plain)
     for layer in source.layers.values():
         planner.add_layer(layer)
     for group in source.groups:
@@ -136,7 +137,8 @@ def plan_load(names: Names, source: Source, rename: Rename | None, format: str |
         planner.add_plain(name, name)
     planner.sort_plain(format, SKIPPED if skip is None else skip)
     planner.orient_experts()
-    planner.check_complete()
+    if plain:
+        planner.check_complete()
     return planner.plan
 
 
@@ -156,8 +158,9 @@ def renamed(name: str, rename: Rename | None) -> str | None:
 
 
 class _Planner:
-    def __init__(self, names: Names, source: Source, rename: Rename | None, skip: Sequence[str]) -> None:
+    def __init__(self, names: Names, source: Source, rename: Rename | None, skip: Sequence[str], plain: bool) -> None:
         self.skip = skip
+        self.checks_plain = plain
         self.names = names
         self.source = source
         self.rename = rename
@@ -274,14 +277,14 @@ class _Planner:
         own = renamed(name, self.rename)
         if own is not None and own not in self.names.transient and self.names.tensor(own) is not None:
             self._add_tensor(own, full)
-        else:
+        elif self.checks_plain:
             self.plan.unused.append(full)
 
     def _add_tensor(self, name: str, full: str) -> None:
         tensor = self.names.tensor(name)
         assert tensor is not None
         shapes = tuple(tensor.shape), tuple(self.source.shape(full))
-        if shapes[0] != shapes[1]:
+        if shapes[0] != shapes[1] and self.checks_plain:
             self.plan.problems.append(f"{shown(name)} is {list(shapes[0])} in the model, and {list(shapes[1])} in the checkpoint")
         self.names.untied.add(name)
         if self.plan.plain.setdefault(name, full) != full:

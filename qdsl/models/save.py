@@ -22,7 +22,7 @@ from qdsl.checkpoint.folder import INDEX
 from qdsl.checkpoint.ggml_types import TORCH
 from qdsl.checkpoint.gguf_write import NewTensor
 from qdsl.checkpoint.gguf_write import write as write_gguf
-from qdsl.checkpoint.guard import guarded, unguarded
+from qdsl.checkpoint.guard import FIELD, guarded, is_guard, unguarded
 from qdsl.checkpoint.layer_weights import module_of
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import Buffer, Header, bytes_of, copy_chunks, laid_out, shown, torch_dtypes
@@ -38,6 +38,7 @@ from qdsl.runtime.module import PackedModule
 from qdsl.runtime.packed import FormatError, PackedWeight
 
 CONFIG = "config.json"
+QUANTIZATION = ("quantization_config", "compression_config", "dfloat11_config")     # what states it in a config, at its top
 SHARD_BYTES = 5 << 30                                            # of a file, where no checkpoint says how tensors are divided
 STAGE = ".qdsl-save.part"                                        # a folder's files until all are written
 
@@ -164,12 +165,17 @@ class _Collector:
                      for own in module._non_persistent_buffers_set}
         plain: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         plain |= dict(self.model.named_buffers(remove_duplicate=False))
+        others: dict[str, Tensor] = {}                           # those for which the checkpoint has no name
         for name, tensor in plain.items():
             full, is_shared = self.origin.plain.get(name, name), id(tensor) in self._written and name not in self.origin.plain
-            if name in transient or full in self.tensors or is_shared:
+            if name in transient or full in self.tensors or is_shared or self._add_encoded(name, tensor):
                 continue
-            if not self._add_encoded(name, tensor):
+            if name in self.origin.plain or self.origin.revert is None:
                 self._add_plain(name, full, tensor)
+            else:
+                others[name] = tensor
+        for full, tensor in (self.origin.revert(self.model, others) if self.origin.revert and others else {}).items():
+            self._add_plain(full, full, tensor)
         for full, tensor in self.origin.unused.items():
             self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
         every = self.origin.layers.keys() | self.origin.decoded.keys()
@@ -396,12 +402,16 @@ def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | 
         texts |= {} if origin.config is None else {CONFIG: origin.config}
     else:
         base = dict(config) if config is not None else _config_of(model, origin)
-        groups = origin is not None and bool(origin.groups)
-        if collected.settings:
+        stored = {} if origin is None or origin.config is None or collected.changed else json.loads(origin.config)
+        has_own = bool(collected.settings) or (origin is not None and bool(origin.groups))
+        if stored:                                               # another config for the weights of the checkpoint
+            base = {**{key: stored[key] for key in QUANTIZATION if key in stored}, **base}
+            has_own = is_guard(stored.get(FIELD))
+        elif collected.settings:
             base["quantization_config"] = own_settings(collected.settings, collected.dense)
-        elif not groups:
+        elif not has_own:
             base.pop("quantization_config", None)
-        base = guarded(base) if collected.settings or groups else unguarded(base)
+        base = guarded(base) if has_own else unguarded(base)
         texts[CONFIG] = json.dumps(base, indent=2, ensure_ascii=False) + "\n"
     if exact and origin is not None:
         return texts | ({} if origin.index is None else dict([origin.index]))

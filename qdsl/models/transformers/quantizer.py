@@ -1,0 +1,307 @@
+"""transformers' quantizer of packed weights: layers are placed before the library loads what is plain."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer
+
+import qdsl.models.transformers.moe as moe
+from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qdsl.checkpoint.guard import FIELD, REPLACED, is_guard, unguarded
+from qdsl.checkpoint.sources import FolderSource, Source
+from qdsl.models.dense import make_dense
+from qdsl.models.experts import Experts
+from qdsl.models.load import LoadReport, fill_model
+from qdsl.models.origin import origin_in
+from qdsl.models.plan import SKIPPED, LoadError, listed
+from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.conversions import Conversions, ignored, reverted
+
+# What `AutoConfig.from_pretrained` takes of what a model's takes.
+HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
+
+
+class QdslHfQuantizer(HfQuantizer):
+    """Places a folder's packed layers in a model while `from_pretrained` loads it.
+
+    report: which layers are packed, as of `qdsl.load_weights_`.  transformers loads all plain tensors by itself.  Weights on a
+    CPU stay mapped from their files, so a `device_map` that names the disk keeps them there.
+    """
+
+    quantization_config: QdslConfig
+
+    def __init__(self, quantization_config: QdslConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})   # what is packed is read from the files
+        self.report: LoadReport | None = None
+        self._files: list[Path] = []
+        self._device_map: Any = None
+        self._written = ""                                       # the model's config as it was loaded
+
+    # -- before the model is built ------------------------------------------------------------------------------------
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """The same map with the CPU in place of the disk: mapped weights lie there anyway."""
+        self._device_map = _without_disk(device_map) if isinstance(device_map, Mapping) else device_map
+        return self._device_map
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Take the disk out of a map that transformers has inferred, too."""
+        if isinstance(device_map, dict) and self.report is not None:
+            device_map.update(_without_disk(device_map))
+            self._device_map = device_map
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The config without the sentence that stops loaders without this quantizer.
+
+        Raises ValueError for tensor parallelism.
+        """
+        if getattr(config, "distributed_config", None) is not None:
+            raise ValueError("tp_plan: transformers shards plain weights alone, no packed ones; use device_map=")
+        _unguard(config)
+        return config
+
+    # -- before weights are loaded ------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self._files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """The library's conversions, unchanged; the first time packed layers are placed, which takes their names from them."""
+        if self.report is None:
+            with _open(self._files) as checkpoint:
+                self._place(model, checkpoint, Conversions(model, weight_conversions))
+        return weight_conversions
+
+    def _place(self, model: Any, checkpoint: Checkpoint, names: Conversions) -> None:
+        """Put packed layers into a model on meta, and have transformers leave them alone until it has loaded the others."""
+        config, source = self.quantization_config, checkpoint.source
+        if config.format is None and not source.layers and not source.groups:
+            raise LoadError(f"{checkpoint.path} has no packed weights: name a format to quantize it in, as QdslConfig('q4_0')")
+        skip = [*config.ignore, *(SKIPPED + _kept_in_fp32(model) if config.format else ())]
+        before = _tensors(model)
+        self.report = fill_model(model, checkpoint, names.rename, _single(self._device_map), skip=skip, plain=False,
+                                 stacks=names.stacks(source.layers), format=config.format, **config.options)
+        if config.format is not None and not self.report.packed:
+            raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
+        old = {id(tensor) for tensor in before.values()}
+        after = _tensors(model)
+        placed = {name for name, tensor in after.items() if id(tensor) not in old and not tensor.is_meta}
+        for name in placed:
+            after[name]._is_hf_initialized = True                # type: ignore[attr-defined]
+        _untie(model)
+        hook = model.register_state_dict_post_hook(partial(_hide, placed))
+        used = names.targets(_tensors_used(model, source, self.report, after.keys() - placed))
+        model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, used, placed)
+        if any(isinstance(module, Experts) for module in model.modules()):
+            model.set_experts_implementation(moe.NAME)
+
+    def _finish_loading(self, model: Any, hook: Any, used: set[str], placed: set[str], loading_info: Any) -> None:
+        """What transformers calls when it has loaded all others: move packed tensors to their devices.
+
+        Raises LoadError for a matrix that would be left with random numbers.
+        """
+        hook.remove()
+        del model.mark_tied_weights_as_initialized
+        loading_info.unexpected_keys -= used
+        missing = _missing_matrices(model, loading_info.missing_keys, self.quantization_config.ignore)
+        if missing:
+            unused = self.report.unused if self.report else []
+            hint = f"; the checkpoint has, and the model does not: {listed(unused)}" if unused else ""
+            raise LoadError(f"{len(missing)} weights of the model are not in the checkpoint: {listed(missing)}{hint}; "
+                            "name those that transformers shall initialise in QdslConfig(ignore=...)")
+        if isinstance(self._device_map, Mapping):
+            _move(model, placed, self._device_map)
+        model.mark_tied_weights_as_initialized(loading_info)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        origin = origin_in(model)
+        if origin is not None:
+            origin.revert = reverted
+        self._written = model.config.to_json_string()
+        return model
+
+    # -- what the model can do ----------------------------------------------------------------------------------------
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of plain numbers; bfloat16 where transformers took that of stored codes for it."""
+        return dtype if dtype.itemsize > 1 else torch.bfloat16
+
+    def config_to_save(self, model: Any) -> dict[str, Any] | None:
+        """The config of a model; None where it is the one that was loaded."""
+        written: str = model.config.to_json_string()
+        return None if written == self._written else json.loads(written)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters can be trained; packed weights cannot."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        make_dense(model, dtype)
+        for module in model.modules():
+            vars(module).pop("_tied_weights_keys", None)
+        model.tie_weights()
+        return model
+
+
+def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quantization_config: QdslConfig | None = None,
+                    **kwargs: Any) -> Any:
+    """Load a folder or repository with packed weights of any producer as a model of transformers.
+
+    It takes what `from_pretrained` of a class takes, and also folders that transformers does not dispatch to a quantizer: DF11,
+    ModelOpt, and those whose config states nothing.  model_class: by default that which the config names.
+    """
+    config = kwargs.pop("config", None)
+    if config is None:
+        config = AutoConfig.from_pretrained(ref, **{key: kwargs[key] for key in HUB if key in kwargs})
+    config = copy.deepcopy(config)
+    settings = _take_settings(config)
+    given = quantization_config or QdslConfig()
+    chosen = given.with_settings(settings) if settings is not None else given
+    named = (config.architectures or [""])[0]
+    automatic = transformers.AutoModelForCausalLM
+    cls = model_class or (automatic if hasattr(config, "auto_map") else getattr(transformers, named, automatic))
+    return cls.from_pretrained(ref, *args, config=config, quantization_config=chosen, **kwargs)
+
+
+def _take_settings(config: Any) -> dict[str, Any] | None:
+    """Take the settings of a quantization out of a config, which transformers may not know, and return them."""
+    for holder in (config, config.get_text_config(decoder=True)):
+        settings = getattr(holder, "quantization_config", None)
+        if settings is not None:
+            del holder.quantization_config
+            return dict(settings if isinstance(settings, Mapping) else settings.to_dict())
+    return None
+
+
+def _open(files: Sequence[Path]) -> Checkpoint:
+    """The checkpoint of the files that transformers has resolved.  Raises LoadError for files of another kind."""
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        kinds = ", ".join(sorted({file.suffix for file in files})) or "no file"
+        raise LoadError(f"packed weights are read from .safetensors files, not from {kinds}")
+    checkpoint = open_checkpoint(files[0].parent)
+    source = checkpoint.source
+    shards = {shard.name for shard in source.folder.shards} if isinstance(source, FolderSource) else set()
+    if shards == {file.name for file in files}:
+        return checkpoint
+    checkpoint.close()
+    if len(files) > 1:
+        raise LoadError(f"{files[0].parent} holds other weights beside {files[0].name}: leave a variant in a folder of its own")
+    return open_checkpoint(files[0])
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all their names."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _tensors_used(model: nn.Module, source: Source, report: LoadReport, others: Iterable[str]) -> set[str]:
+    """The checkpoint's tensors that are in packed layers, or were quantized or decoded for one."""
+    used = {full for layer in source.layers.values()
+            for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
+    used |= {full for group in source.groups for full in group.tensors.values()}
+    origin, plain = origin_in(model), set(others)
+    used |= {full for name, full in (origin.plain if origin else {}).items() if name not in plain}
+    return used - set(report.unused)
+
+
+def _kept_in_fp32(model: Any) -> tuple[str, ...]:
+    """Names of modules that a model keeps in float32."""
+    return tuple(map(re.escape, (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))))
+
+
+def _hide(names: Iterable[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave tensors out of a state_dict, so that transformers does not look for them in the checkpoint."""
+    for name in names:
+        state.pop(prefix + name, None)
+
+
+def _untie(model: Any) -> None:
+    """Drop what is known of ties between weights that are packed now: those share their tensors."""
+    plain = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
+                ties = getattr(module, attribute, None) or {}
+                names = {name: f"{prefix}.{name}".lstrip(".") for tie in ties.items() for name in tie}
+                gone = {name for name, full in names.items() if full not in plain and _is_packed(model, full)}
+                if gone:
+                    setattr(module, attribute, {key: name for key, name in ties.items() if not gone & {key, name}})
+
+
+def _is_packed(model: nn.Module, name: str) -> bool:
+    """Whether a name is that of a weight which is no parameter any more."""
+    try:
+        owner = model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return False
+    leaf = name.rpartition(".")[2]
+    return leaf not in owner._parameters and hasattr(owner, leaf)
+
+
+def _missing_matrices(model: Any, missing: set[str], ignore: Sequence[str]) -> list[str]:
+    """Parameters of two or more axes without numbers, and without one that they share."""
+    shared: dict[str, set[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        shared.setdefault(source, {source}).add(target)
+    loaded = {name for group in shared.values() if not group <= missing for name in group}
+    patterns = model._keys_to_ignore_on_load_missing or ()
+    tensors = _tensors(model)
+    return sorted(name for name in missing - loaded if name in tensors and tensors[name].dim() > 1
+                  and not ignored(name, ignore) and not any(re.search(pattern, name) for pattern in patterns))
+
+
+def _move(model: nn.Module, placed: Iterable[str], device_map: Mapping[str, Any]) -> None:
+    """Move tensors to the devices of a map; those of the CPU stay mapped."""
+    for module_name in {name.rpartition(".")[0] for name in placed}:
+        key = max((key for key in device_map if not key or f"{module_name}.".startswith(f"{key}.")), key=len, default=None)
+        if key is not None and str(device_map[key]) != "cpu":
+            module = model.get_submodule(module_name)
+            module._apply(partial(_moved, device_map[key]), recurse=False)  # type: ignore[no-untyped-call]
+
+
+def _moved(device: Any, tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.to(device)
+
+
+def _single(device_map: Any) -> Any:
+    """The device of a map that has one; None for others."""
+    return device_map[""] if isinstance(device_map, Mapping) and list(device_map) == [""] else None
+
+
+def _without_disk(device_map: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
+
+
+def _unguard(config: Any) -> None:
+    """Take the sentence out of a config and all that are nested in it."""
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            _unguard(value)
+        elif isinstance(value, dict):
+            vars(config)[name] = unguarded(value)
+    if is_guard(getattr(config, FIELD, None)):
+        if hasattr(config, REPLACED):
+            setattr(config, FIELD, getattr(config, REPLACED))
+            delattr(config, REPLACED)
+        else:
+            delattr(config, FIELD)
