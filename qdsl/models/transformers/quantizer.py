@@ -27,6 +27,7 @@ from qdsl.models.load import LoadReport, fill_model
 from qdsl.models.origin import origin_in
 from qdsl.models.plan import SKIPPED, LoadError, listed
 from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.contract import sentence
 from qdsl.models.transformers.conversions import Conversions, ignored, reverted
 from qdsl.runtime.module import PackedModule
 
@@ -132,8 +133,9 @@ class QdslHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         origin = origin_in(model)
-        if origin is not None:
-            origin.revert = reverted
+        if origin is None or "mark_tied_weights_as_initialized" in vars(model):
+            raise RuntimeError(sentence("loads weights in another way"))
+        origin.revert = reverted
         self._written = model.config.to_json_string()
         if any(isinstance(module, PackedModule) for module in (model.get_input_embeddings(), model.get_output_embeddings())):
             model.resize_token_embeddings = _refuse_resize

@@ -15,11 +15,16 @@ from qdsl.checkpoint.detect import OWN
 from qdsl.models.offloaded import onloaded
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.contract import check
 from qdsl.models.transformers.quantizer import QdslHfQuantizer
 
 
 def register() -> None:
-    """Register config, quantizer and experts, and wrap the two methods for which the library has no registry."""
+    """Register config, quantizer and experts, and wrap the two methods for which the library has no registry.
+
+    Raises ImportError for a release of transformers that is not as the plug-in uses it.
+    """
+    check()
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[OWN] = QdslConfig
     auto.AUTO_QUANTIZER_MAPPING[OWN] = QdslHfQuantizer
     ALL_EXPERTS_FUNCTIONS.register(moe.NAME, moe.experts_forward)
