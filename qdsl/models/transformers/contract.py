@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading
+from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading, modeling_utils
 from transformers.integrations import moe
 from transformers.quantizers import HfQuantizer, auto
 
@@ -17,10 +17,9 @@ TESTED = "5.22 and 5.23"                                         # releases with
 USED: tuple[tuple[Any, str, str], ...] = (
     (auto, "AUTO_QUANTIZER_MAPPING", ""),
     (auto, "AUTO_QUANTIZATION_CONFIG_MAPPING", ""),
-    (auto.AutoHfQuantizer, "merge_quantization_configs", "quantization_config quantization_config_from_args"),
+    (modeling_utils, "get_hf_quantizer", "config quantization_config"),
     (HfQuantizer, "preprocess_model", "model"),
     (HfQuantizer, "update_device_map", "device_map"),
-    (HfQuantizer, "update_attn_implementation", "config"),
     (HfQuantizer, "update_weight_conversions", "weight_conversions model"),
     (HfQuantizer, "update_dtype", "dtype"),
     (PreTrainedModel, "mark_tied_weights_as_initialized", "loading_info"),

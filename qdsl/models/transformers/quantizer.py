@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,11 +43,8 @@ class QdslHfQuantizer(HfQuantizer):
 
     quantization_config: QdslConfig
 
-    def __init__(self, quantization_config: QdslConfig, pre_quantized: bool = True, **kwargs: Any) -> None:
-        settings = quantization_config.settings
-        if not pre_quantized and settings is not None and settings.get("quant_method") == OWN:
-            quantization_config = QdslConfig(**settings)         # a caller's dictionary
-        super().__init__(quantization_config, pre_quantized=True, **kwargs)    # whether layers are packed is read from the files
+    def __init__(self, quantization_config: QdslConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})   # the files tell whether layers are packed
         self.report: LoadReport | None = None
         self._files: list[Path] = []
         self._device_map: Any = None
@@ -66,16 +62,6 @@ class QdslHfQuantizer(HfQuantizer):
         if isinstance(device_map, dict) and self.report is not None:
             device_map.update(_without_disk(device_map))
             self._device_map = device_map
-
-    def update_attn_implementation(self, config: Any) -> Any:
-        """The config without the sentence that stops loaders without this quantizer.
-
-        Raises ValueError for tensor parallelism.
-        """
-        if getattr(config, "distributed_config", None) is not None:
-            raise ValueError("tp_plan: transformers shards plain weights alone, no packed ones; use device_map=")
-        _unguard(config)
-        return config
 
     # -- before weights are loaded ------------------------------------------------------------------------------------
 
@@ -183,29 +169,36 @@ def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quanti
     config = kwargs.pop("config", None)
     if config is None:
         config = AutoConfig.from_pretrained(ref, **{key: kwargs[key] for key in HUB if key in kwargs})
-    config = copy.deepcopy(config)
-    settings = _take_settings(config)
-    given = quantization_config or QdslConfig()
-    chosen = given.with_settings(settings) if settings is not None else given
-    named = (config.architectures or [""])[0]
     automatic = transformers.AutoModelForCausalLM
-    cls = model_class or (automatic if hasattr(config, "auto_map") else getattr(transformers, named, automatic))
-    return cls.from_pretrained(ref, *args, config=config, quantization_config=chosen, **kwargs)
+    named = automatic if hasattr(config, "auto_map") else getattr(transformers, (config.architectures or [""])[0], automatic)
+    return (model_class or named).from_pretrained(ref, *args, config=config,
+                                                  quantization_config=quantization_config or QdslConfig(), **kwargs)
+
+
+def handed_over(config: Any, quantization_config: Any) -> Any:
+    """What `from_pretrained` takes for its quantization_config; a QdslConfig for folders that only qdsl reads.
+
+    config: of the model; for a QdslConfig what it states of a quantization is taken out of it, whoever's, and so is the sentence
+    that stops other loaders.  Raises ValueError for tensor parallelism.
+    """
+    stored = [getattr(holder, "quantization_config", None) for holder in (config, config.get_text_config(decoder=True))]
+    settings = next((dict(own) for own in stored if own is not None), None)
+    is_own = is_guard(getattr(config, FIELD, None)) or (settings is not None and settings.get("quant_method") == OWN)
+    if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == OWN:
+        quantization_config = QdslConfig(**quantization_config)
+    if quantization_config is None and is_own:
+        quantization_config = QdslConfig()
+    if not isinstance(quantization_config, QdslConfig):
+        return quantization_config
+    if getattr(config, "distributed_config", None) is not None:
+        raise ValueError("tp_plan: transformers shards plain weights alone, no packed ones; use device_map=")
+    _strip(config)
+    return quantization_config if settings is None else quantization_config.with_settings(settings)
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
     raise ValueError("resize_token_embeddings: embeddings or the head are packed; load the model with "
                      "quantization_config=QdslConfig(ignore=['embed_tokens', 'lm_head']), which makes them dense, then resize")
-
-
-def _take_settings(config: Any) -> dict[str, Any] | None:
-    """Take another producer's settings out of a config, which transformers may not know, and return them."""
-    for holder in (config, config.get_text_config(decoder=True)):
-        settings = getattr(holder, "quantization_config", None)
-        if settings is not None and dict(settings).get("quant_method") != OWN:
-            del holder.quantization_config
-            return dict(settings)
-    return None
 
 
 def _open(files: Sequence[Path]) -> Checkpoint:
@@ -307,16 +300,14 @@ def _without_disk(device_map: Mapping[str, Any]) -> dict[str, Any]:
     return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
 
 
-def _unguard(config: Any) -> None:
-    """Take the sentence out of a config and all that are nested in it."""
-    for name, value in vars(config).items():
+def _strip(config: Any) -> None:
+    """Take settings of a quantization, and the sentence that stops loaders, out of a config and all that are nested in it."""
+    for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            _unguard(value)
+            _strip(value)
         elif isinstance(value, dict):
             vars(config)[name] = unguarded(value)
+    vars(config).pop("quantization_config", None)
     if is_guard(getattr(config, FIELD, None)):
-        if hasattr(config, REPLACED):
-            setattr(config, FIELD, getattr(config, REPLACED))
-            delattr(config, REPLACED)
-        else:
-            delattr(config, FIELD)
+        replaced = vars(config).pop(REPLACED, None)
+        delattr(config, FIELD) if replaced is None else setattr(config, FIELD, replaced)
