@@ -140,6 +140,7 @@ class _Rows:
     stop: int | None = None
 
     def weight(self) -> PackedWeight:
+        """These rows as a packed weight, in the storage that the module runs."""
         whole = self.module.checkpoint_weight()
         return whole.shard("N", self.start, whole.shape[0] if self.stop is None else self.stop)
 
