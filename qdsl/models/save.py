@@ -31,6 +31,7 @@ from qdsl.convert.plan import beside, full_name
 from qdsl.files import flush_folder, replacing, write_text
 from qdsl.models.experts import Experts
 from qdsl.models.origin import Origin, origin_in
+from qdsl.rewrite import RewriteError
 from qdsl.rewrite.complete import INDICES, WEIGHTS, regular_files
 from qdsl.runtime.convert import default_tensors
 from qdsl.runtime.layout import PLANAR
@@ -304,7 +305,10 @@ class _Collector:
         if layer.experts is None:
             return full_name(layer, name, aliases)
         stacked = Layer(layer.name, tensors={"": "."})           # a weight with a name of its own
-        return full_name(stacked, name, aliases)
+        try:
+            return {own: full_name(stacked, own, weight.layout.tensors[own].aliases) for own in weight.tensors}[name]
+        except RewriteError:                                     # a format whose tensors cannot be called after a parameter
+            return full_name(Layer(layer.name), name, aliases)
 
     def _add_settings(self, layer: Layer, weight: PackedWeight) -> None:
         """The small tensors that belong to a layer's files."""

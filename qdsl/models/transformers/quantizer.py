@@ -94,7 +94,7 @@ class QdslHfQuantizer(HfQuantizer):
             after[name]._is_hf_initialized = True                # type: ignore[attr-defined]
         _untie(model)
         hook = model.register_state_dict_post_hook(partial(_hide, placed))
-        used = names.targets(_tensors_used(model, source, self.report, after.keys() - placed))
+        used = names.targets(_tensors_used(names, source, self.report, after.keys() - placed))
         model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, used, placed)
         if any(isinstance(module, Experts) for module in model.modules()):
             model.set_experts_implementation(moe.NAME)
@@ -231,13 +231,15 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def _tensors_used(model: nn.Module, source: Source, report: LoadReport, others: Iterable[str]) -> set[str]:
-    """The checkpoint's tensors that are in packed layers, or were quantized or decoded for one."""
+def _tensors_used(names: Conversions, source: Source, report: LoadReport, others: set[str]) -> set[str]:
+    """The checkpoint's tensors that are in packed layers, or were quantized or decoded for one.
+
+    others: parameters and buffers that transformers loads.
+    """
     used = {full for layer in source.layers.values()
             for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
     used |= {full for group in source.groups for full in group.tensors.values()}
-    origin, plain = origin_in(model), set(others)
-    used |= {full for name, full in (origin.plain if origin else {}).items() if name not in plain}
+    used |= {full for full in source.plain if (target := names.target(full)[0]) in names.tensors and target not in others}
     return used - set(report.unused)
 
 
