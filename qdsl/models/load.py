@@ -269,8 +269,7 @@ class _Loader:
     def _quantize_experts(self, name: str, tensors: Sequence[str], format: str, options: Mapping[str, Any]) -> None:
         """Put quantized experts in place of a parameter, expert by expert.  Raises FormatError, with the model unchanged."""
         old = self.names.parameters[name]
-        parent, _, leaf = name.rpartition(".")
-        transposed = is_transposed(self.names.modules[parent], old)
+        transposed = is_transposed(self.names.modules[name.rpartition(".")[0]], old)
         module, layers = import_module(f"qdsl.generated.{format}"), []
         weights: list[PackedWeight] = []
         for full in tensors:
