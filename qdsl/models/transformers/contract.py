@@ -24,7 +24,7 @@ USED: tuple[tuple[Any, str, str], ...] = (
     (HfQuantizer, "update_dtype", "dtype"),
     (PreTrainedModel, "mark_tied_weights_as_initialized", "loading_info"),
     (PreTrainedModel, "set_experts_implementation", "experts_implementation"),
-    (PreTrainedModel, "save_pretrained", "save_directory is_main_process push_to_hub"),
+    (PreTrainedModel, "save_pretrained", "save_directory is_main_process state_dict push_to_hub"),
     (PreTrainedModel, "_keep_in_fp32_modules", ""),
     (PreTrainedModel, "_tied_weights_keys", ""),
     (PreTrainedConfig, "to_json_string", ""),
