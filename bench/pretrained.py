@@ -7,6 +7,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -54,20 +55,21 @@ def in_process(folder: str, packed: bool) -> tuple[float, int]:
 
 
 def measure(folder: str, packed: bool, queue: multiprocessing.Queue[tuple[float, int]]) -> None:
-    import transformers.integrations.finegrained_fp8
-    import transformers.models.qwen3.modeling_qwen3             # neither import is part of loading
+    from transformers import AutoModelForCausalLM
 
-    import qdsl.generated.fp8_block
     from qdsl.models.transformers import QdslConfig
 
+    format = import_module("qdsl.generated.fp8_block")           # imports are no part of loading
+    for name in ("integrations.finegrained_fp8", "models.qwen3.modeling_qwen3"):
+        import_module(f"transformers.{name}")
     torch.set_num_threads(1)
     read_files(folder)                                           # the files are in the system's cache now
     options = {"quantization_config": QdslConfig()} if packed else {}
     began = time.process_time()
     with peak_memory() as peak:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
     seconds = time.process_time() - began
-    is_packed = isinstance(model.model.layers[0].mlp.up_proj, qdsl.generated.fp8_block.Linear)
+    is_packed = isinstance(model.model.layers[0].mlp.up_proj, format.Linear)
     if is_packed != packed:
         raise WrongResult(f"layers are {'packed' if is_packed else 'not packed'}")
     queue.put((seconds, max(peak)))
