@@ -52,7 +52,7 @@ def _saving(save_pretrained: Any) -> Any:
         if not isinstance(quantizer, QdslHfQuantizer) or getattr(self, "_hf_peft_config_loaded", False):
             return save_pretrained(self, save_directory, is_main_process, state_dict, push_to_hub, **kwargs)
         if state_dict is not None or kwargs.get("variant") is not None:
-            raise ValueError("save_pretrained: packed weights are saved as the files they came from, without state_dict= or variant=")
+            raise ValueError("save_pretrained: packed weights are saved as their files were, without state_dict= or variant=")
         if is_main_process:
             with onloaded(self):
                 save(self, Path(save_directory), quantizer.config_to_save(self))
