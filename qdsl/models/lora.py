@@ -22,6 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from qdsl.models.experts import Experts
 from qdsl.models.grouped import HiddenWeight
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.module import PackedModule
@@ -54,7 +55,7 @@ def dense_copy(layer: Any) -> nn.Module:
 class DecodedLayer:
     """A layer's decoded weight and its bias, which is what DoRA reads of a layer."""
 
-    weight: nn.Parameter
+    weight: Tensor
     bias: Tensor | None
 
 
@@ -62,7 +63,7 @@ def decoded_layer(layer: Any) -> DecodedLayer:
     """The numbers of a layer in the dtype of a dense model; a weight of a block that is running is decoded already."""
     weight = layer.dequantize(layer.compute_dtype) if isinstance(layer, PackedModule) else layer.weight
     weight = weight.decoded() if isinstance(weight, HiddenWeight) else weight
-    return DecodedLayer(nn.Parameter(weight, requires_grad=False), getattr(layer, "bias", None))
+    return DecodedLayer(weight, getattr(layer, "bias", None))
 
 
 class PackedDoraLinear(DoraLinearLayer):
@@ -79,7 +80,7 @@ class PackedDoraEmbedding(DoraEmbeddingLayer):
         return super().forward(x, base_layer=decoded_layer(base_layer), **kwargs)  # type: ignore[no-untyped-call]
 
 
-class PackedLoraLayer(LoraLayer):
+class PackedLoraLayer(nn.Module, LoraLayer):
     """LoRA over a packed layer: whoever reads the base weight gets it decoded, and nobody changes it."""
 
     dora: type[DoraLinearLayer]
@@ -135,8 +136,9 @@ class PackedLoraEmbedding(PackedLoraLayer, Embedding):
 
 
 def register() -> None:
-    """Have peft make these layers for packed ones, and refuse to train packed tensors themselves; once for each process."""
+    """Have peft make these layers for packed ones, and refuse what packed weights cannot do; once for each process."""
     create: Any = LoraModel._create_new_module
+    place: Any = LoraModel._create_and_replace
     start: Any = AuxiliaryTrainingWrapper.__init__
     if hasattr(create, "__wrapped__"):
         return
@@ -147,11 +149,22 @@ def register() -> None:
     def create_new_module(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> Any:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         kind = PackedLoraLinear if isinstance(base, nn.Linear) else PackedLoraEmbedding
-        is_known = isinstance(base, nn.Linear | nn.Embedding) and kwargs.get("parameter_name") is None
-        if not is_known or not is_packed(base):
+        if not isinstance(base, nn.Linear | nn.Embedding) or not is_packed(base):
             return create(lora_config, adapter_name, target, **kwargs)
+        if kwargs.get("parameter_name") is not None:
+            raise AdapterError(f"target_parameters adds to {kwargs['parameter_name']!r}, which is packed: name the layer in "
+                               "target_modules")
         lora_config.fan_in_fan_out = False                       # as peft does for nn.Linear
         return kind(target, adapter_name, config=lora_config, **kwargs)
+
+    @wraps(place)
+    def create_and_replace(self: LoraModel, lora_config: LoraConfig, adapter_name: str, target: nn.Module, target_name: str,
+                           parent: nn.Module, current_key: str, **kwargs: Any) -> None:
+        stack = current_key.rpartition(".parts.")[0]
+        if stack and isinstance(self.model.get_submodule(stack), Experts):
+            raise AdapterError(f"{stack}: experts of a stack are multiplied together, and an adapter of one would not be used: "
+                               "leave them out, with exclude_modules=r'.*\\.parts\\.\\d+'")
+        place(self, lora_config, adapter_name, target, target_name, parent, current_key, **kwargs)
 
     @wraps(start)
     def init(self: AuxiliaryTrainingWrapper, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -162,5 +175,6 @@ def register() -> None:
                                    "target it with LoRA")
         start(self, module, *args, **kwargs)
 
+    setattr(LoraModel, "_create_and_replace", create_and_replace)  # noqa: B010
     setattr(LoraModel, "_create_new_module", staticmethod(create_new_module))  # noqa: B010
     setattr(AuxiliaryTrainingWrapper, "__init__", init)  # noqa: B010

@@ -47,10 +47,10 @@ class MergeReport:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        worst = sorted(self.errors, key=lambda name: -self.errors[name].relative)[:5]
-        lines = [f"{len(self.errors)} packed layers merged into {'dense' if self.into == 'dense' else 'the same format'}, "
-                 f"{len(self.dense)} dense layers merged"]
-        lines += [f"  {name}: {self.errors[name]}" for name in worst]
+        kind = "dense layers" if self.into == "dense" else "layers of the same format"
+        worst = sorted(self.errors.items(), key=lambda pair: -pair[1].relative)[:5]
+        lines = [f"{len(self.errors)} packed layers merged into {kind}, and {len(self.dense)} layers that were dense"]
+        lines += [f"  {name}: relative error {error.relative:.3g}, largest {error.largest:.3g}" for name, error in worst]
         return "\n".join([*lines, *self.notes])
 
 
@@ -163,10 +163,10 @@ def _requantized(weight: Tensor, packed: PackedWeight) -> PackedWeight:
 
 
 def _has_zeros_of(packed: PackedWeight, symmetric: PackedWeight) -> bool:
-    """Whether a weight has the zero points of a symmetric one, which are its only integers that are all equal."""
+    """Whether a weight has the zero points of a symmetric one: none, or integers that are all equal."""
     before, after = (weight.format.unpack(weight) for weight in (packed, symmetric))
     zeros = [key for key, field in after.items() if not field.is_floating_point() and bool((field == field.flatten()[0]).all())]
-    return all(key in before and torch.equal(before[key], after[key]) for key in zeros)
+    return before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in zeros)
 
 
 def _layer_of(packed: PackedWeight, base: Any) -> nn.Module:
