@@ -245,32 +245,26 @@ def write_folder(path: Path, kind: str, model: str) -> dict[str, Tensor]:
     kind: of KINDS, or 'mxfp4' of the model 'gpt_oss'.  model: 'qwen3', 'tied', 'moe' or 'gpt_oss'.
     """
     plain = language_models.weights(model)
-    config = _config(model)
+    config = language_models.config_json(model)
     if (kind == MXFP4) != (model == "gpt_oss"):
         raise ValueError(f"no {kind} folder of {model}")
     if kind == MXFP4:
         return _write_stacks(path, plain, config)
     if kind in ("hlane", "fix4", "df11"):
         source = path.with_name(f"{path.name} plain")
-        _write(source, plain, {"config.json": config}, model)
+        write_files(source, plain, {"config.json": config}, model)
         compression.compress(source, Compression(kind), path)
         return {name: tensor.float() for name, tensor in plain.items()}
     tensors, decoded, own = _quantized(KINDS[kind], plain)
     files = _texts(KINDS[kind], config, own, plain)
     if not KINDS[kind].converted:
-        _write(path, tensors, files, model)
+        write_files(path, tensors, files, model)
     else:
         source = path.with_name(f"{path.name} own")
-        _write(source, tensors, files, model)
+        write_files(source, tensors, files, model)
         with Folder(source) as folder:
             conversion.convert(folder, layers(folder), aimed(KINDS[kind].converted), path)
     return decoded
-
-
-def _config(model: str) -> dict[str, Any]:
-    """What config.json holds."""
-    found: dict[str, Any] = json.loads(language_models.config(model).to_json_string(use_diff=False))
-    return found
 
 
 def _quantized(kind: Kind, plain: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
@@ -317,7 +311,7 @@ def _texts(kind: Kind, config: dict[str, Any], own: Mapping[str, Settings], plai
     return {"config.json": config, kind.file: {**settings, "quantization": {**settings["quantization"], **ignored}}}
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, Settings], model: str) -> None:
+def write_files(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, Settings], model: str) -> None:
     """Write tensors and JSON files; those of a model with experts in two files with an index."""
     path.mkdir(parents=True)
     if model not in ("moe", "gpt_oss"):
@@ -347,5 +341,5 @@ def _write_stacks(path: Path, plain: Mapping[str, Tensor], config: dict[str, Any
         decoded[name] = torch.stack([each.format.dequantize(each, torch.float32).t() for each in packed]).contiguous()
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": [
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
-    _write(path, tensors, {"config.json": {**config, "quantization_config": settings}}, "gpt_oss")
+    write_files(path, tensors, {"config.json": {**config, "quantization_config": settings}}, "gpt_oss")
     return decoded
