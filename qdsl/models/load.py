@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qdsl.checkpoint.descriptions import descriptions
+from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
+from qdsl.models.stacks import Stacks, piece_shapes, usual_stacks
 from qdsl.processes import resident_bytes
+from qdsl.runtime.algebra import concatenated
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.module import PackedModule
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -68,23 +72,26 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
 
 def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None = None, device: torch.device | str | None = None,
                dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
-               skip: Sequence[str] | None = None, plain: bool = True,
-               stacks: Mapping[str, Sequence[Sequence[str]]] | None = None, **options: Any) -> LoadReport:
+               skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None, **options: Any) -> LoadReport:
     """Fill a model with the weights of an open checkpoint; as `load_weights`.
 
     plain: False leaves plain tensors, other than those that are quantized, to a library that loads them after this.
+    stacks: parameters [E, N, K] or [E, K, N] of the model -> for every expert, the layers of the checkpoint whose rows follow one
+    another in it.  Those of usual names need not be stated.
     """
     _check_arguments(device, dtype, format, skip, options)
     if callable(tie := getattr(model, "tie_weights", None)):     # builders that put parameters on meta one by one untie them
         tie()
     names = Names(model)
-    _know_shapes(checkpoint, names, rename)
-    plan = plan_load(names, checkpoint.source, rename, format, skip, plain)
+    stacks = {**usual_stacks(names.parameters, checkpoint.source, partial(renamed, rename=rename)), **(stacks or {})}
+    _know_shapes(checkpoint, names, rename, stacks)
+    plan = plan_load(names, checkpoint.source, rename, format, skip, plain, stacks)
     if plan.problems:
         raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *(f"  {each}" for each in plan.problems)]))
     weights = _read_weights(checkpoint, plan, verify)
     loader = _Loader(model, names, checkpoint, plan, weights, device, dtype, copy)
     loader.fill_plain(format, options, plain)
+    loader.fill_biases()
     for step in plan.packed:
         loader.place(step)
     for group in plan.groups:
@@ -93,10 +100,14 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     return loader.finished()
 
 
-def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None) -> None:
+def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, stacks: Stacks) -> None:
     """Give a checkpoint the shapes that the model has, for layers that do not state their own."""
-    shapes = {}
+    pieces = piece_shapes(names.parameters, stacks)
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in checkpoint.layers.items():
+        if name in pieces and (layer.why or math.prod(layer.shape) != math.prod(pieces[name])):
+            shapes[name] = pieces[name]
+            continue
         own = renamed(name, rename)
         tensors = [] if own is None else [names.tensor(key) for key in (f"{own}.weight".lstrip("."), own)]
         tensor = next((each for each in tensors if each is not None), None)
@@ -139,14 +150,15 @@ def _read_weights(checkpoint: Checkpoint, plan: LoadPlan, verify: bool) -> dict[
     """
     weights: dict[str, list[PackedWeight]] = {}
     for step in plan.packed:
-        read = checkpoint.source.weights(step.layer)
-        if step.layer.experts is None:
-            weights[step.name] = read
-        for weight in read if verify else ():
-            try:
-                weight.format.checked(weight).open()
-            except FormatError as error:
-                raise CheckpointError(f"{checkpoint.path}: layer {step.layer.name}: {error}") from None
+        for layer in step.layers:
+            read = checkpoint.source.weights(layer)
+            if step.experts is None:
+                weights[step.name] = read
+            for weight in read if verify else ():
+                try:
+                    weight.format.checked(weight).open()
+                except FormatError as error:
+                    raise CheckpointError(f"{checkpoint.path}: layer {layer.name}: {error}") from None
     for group in plan.groups:
         checkpoint.source.group_weight(group.group)
         if verify:
@@ -188,6 +200,13 @@ class _Loader:
         for name, module in quantized.items():
             self._quantize(module, self.plan.plain[name], str(format), options)
 
+    def fill_biases(self) -> None:
+        """Fill parameters [E, N] with the biases of experts that the checkpoint has one by one."""
+        for name, biases in self.plan.biases.items():
+            joined = torch.cat([self.source.tensor(full) for full in biases])
+            self._fill(name, joined.view(self.names.parameters[name].shape))
+            self.origin.biases[name] = biases
+
     def _fill(self, name: str, tensor: Tensor) -> None:
         """Set a parameter or buffer under all its names: numbers into memory that is there, a new tensor in place of meta."""
         old = self.names.tensor(name)
@@ -213,12 +232,12 @@ class _Loader:
         else:
             owner._buffers[leaf] = tensor
 
-    def _moved(self, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def _moved(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, is_owned: bool = False) -> Tensor:
         if tensor.is_meta:                                       # of headers alone
             return tensor.to(dtype)
         moved = tensor.to(device, dtype)
         is_mapped = moved.data_ptr() == tensor.data_ptr()
-        return empty(moved.shape, dtype, device).copy_(moved) if self.copy and is_mapped else moved
+        return empty(moved.shape, dtype, device).copy_(moved) if self.copy and is_mapped and not is_owned else moved
 
     def _device(self, old: Tensor) -> torch.device:
         return self.device or (torch.device("cpu") if old.is_meta else old.device)
@@ -245,7 +264,10 @@ class _Loader:
     def place(self, step: PackedStep) -> None:
         if step.kind == "dense":
             self._fill(step.name, self._decoded(step))
-            self.origin.decoded[step.name] = step.layer
+            if step.parts:
+                self.origin.changed = True
+            else:
+                self.origin.decoded[step.name] = step.layer
             self.report.dense[step.name] = step.why
         elif step.kind == "experts":
             self._place_experts(step)
@@ -289,47 +311,64 @@ class _Loader:
 
     def _place_experts(self, step: PackedStep) -> None:
         old = self.names.parameters[step.name]
-        weights: list[PackedWeight]
-        try:
-            weights = [self.source.stacked(step.layer)]
-        except FormatError:
-            weights = self.source.weights(step.layer)
-        weights = [self._owned(weight, self._device(old)) for weight in weights]
-        experts = Experts(weights[0] if len(weights) == 1 else weights, int(step.experts or 1), step.transposed, self._dtype(old))
+        weights = self._expert_weights(step, self._device(old))
+        experts = Experts(weights, int(step.experts or 1), step.transposed, self._dtype(old))
         parent, _, leaf = step.name.rpartition(".")
         owner = self.names.modules[parent]
         del owner._parameters[leaf]
         owner.add_module(leaf, experts.train(owner.training))
-        self.report.packed[step.name] = f"{weights[0].format.name}.{weights[0].storage}"
-        self.origin.layers[step.name] = step.layer
+        self.report.packed[step.name] = " + ".join(dict.fromkeys(f"{each.format.name}.{each.storage}" for each in weights))
+        if step.parts:
+            self.origin.stacks[step.name] = step.parts
+        else:
+            self.origin.layers[step.name] = step.layer
         self._keep_settings(step)
+
+    def _expert_weights(self, step: PackedStep, device: torch.device) -> list[PackedWeight]:
+        """The weights of experts: one of all rows where their tensors can be joined, else as files have them."""
+        if not step.parts:
+            try:
+                return [self._owned(self.source.stacked(step.layer), device)]
+            except FormatError:
+                return [self._owned(weight, device) for weight in self.source.weights(step.layer)]
+        weights = [weight for layer in step.parts for weight in self.source.weights(layer)]
+        joined = concatenated(weights)
+        if joined is None:
+            return [self._owned(weight, device) for weight in weights]
+        mapped = {id(tensor) for tensor in weights[0].tensors.values()}            # those that all weights share are not copied
+        return [joined.apply(lambda tensor: self._moved(tensor, device, tensor.dtype, is_owned=id(tensor) not in mapped))]
 
     def _decoded(self, step: PackedStep) -> Tensor:
         """The numbers of a layer in the shape of a parameter."""
         old = self.names.tensor(step.name)
         assert old is not None
-        weights, dtype = self.weights.get(step.name) or self.source.weights(step.layer), self._dtype(old)
-        scaled = next((full for leaf, full in step.layer.others.items() if leaf in OF_X), None)
-        if scaled is not None:                                   # x * s times w is x times w * s
-            scale = self.source.tensor(scaled).float()
-            dense = [weight.format.dequantize(weight, torch.float32).mul_(scale).to(dtype) for weight in weights]
-        else:
-            dense = [weight.format.dequantize(weight, dtype) for weight in weights]
+        dense = [self._dense_rows(layer, weight, self._dtype(old))
+                 for layer in step.layers for weight in self.source.weights(layer)]
         if step.experts is None:
             return dense[0].reshape(step.shape)
         whole = torch.cat(dense).view(step.stored)
         return whole.transpose(1, 2) if step.transposed else whole.reshape(step.shape)
+
+    def _dense_rows(self, layer: Layer, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        """The numbers [N, K] of a layer's weight, with what multiplies the layer's input."""
+        scaled = next((full for leaf, full in layer.others.items() if leaf in OF_X), None)
+        if scaled is None:
+            return weight.format.dequantize(weight, dtype)
+        scale = self.source.tensor(scaled).float()               # x * s times w is x times w * s
+        return weight.format.dequantize(weight, torch.float32).mul_(scale).to(dtype)
 
     def _owned(self, weight: PackedWeight, device: torch.device) -> PackedWeight:
         return weight.apply(lambda tensor: self._moved(tensor, device, tensor.dtype))
 
     def _keep_settings(self, step: PackedStep) -> None:
         """Tensors of a layer that no module holds, as bitsandbytes' quant_state and scales that nothing uses, for saving."""
-        for full in step.layer.settings:
-            self.origin.settings[full] = self.source.tensor(full).clone()
-        for full in step.layer.others.values():
-            if full in self.plan.unused:
-                self.origin.unused[full] = self.source.tensor(full).clone()
+        unused = set(self.plan.unused)
+        for layer in step.layers:
+            for full in layer.settings:
+                self.origin.settings[full] = self.source.tensor(full).clone()
+            for full in layer.others.values():
+                if full in unused:
+                    self.origin.unused[full] = self.source.tensor(full).clone()
 
     def _target(self, old: nn.Module) -> torch.device:
         tensor = next(iter(old.parameters()), None)

@@ -14,6 +14,7 @@ from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import shown
 from qdsl.checkpoint.sources import Source
+from qdsl.models.stacks import Stacks, why_no_stack
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.module import PackedModule
 from qdsl.stored import OF_X
@@ -38,7 +39,8 @@ class PackedStep:
 
     kind: 'linear', 'embedding', 'experts', or 'dense' for a place that takes plain numbers, and why.  name: of the module, or of
     the parameter.  shape: of the parameter it replaces.  experts: how many lie in the layer, one after the other; None for a
-    weight that is none of a stack.  transposed: the model has experts as [E, K, N].
+    weight that is none of a stack.  transposed: the model has experts as [E, K, N].  parts: the layers whose rows follow one
+    another, expert after expert, where the checkpoint has them one by one; the first of them is `layer`.
     """
 
     layer: Layer
@@ -48,11 +50,17 @@ class PackedStep:
     why: str = ""
     experts: int | None = None
     transposed: bool = False
+    parts: tuple[Layer, ...] = ()
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers of the checkpoint that it places."""
+        return self.parts or (self.layer,)
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of the layer: [N, K], or [E, N, K]."""
-        n, k = self.layer.shape
+        """The shape of the layers together: [N, K], or [E, N, K]."""
+        n, k = sum(layer.shape[0] for layer in self.layers), self.layer.shape[1]
         if self.experts is None:
             return n, k
         return self.experts, n // (1 if self.layer.experts else self.experts), k
@@ -72,14 +80,16 @@ class GroupStep:
 class LoadPlan:
     """All steps that fill a model.
 
-    plain: plain tensors by the parameter or buffer that each fills.  scales: static scales of activations, by the modules they
-    belong to.  quantized: Linear layers that are quantized on the way, by name.  dense: layers of plain numbers, and why.
-    unused: tensors that have no place in the model.  problems: what makes loading an error.
+    plain: plain tensors by the parameter or buffer that each fills.  biases: by the parameter [E, N] that they fill, the tensors
+    of experts' biases in order, and their rows.  scales: static scales of activations, by the modules they belong to.
+    quantized: Linear layers that are quantized on the way, by name.  dense: layers of plain numbers, and why.  unused: tensors
+    that have no place in the model.  problems: what makes loading an error.
     """
 
     packed: list[PackedStep] = field(default_factory=list)
     groups: list[GroupStep] = field(default_factory=list)
     plain: dict[str, str] = field(default_factory=dict)
+    biases: dict[str, dict[str, int]] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
     quantized: list[str] = field(default_factory=list)
     dense: dict[str, str] = field(default_factory=dict)
@@ -121,16 +131,21 @@ class Names:
 
 
 def plan_load(names: Names, source: Source, rename: Rename | None, format: str | None = None,
-              skip: Sequence[str] | None = None, plain: bool = True) -> LoadPlan:
+              skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None) -> LoadPlan:
     """Where each weight goes; parameters with a weight of their own are untied.
 
     format: that in which plain Linear layers are quantized, None for none.  skip: patterns of layers that become dense; None
     for those of SKIPPED, which concern only layers that are quantized here.  plain: False where plain tensors are loaded by
-    others, who then check that they fit and that no parameter is left.
+    others, who then check that they fit and that no parameter is left.  stacks: of experts that the checkpoint has one by one.
     """
     planner = _Planner(names, source, rename, skip or (), plain)
+    stacks = stacks or {}
+    stacked = {name for experts in stacks.values() for pieces in experts for name in pieces}
     for layer in source.layers.values():
-        planner.add_layer(layer)
+        if layer.name not in stacked:
+            planner.add_layer(layer)
+    for name, experts in stacks.items():
+        planner.add_stack(name, experts)
     for group in source.groups:
         planner.add_group(group)
     for name in source.plain:
@@ -219,6 +234,41 @@ class _Planner:
         kind = "a parameter" if module is None else f"a {type(module).__name__}"
         return PackedStep(layer, str(weight), "dense", shape, f"{kind} takes plain numbers", experts)
 
+    def add_stack(self, name: str, experts: Sequence[Sequence[str]]) -> None:
+        """Fill a parameter with the layers of experts that the checkpoint has one by one; not if all of them are plain."""
+        known = [layer for pieces in experts for piece in pieces if (layer := self.source.layers.get(piece)) is not None]
+        if not known:
+            return
+        self._fill(name)
+        if why := why_no_stack(self.names.parameters.get(name), self.source, experts):
+            self.plan.problems.append(f"{shown(name)}: {why}")
+            return
+        shape = tuple(self.names.parameters[name].shape)
+        scaled = next((leaf for layer in known for leaf in layer.others if leaf in OF_X), None)
+        why = f"'{scaled}' multiplies its input" if scaled is not None else SKIP if is_skipped(name, self.skip) else ""
+        self.names.untied.add(name)
+        self.plan.packed.append(PackedStep(known[0], name, "dense" if why else "experts", shape, why, len(experts),
+                                           parts=tuple(known)))
+        self._add_biases(f"{name}_bias", known)
+        for layer in known:
+            self.plan.unused += [full for leaf, full in layer.others.items() if leaf not in OF_X and not (
+                leaf == "bias" and f"{name}_bias" in self.plan.biases)]
+
+    def _add_biases(self, name: str, layers: Sequence[Layer]) -> None:
+        """Fill a parameter [E, N] with the biases of experts, where the model has it and the checkpoint has them."""
+        biases = {full: layer.shape[0] for layer in layers if (full := layer.others.get("bias")) is not None}
+        if not biases or name not in self.names.parameters:
+            return
+        self.plan.biases[name] = biases
+        self._fill(name)
+        wrong = [f"{shown(full)} {list(own)}" for full, rows in biases.items() if (own := self.source.shape(full)) != (rows,)]
+        if len(biases) < len(layers):
+            self.plan.problems.append(f"{shown(name)}: {len(biases)} of {len(layers)} layers of experts have a bias")
+        elif wrong or self.names.parameters[name].numel() != sum(biases.values()):
+            shape = list(self.names.parameters[name].shape)
+            self.plan.problems.append(f"{shown(name)} is {shape} in the model, and layers of experts have {sum(biases.values())} "
+                                      f"rows{', unlike ' if wrong else ''}{listed(wrong)}")
+
     def orient_experts(self) -> None:
         """Stacks of a square shape lie as the others of their module do, as files have them where none tells."""
         parents = {step.name.rpartition(".")[0] for step in self.plan.packed
@@ -305,7 +355,7 @@ class _Planner:
                 self.plan.dense[name] = why
         if format is None:
             return
-        others = sorted({step.layer.format for step in self.plan.packed if step.layer.format != format}
+        others = sorted({layer.format for step in self.plan.packed for layer in step.layers if layer.format != format}
                         | {step.group.format for step in self.plan.groups})
         if others:
             self.plan.problems.append(f"format={format!r} contradicts the checkpoint, whose layers are {', '.join(others)}: "
@@ -355,7 +405,9 @@ class _Planner:
             first = f"{name.rpartition('.')[0]}.0."
             apart = next((other for other in self.plan.unused if other.startswith(first)), None)
             if self.names.parameters[name].dim() == 3 and apart is not None:
-                return f"; the model holds experts in one parameter, and the checkpoint one by one, as {shown(apart)}"
+                why = ", and names do not tell the order of their rows: state it as stacks= of qdsl.models.load.fill_model" \
+                    if f"{name}_bias" in self.names.parameters else ""
+                return f"; the model holds experts in one parameter, and the checkpoint one by one, as {shown(apart)}{why}"
         return ""
 
     def _prefix_hint(self, missing: Sequence[str]) -> str:

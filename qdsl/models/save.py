@@ -132,6 +132,19 @@ def _check_target(folder: Path, origin: Origin | None) -> None:
 # -- what a model holds ------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A module's weight, or rows [start, stop) of it."""
+
+    module: PackedModule
+    start: int = 0
+    stop: int | None = None
+
+    def weight(self) -> PackedWeight:
+        whole = self.module.checkpoint_weight()
+        return whole.shard("N", self.start, whole.shape[0] if self.stop is None else self.stop)
+
+
 class _Collector:
     """The tensors of a model under the names of its checkpoint.
 
@@ -146,9 +159,9 @@ class _Collector:
         self.dense: list[str] = []
         self.changed = False
         self._written: set[int] = set()                          # parameters and buffers
-        self._converted: tuple[PackedModule, PackedWeight] | None = None
+        self._converted: tuple[_Rows, PackedWeight] | None = None
         self._recorded: set[str] = set()                         # layers that are what the checkpoint has
-        self._kinds = _kinds(origin)
+        self._kinds = origin.kinds()
 
     def collect(self) -> None:
         experts = {name: module for name, module in self.model.named_modules() if isinstance(module, Experts)}
@@ -170,7 +183,9 @@ class _Collector:
             full, is_shared = self.origin.plain.get(name, name), id(tensor) in self._written and name not in self.origin.plain
             if name in transient or full in self.tensors or is_shared or self._add_encoded(name, tensor):
                 continue
-            if name in self.origin.plain or self.origin.revert is None:
+            if name in self.origin.biases:
+                self._add_biases(name, tensor)
+            elif name in self.origin.plain or self.origin.revert is None:
                 self._add_plain(name, full, tensor)
             else:
                 others[name] = tensor
@@ -178,7 +193,7 @@ class _Collector:
             self._add_plain(full, full, tensor)
         for full, tensor in self.origin.unused.items():
             self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
-        every = self.origin.layers.keys() | self.origin.decoded.keys()
+        every = self.origin.layers.keys() | self.origin.stacks.keys() | self.origin.decoded.keys()
         self.changed |= self.origin.changed or bool(every - self._recorded)
 
     def _add_packed(self, name: str, module: PackedModule) -> None:
@@ -186,21 +201,29 @@ class _Collector:
         if parameters <= self._written and name not in self.origin.layers:
             return                                               # it shares the tensors of another layer
         self._written |= parameters
-        layer, storage = self._record(name, module.checkpoint_weight())
-        weight = self._as_stored(name, module, storage)
+        self._add_layer(name, _Rows(module), self.origin.layers.get(name))
+
+    def _add_layer(self, name: str, rows: _Rows, record: Layer | None) -> None:
+        """A layer by itself.  record: what the checkpoint has, None for a layer that it has not."""
+        layer, storage = self._record(name, rows.weight(), record)
+        weight = self._as_stored(name, rows, storage, record)
         for tensor, value in weight.tensors.items():
             if tensor not in numbers(_description(weight)):
                 self._add(self._full_name(layer, weight, tensor), value.dtype, tuple(value.shape),
-                          partial(self._tensor, name, module, storage, tensor))
+                          partial(self._tensor, name, rows, storage, record, tensor))
         self._add_settings(layer, weight)
 
     def _add_experts(self, name: str, stack: Experts) -> None:
-        if name in self.origin.layers and self.origin.layers[name].experts is None:
+        record, layers = self.origin.layers.get(name), self.origin.stacks.get(name, ())
+        if record is not None and record.experts is None:
             self._add_packed(name, stack.parts[0])               # type: ignore[arg-type]  # a matrix of E * N rows there, too
             return
         self._written |= {id(parameter) for part in stack.parts for parameter in part._parameters.values()}
-        layer, storage = self._record(name, stack.weight(0))
-        weight = self._convert(name, stack.weight(0), storage)
+        if layers and len(stack.parts) in (1, len(layers)):
+            self._add_pieces(name, stack, layers)
+            return
+        layer, storage = self._record(name, stack.weight(0), record)
+        weight = self._convert(name, stack.weight(0), storage, record)
         for tensor, value in weight.tensors.items():
             full = self._full_name(layer, weight, tensor)
             own = (stack.experts, *(value.t().shape if layer.turned else value.shape))
@@ -210,14 +233,31 @@ class _Collector:
 
     def _stacked(self, name: str, stack: Experts, tensor: str, turned: bool, storage: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of all experts in the shape that files have; of one number for all, that."""
-        parts = [self._convert(name, stack.weight(expert), storage).tensors[tensor] for expert in range(stack.experts)]
+        record = self.origin.layers.get(name)
+        parts = [self._convert(name, stack.weight(expert), storage, record).tensors[tensor] for expert in range(stack.experts)]
         if math.prod(shape) == parts[0].numel() != stack.experts * parts[0].numel():
             return parts[0]
         return torch.stack([part.t() if turned and part.dim() == 2 else part for part in parts])
 
-    def _record(self, name: str, weight: PackedWeight) -> tuple[Layer, str]:
-        """What the checkpoint calls a layer, and the storage that it has there."""
-        record = self.origin.layers.get(name)
+    def _add_pieces(self, name: str, stack: Experts, layers: Sequence[Layer]) -> None:
+        """The layers of experts that the checkpoint has one by one: weights that stayed apart, or rows of the joined one."""
+        modules = list(stack.parts) if len(stack.parts) == len(layers) else [stack.parts[0]] * len(layers)
+        start = 0
+        for layer, module in zip(layers, modules, strict=True):
+            start, stop = (start, start + layer.shape[0]) if len(stack.parts) == 1 else (0, layer.shape[0])
+            self._add_layer(name, _Rows(module, start, stop), layer)  # type: ignore[arg-type]  # parts are packed modules
+            start = stop
+
+    def _add_biases(self, name: str, bias: Tensor) -> None:
+        """The biases of experts that the checkpoint has one by one."""
+        rows = self.origin.biases[name]
+        for full, part in zip(rows, torch.split(bias.flatten(), list(rows.values())), strict=True):
+            self._add_plain(name, full, part)
+        self._written.add(id(bias))
+
+    def _record(self, name: str, weight: PackedWeight, record: Layer | None) -> tuple[Layer, str]:
+        """What the checkpoint calls a layer, and the storage that it has there.  record: the checkpoint's layer, if any."""
+        known = record
         if record is not None and (record.format, dict(record.params)) == (weight.format.name, weight.params):
             self._recorded.add(name)
             storage = record.storage
@@ -226,30 +266,29 @@ class _Collector:
             storage = weight.storage if weight.storage != PLANAR else next(iter(weight.variant.storages))
             own = self.origin.plain.get(f"{name}.weight".lstrip("."), name).removesuffix(".weight")
             record = Layer(record.name if record else own, weight.format.name, storage, weight.params, weight.shape)
-        if record is not self.origin.layers.get(name) and "parts" in _description(weight).detect:
+        if record is not known and "parts" in _description(weight).detect:
             raise SaveError(f"layer {shown(name)}: files hold {weight.format.name} in groups of weights, and this is a layer by "
                             f"itself; `qdsl compress --format {weight.format.name}` writes them")
         self.settings[record.name] = {"format": weight.format.name, "storage": storage, **weight.params}
         return record, storage
 
-    def _as_stored(self, name: str, module: PackedModule, storage: str) -> PackedWeight:
-        """A module's weight in the storage that files have; the last one that was converted is kept."""
-        if self._converted is None or self._converted[0] is not module:
+    def _as_stored(self, name: str, rows: _Rows, storage: str, record: Layer | None) -> PackedWeight:
+        """A weight in the storage that files have; the last one that was converted is kept."""
+        if self._converted is None or self._converted[0] != rows:
             self._converted = None
-            self._converted = module, self._convert(name, module.checkpoint_weight(), storage)
+            self._converted = rows, self._convert(name, rows.weight(), storage, record)
         return self._converted[1]
 
-    def _tensor(self, name: str, module: PackedModule, storage: str, tensor: str) -> Tensor:
-        return self._as_stored(name, module, storage).tensors[tensor]
+    def _tensor(self, name: str, rows: _Rows, storage: str, record: Layer | None, tensor: str) -> Tensor:
+        return self._as_stored(name, rows, storage, record).tensors[tensor]
 
-    def _convert(self, name: str, weight: PackedWeight, storage: str) -> PackedWeight:
+    def _convert(self, name: str, weight: PackedWeight, storage: str, record: Layer | None) -> PackedWeight:
         """A weight in the storage of files, with tensors of defaults, such as columns in order, where the files had them."""
         try:
             stored = weight.format.convert(weight, storage)
         except FormatError as error:
             raise SaveError(f"layer {shown(name)}: {weight.format.name}.{weight.storage} cannot be written as {storage}: {error}"
                             ) from None
-        record = self.origin.layers.get(name)
         lost = [] if record is None else [key for key in record.tensors if key not in stored.tensors]
         return stored.derive({**stored.tensors, **default_tensors(stored, lost)}) if lost else stored
 
@@ -320,17 +359,6 @@ def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
         return False
     same = tensor.to(dtype).to(tensor.dtype)
     return bool(((same == tensor) | (same.isnan() & tensor.isnan())).all())
-
-
-def _kinds(origin: Origin) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtypes and shapes of a checkpoint's tensors."""
-    dtypes = torch_dtypes()
-    kinds = {name: (dtypes[entry.dtype], entry.shape) for _, header in origin.files.values()
-             for name, entry in header.tensors.items() if entry.dtype in dtypes}
-    if origin.gguf is not None:
-        kinds |= {name: (getattr(torch, TORCH[kind.name]), shape) for name, (kind, shape) in origin.gguf.tensors.items()
-                  if kind.name in TORCH}
-    return kinds
 
 
 def _description(weight: PackedWeight) -> Any:

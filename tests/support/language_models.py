@@ -110,3 +110,12 @@ def greedy(model: Any, count: int = 8) -> Tensor:
     tokens: Tensor = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=count, min_new_tokens=count,
                                     do_sample=False)
     return tokens[:, IDS.shape[1]:]
+
+
+def write_plain(folder: Path, model: str) -> Path:
+    """Write a bfloat16 checkpoint of a tiny model, and return its folder."""
+    from qdsl.checkpoint.safetensors import write
+
+    config(model).save_pretrained(folder)
+    write(folder / "model.safetensors", dict(weights(model)), {"format": "pt"})
+    return folder

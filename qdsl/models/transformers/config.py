@@ -43,7 +43,7 @@ class QdslConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The config of a folder, from its settings; or of a dictionary that a caller passes in place of a QdslConfig."""
+        """The config of a folder, from its settings."""
         config = cls(settings=config_dict)
         return (config, kwargs) if return_unused_kwargs else config
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from transformers.quantizers import HfQuantizer
 
 import qdsl.models.transformers.moe as moe
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.guard import FIELD, REPLACED, is_guard, unguarded
 from qdsl.checkpoint.sources import FolderSource, Source
 from qdsl.models.dense import make_dense
@@ -26,7 +26,9 @@ from qdsl.models.load import LoadReport, fill_model
 from qdsl.models.origin import origin_in
 from qdsl.models.plan import SKIPPED, LoadError, listed
 from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.contract import sentence
 from qdsl.models.transformers.conversions import Conversions, ignored, reverted
+from qdsl.runtime.module import PackedModule
 
 # What `AutoConfig.from_pretrained` takes of what a model's takes.
 HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
@@ -42,7 +44,7 @@ class QdslHfQuantizer(HfQuantizer):
     quantization_config: QdslConfig
 
     def __init__(self, quantization_config: QdslConfig, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})   # what is packed is read from the files
+        super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})   # the files tell whether layers are packed
         self.report: LoadReport | None = None
         self._files: list[Path] = []
         self._device_map: Any = None
@@ -60,16 +62,6 @@ class QdslHfQuantizer(HfQuantizer):
         if isinstance(device_map, dict) and self.report is not None:
             device_map.update(_without_disk(device_map))
             self._device_map = device_map
-
-    def update_attn_implementation(self, config: Any) -> Any:
-        """The config without the sentence that stops loaders without this quantizer.
-
-        Raises ValueError for tensor parallelism.
-        """
-        if getattr(config, "distributed_config", None) is not None:
-            raise ValueError("tp_plan: transformers shards plain weights alone, no packed ones; use device_map=")
-        _unguard(config)
-        return config
 
     # -- before weights are loaded ------------------------------------------------------------------------------------
 
@@ -127,9 +119,12 @@ class QdslHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         origin = origin_in(model)
-        if origin is not None:
-            origin.revert = reverted
+        if origin is None or "mark_tied_weights_as_initialized" in vars(model):
+            raise RuntimeError(sentence("loads weights in another way"))
+        origin.revert = reverted
         self._written = model.config.to_json_string()
+        if any(isinstance(module, PackedModule) for module in (model.get_input_embeddings(), model.get_output_embeddings())):
+            model.resize_token_embeddings = _refuse_resize
         return model
 
     # -- what the model can do ----------------------------------------------------------------------------------------
@@ -157,6 +152,7 @@ class QdslHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         make_dense(model, dtype)
+        vars(model).pop("resize_token_embeddings", None)
         for module in model.modules():
             vars(module).pop("_tied_weights_keys", None)
         model.tie_weights()
@@ -173,24 +169,36 @@ def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quanti
     config = kwargs.pop("config", None)
     if config is None:
         config = AutoConfig.from_pretrained(ref, **{key: kwargs[key] for key in HUB if key in kwargs})
-    config = copy.deepcopy(config)
-    settings = _take_settings(config)
-    given = quantization_config or QdslConfig()
-    chosen = given.with_settings(settings) if settings is not None else given
-    named = (config.architectures or [""])[0]
     automatic = transformers.AutoModelForCausalLM
-    cls = model_class or (automatic if hasattr(config, "auto_map") else getattr(transformers, named, automatic))
-    return cls.from_pretrained(ref, *args, config=config, quantization_config=chosen, **kwargs)
+    named = automatic if hasattr(config, "auto_map") else getattr(transformers, (config.architectures or [""])[0], automatic)
+    return (model_class or named).from_pretrained(ref, *args, config=config,
+                                                  quantization_config=quantization_config or QdslConfig(), **kwargs)
 
 
-def _take_settings(config: Any) -> dict[str, Any] | None:
-    """Take the settings of a quantization out of a config, which transformers may not know, and return them."""
-    for holder in (config, config.get_text_config(decoder=True)):
-        settings = getattr(holder, "quantization_config", None)
-        if settings is not None:
-            del holder.quantization_config
-            return dict(settings if isinstance(settings, Mapping) else settings.to_dict())
-    return None
+def handed_over(config: Any, quantization_config: Any) -> Any:
+    """What `from_pretrained` takes for its quantization_config; a QdslConfig for folders that only qdsl reads.
+
+    config: of the model; for a QdslConfig what it states of a quantization is taken out of it, whoever's, and so is the sentence
+    that stops other loaders.  Raises ValueError for tensor parallelism.
+    """
+    stored = [getattr(holder, "quantization_config", None) for holder in (config, config.get_text_config(decoder=True))]
+    settings = next((dict(own) for own in stored if own is not None), None)
+    is_own = is_guard(getattr(config, FIELD, None)) or (settings is not None and settings.get("quant_method") == OWN)
+    if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == OWN:
+        quantization_config = QdslConfig(**quantization_config)
+    if quantization_config is None and is_own:
+        quantization_config = QdslConfig()
+    if not isinstance(quantization_config, QdslConfig):
+        return quantization_config
+    if getattr(config, "distributed_config", None) is not None:
+        raise ValueError("tp_plan: transformers shards plain weights alone, no packed ones; use device_map=")
+    _strip(config)
+    return quantization_config if settings is None else quantization_config.with_settings(settings)
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("resize_token_embeddings: embeddings or the head are packed; load the model with "
+                     "quantization_config=QdslConfig(ignore=['embed_tokens', 'lm_head']), which makes them dense, then resize")
 
 
 def _open(files: Sequence[Path]) -> Checkpoint:
@@ -292,16 +300,14 @@ def _without_disk(device_map: Mapping[str, Any]) -> dict[str, Any]:
     return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
 
 
-def _unguard(config: Any) -> None:
-    """Take the sentence out of a config and all that are nested in it."""
-    for name, value in vars(config).items():
+def _strip(config: Any) -> None:
+    """Take settings of a quantization, and the sentence that stops loaders, out of a config and all that are nested in it."""
+    for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            _unguard(value)
+            _strip(value)
         elif isinstance(value, dict):
             vars(config)[name] = unguarded(value)
+    vars(config).pop("quantization_config", None)
     if is_guard(getattr(config, FIELD, None)):
-        if hasattr(config, REPLACED):
-            setattr(config, FIELD, getattr(config, REPLACED))
-            delattr(config, REPLACED)
-        else:
-            delattr(config, FIELD)
+        replaced = vars(config).pop(REPLACED, None)
+        delattr(config, FIELD) if replaced is None else setattr(config, FIELD, replaced)

@@ -6,7 +6,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import auto
 
@@ -15,30 +15,32 @@ from qdsl.checkpoint.detect import OWN
 from qdsl.models.offloaded import onloaded
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
-from qdsl.models.transformers.quantizer import QdslHfQuantizer
+from qdsl.models.transformers.contract import check
+from qdsl.models.transformers.quantizer import QdslHfQuantizer, handed_over
 
 
 def register() -> None:
-    """Register config, quantizer and experts, and wrap the two methods for which the library has no registry."""
+    """Register config, quantizer and experts, and wrap the two functions for which the library has no registry.
+
+    Raises ImportError for a release of transformers that is not as the plug-in uses it.
+    """
+    check()
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[OWN] = QdslConfig
     auto.AUTO_QUANTIZER_MAPPING[OWN] = QdslHfQuantizer
     ALL_EXPERTS_FUNCTIONS.register(moe.NAME, moe.experts_forward)
-    merge = auto.AutoHfQuantizer.merge_quantization_configs
-    if not hasattr(merge, "__wrapped__"):
-        auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(_merging(merge))
+    get = modeling_utils.get_hf_quantizer
+    if not hasattr(get, "__wrapped__"):
+        modeling_utils.get_hf_quantizer = _choosing(get)
         PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
 
 
-def _merging(merge: Any) -> Any:
-    """The library's rule for a folder's settings and a caller's; a QdslConfig takes a folder of any producer."""
-    @wraps(merge)
-    def merge_quantization_configs(quantization_config: Any, quantization_config_from_args: Any) -> Any:
-        if isinstance(quantization_config_from_args, QdslConfig):
-            settings = quantization_config if isinstance(quantization_config, dict) else quantization_config.to_dict()
-            return quantization_config_from_args.with_settings(settings)
-        return merge(quantization_config, quantization_config_from_args)
+def _choosing(get: Any) -> Any:
+    """The library's choice of a quantizer; a QdslConfig takes a folder of any producer."""
+    @wraps(get)
+    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        return get(config, handed_over(config, quantization_config), *args, **kwargs)
 
-    return merge_quantization_configs
+    return get_hf_quantizer
 
 
 def _saving(save_pretrained: Any) -> Any:
