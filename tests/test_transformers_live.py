@@ -26,7 +26,7 @@ from tests.support import language_models, producer_folders
 from tests.support.formats import ROOT, same_bits
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("qdsl.models.transformers")
+plugin = pytest.importorskip("qdsl.models.transformers")
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("producers")]
 
 # Loads each folder by the plug-in, saves it again, and writes logits; prints an error, or '', for each.
@@ -59,7 +59,7 @@ print(json.dumps(errors))
 """
 PACKAGES = ("bitsandbytes", "torchao", "compressed_tensors", "hqq", "gptqmodel", "modelopt", "optimum", "kernels")
 
-# Writes a folder of a model from a folder of its plain weights; gives the float32 weights of modules as the producer decodes them.
+# Writes a folder from a folder of plain weights; gives the float32 weights of modules as the producer decodes them.
 Producer = Callable[[Path, Path], Mapping[str, Tensor]]
 
 
@@ -189,7 +189,7 @@ def gptq(bits: int, desc_act: bool, plain: Path, out: Path) -> dict[str, Tensor]
 
     def quantize(linear: Any) -> tuple[dict[str, Tensor], Tensor]:
         n, k = linear.weight.shape
-        order = torch.randperm(k) if desc_act else torch.arange(k)
+        order = torch.randperm(k, generator=torch.Generator().manual_seed(0)) if desc_act else torch.arange(k)
         index = (order.argsort() // group).int()
         size = torch.zeros(n, k // group).index_reduce_(1, index, linear.weight.data.float().abs(), "amax")
         scales, zeros = size / (2 ** (bits - 1) - 1), torch.full_like(size, 2 ** (bits - 1))
@@ -246,7 +246,10 @@ def modelopt(kind: str, plain: Path, out: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """A producer, its package and the model.  dtype: in which it decodes.  dispatched: transformers knows its quantization method."""
+    """A producer's package, the model, and what writes the folder.
+
+    dtype: in which the producer decodes.  dispatched: transformers knows the quantization method.
+    """
 
     package: str
     model: str
@@ -295,8 +298,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, d
     decoded: dict[str, dict[str, Tensor]] = {}
     for name, case in CASES.items():
         if find_spec(case.package):
-            own = case.write(plain[case.model], root / name)
-            decoded[name] = {**language_models.weights(case.model), **{f"{module}.weight": weight for module, weight in own.items()}}
+            own = {f"{module}.weight": weight for module, weight in case.write(plain[case.model], root / name).items()}
+            decoded[name] = {**language_models.weights(case.model), **own}
     arguments = json.dumps([[(str(root / name), CASES[name].dtype, CASES[name].dispatched) for name in decoded], PACKAGES])
     process = subprocess.run([sys.executable, "-c", LOADER, arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
                              check=True, stdout=subprocess.PIPE)
@@ -318,3 +321,14 @@ def test_a_producers_folder_loads_without_its_package(name: str, folders: dict[s
     assert results["tokens"].equal(language_models.greedy(reference))
     for file in path.glob("*.safetensors*"):
         assert (path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_gpt_oss_is_decoded_as_transformers_does(tmp_path: Path) -> None:
+    """Without the package `kernels` transformers decodes MXFP4 to bfloat16 when it loads a folder."""
+    decoded = producer_folders.write_folder(tmp_path / "in", producer_folders.MXFP4, "gpt_oss")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.bfloat16)
+    for name, parameter in theirs.named_parameters():
+        assert same_bits(parameter.data, decoded[name].bfloat16()), name
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.bfloat16,
+                                                             quantization_config=plugin.QdslConfig())
+    torch.testing.assert_close(language_models.logits(ours), language_models.logits(theirs))

@@ -50,11 +50,12 @@ class Stored:
 class Kind:
     """How a producer writes a quantized folder.
 
-    stored: the storage of projections.  settings: the producer's `quantization_config`, None for qdsl's own.  ignore: the key of the
-    list of modules that are not quantized.  opens: how transformers opens it with qdsl: by plain `from_pretrained`, with
-    `quantization_config=QdslConfig()`, or by `qdsl.models.transformers.from_pretrained` alone.  extra: tensors of one number next
-    to each weight.  prepare: what becomes of packed weights, such as columns in another order.  converted: the storage that `qdsl
-    convert` makes of the folder.  embedded: the storage of the embedding and the head.  attention: that of attention.
+    stored: the storage of projections.  attention: that of attention where it is another.  embedded: that of embedding and head.
+    settings: the producer's `quantization_config`, None for qdsl's own.  file: the file that has them.  ignore: the key of the
+    list of modules that are not quantized.  extra: tensors of one number next to each weight.  prepare: packs a weight in place
+    of `Stored.pack`.  converted: the storage that `qdsl convert` gives the folder.
+    opens: how transformers opens it with qdsl: "plain" by `from_pretrained`, "config" by that with a `QdslConfig()`, "function"
+    by `qdsl.models.transformers.from_pretrained` alone.
     """
 
     stored: Stored
@@ -81,9 +82,9 @@ def _random(stored: Stored, weight: Tensor) -> PackedWeight:
     """Random codes, with scales that make them about as large as a weight."""
     path = formats.ROOT / "specs" / f"{stored.format}.yaml"
     case = formats.Case(path, stored.storage, tuple(stored.params.items()))
-    fields = formats.random_fields(case, tuple(weight.shape), seed=int(weight.float().abs().sum()) % 1000, params=dict(stored.params))
-    scales = next(name for name in fields if name.startswith("scale") or name == "s")
-    fields[scales] = weight.float().abs().mean(1).view(fields[scales].shape).to(fields[scales].dtype)
+    seed = int(weight.float().abs().sum()) % 1000
+    fields = formats.random_fields(case, (weight.shape[0], weight.shape[1]), seed, dict(stored.params))
+    fields["s"] = weight.float().abs().mean(1).to(fields["s"].dtype)
     packed: PackedWeight = case.module.pack(fields, storage=stored.storage, **dict(stored.params))
     return packed
 
@@ -141,10 +142,10 @@ def _aqlm(books: int, bits: int) -> dict[str, Any]:
 
 
 _DYNAMIC = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True}
-_FP8 = {"num_bits": 8, "type": "float"}
+_FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
 _NF4 = {"load_in_4bit": True, "_load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-_FP4_BLOCKS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
-_MX_BLOCKS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_FP4_BLOCKS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+_MX_BLOCKS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _MODELOPT = {"producer": {"name": "modelopt", "version": "0.37.0"}}
 
 _OWN = {
@@ -288,7 +289,7 @@ def _quantized(kind: Kind, plain: Mapping[str, Tensor]) -> tuple[dict[str, Tenso
 
 def named(layer: str, packed: PackedWeight) -> dict[str, Tensor]:
     """The tensors of a layer as files have them, with the small ones that producers add."""
-    description = next(each for each in descriptions() if each.name == packed.format.name)
+    description = next(page for page in descriptions() if page.name == packed.format.name)
     single = numbers(description)                                # which JSON states
     known = Layer(layer, packed.format.name, packed.storage, packed.params, packed.shape)
     tensors = {full_name(known, name, packed.layout.tensors[name].aliases): tensor.contiguous()
@@ -337,8 +338,8 @@ def _write_stacks(path: Path, plain: Mapping[str, Tensor], config: dict[str, Any
             tensors[name] = tensor
             continue
         packed = [stored.pack(expert.t().contiguous()) for expert in tensor]         # files have [E, N, K], the model [E, K, N]
-        tensors |= {f"{name}_{leaf}": torch.stack([each.tensors[leaf] for each in packed]) for leaf in ("blocks", "scales")}
-        decoded[name] = torch.stack([each.format.dequantize(each, torch.float32).t() for each in packed]).contiguous()
+        tensors |= {f"{name}_{leaf}": torch.stack([expert.tensors[leaf] for expert in packed]) for leaf in ("blocks", "scales")}
+        decoded[name] = torch.stack([expert.format.dequantize(expert, torch.float32).t() for expert in packed]).contiguous()
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": [
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
     write_files(path, tensors, {"config.json": {**config, "quantization_config": settings}}, "gpt_oss")
