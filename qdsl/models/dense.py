@@ -52,7 +52,7 @@ def _decode_group(group: GroupedBlock, dtype: torch.dtype | None) -> None:
     """Give the modules of a group their weights for good."""
     row: Tensor = group.row(shared=False)
     for member in group.members:
-        weight = row[member.start:member.start + member.shape.numel()].view(member.shape)
+        weight = member.weight(row)
         delattr(member.module, member.parameter)
         member.module.register_parameter(member.parameter, nn.Parameter(weight.to(dtype or weight.dtype, copy=True)))
     vars(group.block).pop("forward", None)

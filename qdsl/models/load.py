@@ -386,7 +386,7 @@ class _Loader:
         if step.dense:
             self._decode_group(step)
             return
-        block, first = self.names.modules[step.name], self.names.parameters[next(iter(step.members.values()))]
+        block, first = self.names.modules[step.name], self.names.parameters[next(iter(step.members))]
         dtype = self._dtype(first)
         packed = self._owned(self.source.group_weight(step.group), self._device(first))
         names = {leaf: step.group.tensors[leaf].rpartition(".")[2] for leaf in packed.tensors}
@@ -397,14 +397,13 @@ class _Loader:
                 tensors[full.rpartition(".")[2]] = self._moved(tensor, packed.device, tensor.dtype)
         parameters = {own: nn.Parameter(tensor, requires_grad=False) for own, tensor in tensors.items()}
         members: dict[nn.Module, list[Member]] = {block: []}
-        start = 0
-        for part, weight in step.members.items():
+        spans = step.spans()
+        for weight, parts in step.members.items():
             for place in self.names.tied(weight):                # one that shares the weight may run outside of the block
                 owner, _, leaf = place.rpartition(".")
                 module = self.names.modules[owner]
                 members.setdefault(block if place == weight else module, []).append(
-                    Member(module, leaf, self.names.parameters[weight].shape, start))
-            start += step.group.parts[part]
+                    Member(module, leaf, self.names.parameters[weight].shape, tuple(spans[part] for part in parts)))
             self.report.packed[weight.removesuffix(".weight")] = f"{step.group.format}.{packed.storage}"
         for runs, own_members in members.items():
             hold_group(runs, parameters, dtype)
@@ -412,11 +411,12 @@ class _Loader:
         self.origin.groups[step.name] = step.group
 
     def _decode_group(self, step: GroupStep) -> None:
-        for part, tensor in self.source.decoded(step.group).items():
-            old = self.names.tensor(step.members[part])
+        decoded = self.source.decoded(step.group)
+        for name, parts in step.members.items():
+            old = self.names.tensor(name)
             assert old is not None
-            self._fill(step.members[part], tensor.view(old.shape))
-            self.report.dense[step.members[part]] = step.dense
+            self._fill(name, torch.cat([decoded[part] for part in parts]).view(old.shape))
+            self.report.dense[name] = step.dense
         self.origin.changed = True
 
 def held_bytes(model: nn.Module) -> dict[str, int]:

@@ -72,8 +72,16 @@ class GroupStep:
 
     group: Group
     name: str
-    members: Mapping[str, str]                                   # weights of the checkpoint -> parameters of the model
+    members: Mapping[str, tuple[str, ...]]                       # parameters of the model -> weights of the checkpoint
     dense: str = ""
+
+    def spans(self) -> dict[str, slice]:
+        """Where each weight of the checkpoint lies in the group's row."""
+        spans, start = {}, 0
+        for part, count in self.group.parts.items():
+            spans[part] = slice(start, start + count)
+            start += count
+        return spans
 
 
 @dataclass(slots=True)
@@ -147,7 +155,7 @@ def plan_load(names: Names, source: Source, rename: Rename | None, format: str |
     for name, experts in stacks.items():
         planner.add_stack(name, experts)
     for group in source.groups:
-        planner.add_group(group)
+        planner.add_group(group, stacks)
     for name in source.plain:
         planner.add_plain(name, name)
     planner.sort_plain(format, SKIPPED if skip is None else skip)
@@ -297,26 +305,36 @@ class _Planner:
 
     # -- groups and plain tensors -------------------------------------------------------------------------------------
 
-    def add_group(self, group: Group) -> None:
+    def add_group(self, group: Group, stacks: Stacks) -> None:
         name = renamed(group.name, self.rename)
         if name is None:
             self.plan.unused += group.tensors.values()
             return
-        members = {part: renamed(part, self.rename) or "" for part in group.parts}
+        members = self._members(group, stacks)
         wrong = [*group.problems, *([group.unnamed] if group.unnamed else [])]
-        for part, own in members.items():
-            tensor = self.names.tensor(own)
+        for own, parts in members.items():
+            tensor, numbers = self.names.tensor(own), sum(group.parts[part] for part in parts)
             if tensor is None:
                 wrong.append(f"the model has no {shown(own)}")
-            elif tensor.numel() != group.parts[part]:
-                wrong.append(f"{shown(own)} is {list(tensor.shape)} in the model, and has {group.parts[part]} numbers here")
+            elif tensor.numel() != numbers:
+                wrong.append(f"{shown(own)} is {list(tensor.shape)} in the model, and has {numbers} numbers here")
         if wrong:
             self.plan.problems += [f"group {shown(group.name)}: {each}" for each in wrong]
-        others = [own for own in members.values() if not self._is_inside(name, own)]
+        others = [own for own in members if not self._is_inside(name, own)]
         why = f"{shown(others[0])} is not decoded when the module {shown(name)} runs" if others else ""
         self.plan.groups.append(GroupStep(group, name, members, why))
-        self.names.untied.update(members.values())
-        self._fill(*members.values())
+        self.names.untied.update(members)
+        self._fill(*members)
+
+    def _members(self, group: Group, stacks: Stacks) -> dict[str, tuple[str, ...]]:
+        """The parameters that a group fills, experts of the checkpoint that are one parameter of the model together."""
+        members: dict[str, tuple[str, ...]] = {}
+        for name, experts in stacks.items():
+            parts = tuple(f"{piece}.weight" for pieces in experts for piece in pieces)
+            if group.parts.keys() >= set(parts):
+                members[name] = parts
+        stacked = {part for parts in members.values() for part in parts}
+        return members | {renamed(part, self.rename) or part: (part,) for part in group.parts if part not in stacked}
 
     def _is_inside(self, block: str, weight: str) -> bool:
         """Whether a parameter is that of a module inside of a block, which decodes it before it runs."""

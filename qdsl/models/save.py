@@ -141,6 +141,7 @@ class _Rows:
     stop: int | None = None
 
     def weight(self) -> PackedWeight:
+        """These rows as a packed weight, in the storage that the module runs."""
         whole = self.module.checkpoint_weight()
         return whole.shard("N", self.start, whole.shape[0] if self.stop is None else self.stop)
 
@@ -222,8 +223,12 @@ class _Collector:
         if layers and len(stack.parts) in (1, len(layers)):
             self._add_pieces(name, stack, layers)
             return
-        layer, storage = self._record(name, stack.weight(0), record)
-        weight = self._convert(name, stack.weight(0), storage, record)
+        try:
+            first = stack.weight(0)
+        except FormatError as error:
+            raise SaveError(f"experts {shown(name)} have several weights each, which no file of stacks has: {error}") from None
+        layer, storage = self._record(name, first, record)
+        weight = self._convert(name, first, storage, record)
         for tensor, value in weight.tensors.items():
             full = self._full_name(layer, weight, tensor)
             own = (stack.experts, *(value.t().shape if layer.turned else value.shape))

@@ -16,11 +16,12 @@ PIECES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj":
 
 def usual_stacks(parameters: Mapping[str, Tensor], source: Source, rename: Callable[[str], str | None],
                  ) -> dict[str, list[list[str]]]:
-    """Stacks of the usual names: for parameters of three axes that nothing fills, the packed layers of experts next to them.
+    """Stacks of the usual names: for parameters of three axes that nothing fills, the packed weights of experts next to them.
 
     'experts.up' takes 'experts.0.up', 'experts.1.up', ...; 'experts.gate_up_proj' takes gate_proj and up_proj, or w1 and w3.
     """
-    layers = {own: name for name in source.layers if (own := rename(name)) is not None}
+    packed = [*source.layers, *(part.removesuffix(".weight") for group in source.groups for part in group.parts)]
+    layers = {own: name for name in packed if (own := rename(name)) is not None}
     stacks: dict[str, list[list[str]]] = {}
     for name, parameter in parameters.items():
         if parameter.dim() != 3 or name in layers:

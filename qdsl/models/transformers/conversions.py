@@ -17,7 +17,6 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import shown
 from qdsl.models.plan import LoadError
 
@@ -65,44 +64,41 @@ class Conversions:
             unexpected |= {plain, full, *(key.replace(patterns[0], other) for key in (plain, full) for other in patterns)}
         return unexpected
 
-    def stacks(self, layers: Mapping[str, Layer]) -> dict[str, list[list[str]]]:
-        """Parameters of which each expert is one or more layers, one below the other: names of layers, expert by expert.
+    def stacks(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[list[str]]]:
+        """Parameters of which each expert is one or more weights, one below the other: names of layers, expert by expert.
 
-        transformers' own operations are run on the numbers of rows.  Raises LoadError where the result is no such stack.
+        shapes: of all weights, (N, K), by the names of their layers; (N * K,) of those that state no more.  transformers' own
+        operations are run on the numbers of rows.  Raises LoadError where the result is no such stack.
         """
         sources: dict[str, list[tuple[str, str]]] = {}           # parameter -> layers, and patterns that they match
-        for name, layer in sorted(layers.items(), key=lambda item: dot_natural_key(item[0])):
+        for name in sorted(shapes, key=dot_natural_key):
             target, pattern = self.target(f"{name}.weight")
-            if pattern is not None and target in self.tensors and layer.experts is None:
+            if pattern is not None and target in self.tensors:
                 sources.setdefault(target, []).append((name, pattern))
-        return {target: self._stack(target, members, layers) for target, members in sources.items()}
+        return {target: self._stack(target, members, shapes) for target, members in sources.items()}
 
-    def _stack(self, target: str, members: Sequence[tuple[str, str]], layers: Mapping[str, Layer]) -> list[list[str]]:
+    def _stack(self, target: str, members: Sequence[tuple[str, str]], shapes: Mapping[str, Sequence[int]]) -> list[list[str]]:
         by_pattern = {pattern: rule for rule in self.converters for pattern in rule.source_patterns}
         converter = copy.deepcopy(by_pattern[members[0][1]])
-        starts: dict[int, str] = {}                              # the number of each layer's first row
+        rows: dict[str, range] = {}                              # numbers of the rows of all layers
         count = 0
         for name, pattern in members:
-            rows = torch.arange(count, count + layers[name].shape[0])
-            converter.add_tensor(target, f"{name}.weight", pattern, rows[:, None])
-            starts[count] = name
-            count += len(rows)
+            n = shapes[name][0] if len(shapes[name]) > 1 else shapes[name][0] // self.tensors[target].shape[-1]
+            rows[name] = range(count, count + n)
+            converter.add_tensor(target, f"{name}.weight", pattern, torch.arange(count, count + n)[:, None])
+            count += n
         try:
             result = converter.convert(target, model=self.model, config=self.model.config)
             value = next(iter(result.values()))
-            order = (value[0] if isinstance(value, list) else value).flatten(1)
+            order = (value[0] if isinstance(value, list) else value).flatten(1).tolist()
         except Exception as error:
             raise LoadError(f"{shown(target)}: transformers cannot join {shown(members[0][0])} with others: {error}") from error
-        stack = [[starts[row] for row in expert if row in starts] for expert in order.tolist()]
-        whole = [[row for name in expert for row in self._rows(name, starts, layers)] for expert in stack]
-        if len(result) > 1 or whole != order.tolist():
+        firsts = {own[0]: name for name, own in rows.items()}
+        stack = [[firsts[row] for row in expert if row in firsts] for expert in order]
+        if len(result) > 1 or [[row for name in expert for row in rows[name]] for expert in stack] != order:
             raise LoadError(f"{shown(target)}: transformers makes it of {shown(members[0][0])} and others in a way that packed "
                             "weights cannot follow: name it in ignore= and give plain numbers")
         return stack
-
-    def _rows(self, name: str, starts: Mapping[int, str], layers: Mapping[str, Layer]) -> range:
-        first = next(row for row, layer in starts.items() if layer == name)
-        return range(first, first + layers[name].shape[0])
 
 
 def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:

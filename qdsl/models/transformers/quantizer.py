@@ -84,7 +84,7 @@ class QdslHfQuantizer(HfQuantizer):
         skip = [*config.ignore, *(SKIPPED + _kept_in_fp32(model) if config.format else ())]
         before = _tensors(model)
         self.report = fill_model(model, checkpoint, names.rename, _single(self._device_map), skip=skip, plain=False,
-                                 stacks=names.stacks(source.layers), format=config.format, **config.options)
+                                 stacks=names.stacks(_shapes(source, config.format)), format=config.format, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
         old = {id(tensor) for tensor in before.values()}
@@ -215,6 +215,15 @@ def _open(files: Sequence[Path]) -> Checkpoint:
     if len(files) > 1:
         raise LoadError(f"{files[0].parent} holds other weights beside {files[0].name}: leave a variant in a folder of its own")
     return open_checkpoint(files[0])
+
+
+def _shapes(source: Source, format: str | None) -> dict[str, tuple[int, ...]]:
+    """The shapes of weights that are packed, or that a format may pack, by the names of their layers."""
+    shapes: dict[str, tuple[int, ...]] = {name: layer.shape for name, layer in source.layers.items() if layer.experts is None}
+    for group in source.groups:
+        shapes |= {part.removesuffix(".weight"): (count,) for part, count in group.parts.items()}
+    plain = [name for name in source.plain if name.endswith(".weight")] if format is not None else []
+    return shapes | {name.removesuffix(".weight"): own for name in plain if len(own := source.shape(name)) == 2}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
