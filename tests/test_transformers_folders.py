@@ -23,7 +23,10 @@ pytestmark = pytest.mark.filterwarnings("default")
 MODELS = ("qwen3", "tied", "moe")
 EVERY = [(kind, model) for kind in KINDS for model in MODELS]
 COVERING = [(kind, MODELS[place % len(MODELS)]) for place, kind in enumerate(KINDS)]
-CASES = [*(EVERY if ALL else COVERING), (MXFP4, "gpt_oss")]
+# DF11 codes the experts of a block one by one and together with all else of it; the model has them in one parameter.
+REFUSED = pytest.mark.xfail(strict=True, reason="a DF11 group does not fill experts in one parameter")
+CASES = [pytest.param(*case, marks=REFUSED) if case == ("df11", "moe") else case
+         for case in (*(EVERY if ALL else COVERING), (MXFP4, "gpt_oss"))]
 
 
 def load(folder: Path, kind: str, dtype: torch.dtype) -> Any:
@@ -60,7 +63,8 @@ def test_a_folder_loads_runs_and_saves(kind: str, model: str, tmp_path: Path) ->
     check_saved(tmp_path / "in", tmp_path / "out")
 
 
-@pytest.mark.parametrize(("kind", "model"), [*((kind, MODELS[place % 2]) for place, kind in enumerate(KINDS)), (MXFP4, "gpt_oss")])
+@pytest.mark.parametrize(("kind", "model"), [
+    *((kind, MODELS[place % 2]) for place, kind in enumerate(KINDS)), (MXFP4, "gpt_oss")])
 def test_a_folder_fills_a_model(kind: str, model: str, tmp_path: Path) -> None:
     """`load_weights_` in bfloat16, the dtype of most folders: the same bits as decoded weights, and the same files again."""
     decoded = producer_folders.write_folder(tmp_path / "in", kind, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections.abc import Mapping
@@ -40,6 +41,12 @@ def config(model: str) -> Any:
         config.architectures = ["Qwen3ForCausalLM"]
     config.dtype = torch.bfloat16
     return config
+
+
+def config_json(model: str) -> dict[str, Any]:
+    """What the config.json of a tiny model holds."""
+    content: dict[str, Any] = json.loads(config(model).to_json_string(use_diff=False))
+    return content
 
 
 @cache

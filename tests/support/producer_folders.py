@@ -50,11 +50,12 @@ class Stored:
 class Kind:
     """How a producer writes a quantized folder.
 
-    stored: the storage of projections.  settings: the producer's `quantization_config`, None for qdsl's own.  ignore: the key of the
-    list of modules that are not quantized.  opens: how transformers opens it with qdsl: by plain `from_pretrained`, with
-    `quantization_config=QdslConfig()`, or by `qdsl.models.transformers.from_pretrained` alone.  extra: tensors of one number next
-    to each weight.  prepare: what becomes of packed weights, such as columns in another order.  converted: the storage that `qdsl
-    convert` makes of the folder.  embedded: the storage of the embedding and the head.  attention: that of attention.
+    stored: the storage of projections.  attention: that of attention where it is another.  embedded: that of embedding and head.
+    settings: the producer's `quantization_config`, None for qdsl's own.  file: the file that has them.  ignore: the key of the
+    list of modules that are not quantized.  extra: tensors of one number next to each weight.  prepare: packs a weight in place
+    of `Stored.pack`.  converted: the storage that `qdsl convert` gives the folder.
+    opens: how transformers opens it with qdsl: "plain" by `from_pretrained`, "config" by that with a `QdslConfig()`, "function"
+    by `qdsl.models.transformers.from_pretrained` alone.
     """
 
     stored: Stored
@@ -81,9 +82,9 @@ def _random(stored: Stored, weight: Tensor) -> PackedWeight:
     """Random codes, with scales that make them about as large as a weight."""
     path = formats.ROOT / "specs" / f"{stored.format}.yaml"
     case = formats.Case(path, stored.storage, tuple(stored.params.items()))
-    fields = formats.random_fields(case, tuple(weight.shape), seed=int(weight.float().abs().sum()) % 1000, params=dict(stored.params))
-    scales = next(name for name in fields if name.startswith("scale") or name == "s")
-    fields[scales] = weight.float().abs().mean(1).view(fields[scales].shape).to(fields[scales].dtype)
+    seed = int(weight.float().abs().sum()) % 1000
+    fields = formats.random_fields(case, (weight.shape[0], weight.shape[1]), seed, dict(stored.params))
+    fields["s"] = weight.float().abs().mean(1).to(fields["s"].dtype)
     packed: PackedWeight = case.module.pack(fields, storage=stored.storage, **dict(stored.params))
     return packed
 
@@ -141,10 +142,10 @@ def _aqlm(books: int, bits: int) -> dict[str, Any]:
 
 
 _DYNAMIC = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True}
-_FP8 = {"num_bits": 8, "type": "float"}
+_FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
 _NF4 = {"load_in_4bit": True, "_load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-_FP4_BLOCKS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
-_MX_BLOCKS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_FP4_BLOCKS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+_MX_BLOCKS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _MODELOPT = {"producer": {"name": "modelopt", "version": "0.37.0"}}
 
 _OWN = {
@@ -245,32 +246,26 @@ def write_folder(path: Path, kind: str, model: str) -> dict[str, Tensor]:
     kind: of KINDS, or 'mxfp4' of the model 'gpt_oss'.  model: 'qwen3', 'tied', 'moe' or 'gpt_oss'.
     """
     plain = language_models.weights(model)
-    config = _config(model)
+    config = language_models.config_json(model)
     if (kind == MXFP4) != (model == "gpt_oss"):
         raise ValueError(f"no {kind} folder of {model}")
     if kind == MXFP4:
         return _write_stacks(path, plain, config)
     if kind in ("hlane", "fix4", "df11"):
         source = path.with_name(f"{path.name} plain")
-        _write(source, plain, {"config.json": config}, model)
+        write_files(source, plain, {"config.json": config}, model)
         compression.compress(source, Compression(kind), path)
         return {name: tensor.float() for name, tensor in plain.items()}
     tensors, decoded, own = _quantized(KINDS[kind], plain)
     files = _texts(KINDS[kind], config, own, plain)
     if not KINDS[kind].converted:
-        _write(path, tensors, files, model)
+        write_files(path, tensors, files, model)
     else:
         source = path.with_name(f"{path.name} own")
-        _write(source, tensors, files, model)
+        write_files(source, tensors, files, model)
         with Folder(source) as folder:
             conversion.convert(folder, layers(folder), aimed(KINDS[kind].converted), path)
     return decoded
-
-
-def _config(model: str) -> dict[str, Any]:
-    """What config.json holds."""
-    found: dict[str, Any] = json.loads(language_models.config(model).to_json_string(use_diff=False))
-    return found
 
 
 def _quantized(kind: Kind, plain: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
@@ -294,7 +289,7 @@ def _quantized(kind: Kind, plain: Mapping[str, Tensor]) -> tuple[dict[str, Tenso
 
 def named(layer: str, packed: PackedWeight) -> dict[str, Tensor]:
     """The tensors of a layer as files have them, with the small ones that producers add."""
-    description = next(each for each in descriptions() if each.name == packed.format.name)
+    description = next(page for page in descriptions() if page.name == packed.format.name)
     single = numbers(description)                                # which JSON states
     known = Layer(layer, packed.format.name, packed.storage, packed.params, packed.shape)
     tensors = {full_name(known, name, packed.layout.tensors[name].aliases): tensor.contiguous()
@@ -317,7 +312,7 @@ def _texts(kind: Kind, config: dict[str, Any], own: Mapping[str, Settings], plai
     return {"config.json": config, kind.file: {**settings, "quantization": {**settings["quantization"], **ignored}}}
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, Settings], model: str) -> None:
+def write_files(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, Settings], model: str) -> None:
     """Write tensors and JSON files; those of a model with experts in two files with an index."""
     path.mkdir(parents=True)
     if model not in ("moe", "gpt_oss"):
@@ -343,9 +338,9 @@ def _write_stacks(path: Path, plain: Mapping[str, Tensor], config: dict[str, Any
             tensors[name] = tensor
             continue
         packed = [stored.pack(expert.t().contiguous()) for expert in tensor]         # files have [E, N, K], the model [E, K, N]
-        tensors |= {f"{name}_{leaf}": torch.stack([each.tensors[leaf] for each in packed]) for leaf in ("blocks", "scales")}
-        decoded[name] = torch.stack([each.format.dequantize(each, torch.float32).t() for each in packed]).contiguous()
+        tensors |= {f"{name}_{leaf}": torch.stack([expert.tensors[leaf] for expert in packed]) for leaf in ("blocks", "scales")}
+        decoded[name] = torch.stack([expert.format.dequantize(expert, torch.float32).t() for expert in packed]).contiguous()
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": [
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
-    _write(path, tensors, {"config.json": {**config, "quantization_config": settings}}, "gpt_oss")
+    write_files(path, tensors, {"config.json": {**config, "quantization_config": settings}}, "gpt_oss")
     return decoded
