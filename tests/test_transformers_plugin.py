@@ -242,6 +242,25 @@ def test_copies(own: Path) -> None:
     assert language_models.logits(copy.deepcopy(model)).equal(language_models.logits(model))
 
 
+def test_a_trainer_trains_adapters(fp8: Path, tmp_path: Path) -> None:
+    """transformers' Trainer takes a packed model with adapters, with checkpointed activations, and refuses one without."""
+    peft = pytest.importorskip("peft")
+    arguments = transformers.TrainingArguments(tmp_path / "out", max_steps=4, learning_rate=1e-2, logging_steps=1, report_to=[],
+                                               use_cpu=True, gradient_checkpointing=True, disable_tqdm=True)
+    base = Auto.from_pretrained(fp8, quantization_config=QdslConfig(), dtype=torch.float32)
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        transformers.Trainer(base, arguments)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    data = [{"input_ids": row, "labels": row} for row in language_models.IDS for _ in range(4)]
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    unloaded = model.unload().state_dict()
+    assert all(unloaded[name].view(torch.uint8).equal(tensor.view(torch.uint8)) for name, tensor in before.items())
+
+
 # -- other classes of a checkpoint -----------------------------------------------------------------------------------------
 
 
