@@ -23,8 +23,10 @@ from qdsl.checkpoint.sources import FolderSource, Source
 from qdsl.models.dense import make_dense
 from qdsl.models.experts import Experts
 from qdsl.models.load import LoadReport, fill_model
+from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import origin_in
 from qdsl.models.plan import SKIPPED, LoadError, listed
+from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
 from qdsl.models.transformers.conversions import Conversions, ignored, reverted
@@ -48,7 +50,7 @@ class QdslHfQuantizer(HfQuantizer):
         self.report: LoadReport | None = None
         self._files: list[Path] = []
         self._device_map: Any = None
-        self._written = ""                                       # the model's config as it was loaded
+        self._loaded: list[str] = []                             # the model's configs as they were then
 
     # -- before the model is built ------------------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class QdslHfQuantizer(HfQuantizer):
         if origin is None or "mark_tied_weights_as_initialized" in vars(model):
             raise RuntimeError(sentence("loads weights in another way"))
         origin.revert = reverted
-        self._written = model.config.to_json_string()
+        self._loaded = _configs(model)
         if any(isinstance(module, PackedModule) for module in (model.get_input_embeddings(), model.get_output_embeddings())):
             model.resize_token_embeddings = _refuse_resize
         return model
@@ -136,10 +138,13 @@ class QdslHfQuantizer(HfQuantizer):
         """The dtype of plain numbers; bfloat16 where transformers took that of stored codes for it."""
         return dtype if dtype.itemsize > 1 else torch.bfloat16
 
-    def config_to_save(self, model: Any) -> dict[str, Any] | None:
-        """The config of a model; None where it is the one that was loaded."""
-        written: str = model.config.to_json_string()
-        return None if written == self._written else json.loads(written)
+    def save(self, model: Any, folder: Path) -> None:
+        """Write the files that a model came from; configs that were changed since as they are now."""
+        now = _configs(model)
+        with onloaded(model):
+            save(model, folder, None if now[:1] == self._loaded[:1] else json.loads(now[0]))
+        if now[1:] != self._loaded[1:]:
+            model.generation_config.save_pretrained(folder)
 
     def is_serializable(self) -> bool:
         return True
@@ -197,6 +202,11 @@ def handed_over(config: Any, quantization_config: Any) -> Any:
         raise ValueError("tp_plan: transformers shards plain weights alone, no packed ones; use device_map=")
     _strip(config)
     return quantization_config if settings is None else quantization_config.with_settings(settings)
+
+
+def _configs(model: Any) -> list[str]:
+    """The texts of a model's config and, where it generates, of that for generating."""
+    return [model.config.to_json_string(), *([model.generation_config.to_json_string()] if model.can_generate() else [])]
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,6 @@ from transformers.quantizers import auto
 
 import qdsl.models.transformers.moe as moe
 from qdsl.checkpoint.detect import OWN
-from qdsl.models.offloaded import onloaded
-from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import check
 from qdsl.models.transformers.quantizer import QdslHfQuantizer, handed_over
@@ -54,10 +52,7 @@ def _saving(save_pretrained: Any) -> Any:
         if state_dict is not None or kwargs.get("variant") is not None:
             raise ValueError("save_pretrained: packed weights are saved as their files were, without state_dict= or variant=")
         if is_main_process:
-            with onloaded(self):
-                save(self, Path(save_directory), quantizer.config_to_save(self))
-            if self.can_generate():
-                self.generation_config.save_pretrained(save_directory)
+            quantizer.save(self, Path(save_directory))
         if push_to_hub:
             self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name), token=kwargs.get("token"))
 
