@@ -162,9 +162,11 @@ def test_offloaded_weights_run_and_are_saved(own: Path, tmp_path: Path, offload:
 # -- placement and dtypes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}, {
-    "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu",
-    "lm_head": "disk"}], ids=str)
+SPLIT = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
+         "model.rotary_emb": "cpu", "lm_head": "disk"}
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}, SPLIT], ids=["auto", "cpu", "one", "split"])
 def test_device_maps(own: Path, device_map: Any) -> None:
     """Weights on the disk stay mapped from it, and no folder for offloading is needed."""
     asked = copy.deepcopy(device_map)
@@ -284,13 +286,13 @@ def test_the_text_model_of_a_composite_checkpoint(tmp_path: Path) -> None:
               "patch_size": 14}
     config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
     torch.manual_seed(0)
-    whole = transformers.Gemma3ForConditionalGeneration(config).bfloat16()
-    whole.save_pretrained(tmp_path / "plain")
-    packed = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "plain", quantization_config=QdslConfig("q4_0"))
+    gemma = transformers.Gemma3ForConditionalGeneration
+    gemma(config).bfloat16().save_pretrained(tmp_path / "plain")
+    packed = gemma.from_pretrained(tmp_path / "plain", quantization_config=QdslConfig("q4_0"))
     packed.save_pretrained(tmp_path / "packed")
     guarded_config = json.loads((tmp_path / "packed" / "config.json").read_text())
     assert guarded_config == guarded(guarded_config) and guarded_config["text_config"][FIELD] == SENTENCE
-    again = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "packed")
+    again = gemma.from_pretrained(tmp_path / "packed")
     ids = torch.arange(1, 9)[None]
     expected = packed(ids).logits
     assert again(ids).logits.equal(expected)
@@ -300,6 +302,43 @@ def test_the_text_model_of_a_composite_checkpoint(tmp_path: Path) -> None:
     assert text_only(ids).logits.equal(expected)
     again.save_pretrained(tmp_path / "again")
     assert same_weights(tmp_path / "packed", tmp_path / "again")
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+         "head_dim": 32, "pad_token_id": 0, "tie_word_embeddings": False}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "Mixtral": {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GptOss": {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "DeepseekV3": {"intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                   "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
+                   "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32},
+    "Llama4": {"intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1},
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_quantized_on_the_way(family: str, tmp_path: Path) -> None:
+    """As Experts, whichever way the model holds them; routers stay dense.  Saved and loaded again they are the same."""
+    config_class = transformers.Llama4TextConfig if family == "Llama4" else getattr(transformers, f"{family}Config")
+    torch.manual_seed(0)
+    built = getattr(transformers, f"{family}ForCausalLM")(config_class(**SIZES, **MIXTURES[family]))
+    built.save_pretrained(tmp_path / "plain")
+    ids = torch.arange(1, 13).view(2, 6)
+    model = type(built).from_pretrained(tmp_path / "plain", quantization_config=QdslConfig("q8_0")).eval()
+    stacks = {name for name, module in model.named_modules() if isinstance(module, qdsl.Experts)}
+    assert {name for name, parameter in built.named_parameters() if parameter.dim() == 3} == stacks and stacks
+    logits = model(ids).logits
+    model.save_pretrained(tmp_path / "packed")
+    again = type(built).from_pretrained(tmp_path / "packed").eval()
+    assert {name for name, module in again.named_modules() if isinstance(module, qdsl.Experts)} == stacks
+    torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=1e-6)
+    again.save_pretrained(tmp_path / "again")
+    assert same_weights(tmp_path / "packed", tmp_path / "again")
+    torch.testing.assert_close(again.dequantize()(ids).logits, logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, built.eval()(ids).logits, rtol=0, atol=0.05)
 
 
 # -- the library -----------------------------------------------------------------------------------------------------------

@@ -42,6 +42,11 @@ class HiddenWeight(NoWeight):
     def device(self) -> torch.device:
         return self._group.block.get_buffer(DTYPE).device
 
+    @property
+    def format(self) -> str:
+        """The name of the group's format."""
+        return self._group.packed.format.name
+
     def decoded(self) -> Tensor:
         """The numbers, in memory of their own."""
         return self._member.weight(self._group.row(shared=False))

@@ -22,7 +22,7 @@ from qdsl.models.experts import Experts
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
-from qdsl.models.stacks import Stacks, piece_shapes, usual_stacks
+from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
 from qdsl.processes import resident_bytes
 from qdsl.runtime.algebra import concatenated
 from qdsl.runtime.arrays import empty
@@ -83,7 +83,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     if callable(tie := getattr(model, "tie_weights", None)):     # builders that put parameters on meta one by one untie them
         tie()
     names = Names(model)
-    stacks = {**usual_stacks(names.parameters, checkpoint.source, partial(renamed, rename=rename)), **(stacks or {})}
+    stacks = {**usual_stacks(names.parameters, checkpoint.source, partial(renamed, rename=rename), format), **(stacks or {})}
     _know_shapes(checkpoint, names, rename, stacks)
     plan = plan_load(names, checkpoint.source, rename, format, skip, plain, stacks)
     if plan.problems:
@@ -192,13 +192,20 @@ class _Loader:
         """Fill parameters and buffers, if `plain`; then put Linears of a format in place of those that are to be quantized."""
         quantized = {f"{name}.weight".lstrip("."): name for name in self.plan.quantized}
         for name, full in self.plan.plain.items():
-            if name in quantized:
+            if name in quantized or name in self.plan.stacks:
                 continue
             if plain:
                 self._fill(name, self.source.tensor(full))
             self.origin.plain[name] = full
         for name, module in quantized.items():
             self._quantize(module, self.plan.plain[name], str(format), options)
+        for name, tensors in self.plan.stacks.items():
+            try:
+                self._quantize_experts(name, tensors, str(format), options)
+            except FormatError as error:
+                self.report.dense[name] = str(error)
+                if plain:
+                    self._fill_experts(name, tensors)
 
     def fill_biases(self) -> None:
         """Fill parameters [E, N] with the biases of experts that the checkpoint has one by one."""
@@ -259,6 +266,45 @@ class _Loader:
             return
         self._replace(name, weight, self._dtype(old.weight))
 
+    def _quantize_experts(self, name: str, tensors: Sequence[str], format: str, options: Mapping[str, Any]) -> None:
+        """Put quantized experts in place of a parameter, expert by expert.  Raises FormatError, with the model unchanged."""
+        old = self.names.parameters[name]
+        transposed = is_transposed(self.names.modules[name.rpartition(".")[0]], old)
+        module, layers = import_module(f"qdsl.generated.{format}"), []
+        weights: list[PackedWeight] = []
+        for full in tensors:
+            tensor = self.source.tensor(full)
+            matrices = list(tensor.unbind()) if tensor.dim() == 3 else [tensor]
+            for matrix in matrices:
+                dense = matrix.to(self._device(old))
+                weights.append(module.quantize(dense.t().contiguous() if transposed and tensor.dim() == 3 else dense, **options))
+            first = weights[-1]
+            layers.append(Layer(full.removesuffix(".weight"), format, first.storage, first.params, first.shape,
+                                len(matrices) if tensor.dim() == 3 else None))
+        joined = concatenated(weights)
+        self._hold_experts(name, Experts(weights if joined is None else joined, old.shape[0], transposed, self._dtype(old)))
+        if layers[0].experts is None:
+            self.origin.stacks[name] = tuple(layers)
+        else:
+            self.origin.layers[name] = layers[0]
+        self.origin.changed = True
+
+    def _fill_experts(self, name: str, tensors: Sequence[str]) -> None:
+        """Fill a parameter of experts with plain numbers."""
+        old, owner = self.names.parameters[name], self.names.modules[name.rpartition(".")[0]]
+        rows = torch.cat([self.source.tensor(full) for full in tensors])
+        is_turned = len(tensors) > 1 and is_transposed(owner, old)
+        self._fill(name, rows.view(old.shape[0], -1, rows.shape[-1]).transpose(1, 2) if is_turned else rows)
+
+    def _hold_experts(self, name: str, experts: Experts) -> None:
+        """Put experts in place of a parameter."""
+        parent, _, leaf = name.rpartition(".")
+        owner = self.names.modules[parent]
+        del owner._parameters[leaf]
+        owner.add_module(leaf, experts.train(owner.training))
+        labels = (f"{part.format.name}.{part.packed.storage}" for part in experts._linears())
+        self.report.packed[name] = " + ".join(dict.fromkeys(labels))
+
     # -- packed layers ------------------------------------------------------------------------------------------------
 
     def place(self, step: PackedStep) -> None:
@@ -312,12 +358,7 @@ class _Loader:
     def _place_experts(self, step: PackedStep) -> None:
         old = self.names.parameters[step.name]
         weights = self._expert_weights(step, self._device(old))
-        experts = Experts(weights, int(step.experts or 1), step.transposed, self._dtype(old))
-        parent, _, leaf = step.name.rpartition(".")
-        owner = self.names.modules[parent]
-        del owner._parameters[leaf]
-        owner.add_module(leaf, experts.train(owner.training))
-        self.report.packed[step.name] = " + ".join(dict.fromkeys(f"{each.format.name}.{each.storage}" for each in weights))
+        self._hold_experts(step.name, Experts(weights, int(step.experts or 1), step.transposed, self._dtype(old)))
         if step.parts:
             self.origin.stacks[step.name] = step.parts
         else:

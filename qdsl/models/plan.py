@@ -100,6 +100,7 @@ class LoadPlan:
     biases: dict[str, dict[str, int]] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
     quantized: list[str] = field(default_factory=list)
+    stacks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     dense: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -146,7 +147,7 @@ def plan_load(names: Names, source: Source, rename: Rename | None, format: str |
     for those of SKIPPED, which concern only layers that are quantized here.  plain: False where plain tensors are loaded by
     others, who then check that they fit and that no parameter is left.  stacks: of experts that the checkpoint has one by one.
     """
-    planner = _Planner(names, source, rename, skip or (), plain)
+    planner = _Planner(names, source, rename, format, skip or (), plain)
     stacks = stacks or {}
     stacked = {name for experts in stacks.values() for pieces in experts for name in pieces}
     for layer in source.layers.values():
@@ -181,7 +182,9 @@ def renamed(name: str, rename: Rename | None) -> str | None:
 
 
 class _Planner:
-    def __init__(self, names: Names, source: Source, rename: Rename | None, skip: Sequence[str], plain: bool) -> None:
+    def __init__(self, names: Names, source: Source, rename: Rename | None, format: str | None, skip: Sequence[str],
+                 plain: bool) -> None:
+        self.format = format
         self.skip = skip
         self.checks_plain = plain
         self.names = names
@@ -246,6 +249,7 @@ class _Planner:
         """Fill a parameter with the layers of experts that the checkpoint has one by one; not if all of them are plain."""
         known = [layer for pieces in experts for piece in pieces if (layer := self.source.layers.get(piece)) is not None]
         if not known:
+            self._add_plain_stack(name, tuple(f"{piece}.weight" for pieces in experts for piece in pieces))
             return
         self._fill(name)
         if why := why_no_stack(self.names.parameters.get(name), self.source, experts):
@@ -261,6 +265,16 @@ class _Planner:
         for layer in known:
             self.plan.unused += [full for leaf, full in layer.others.items() if leaf not in OF_X and not (
                 leaf == "bias" and f"{name}_bias" in self.plan.biases)]
+
+    def _add_plain_stack(self, name: str, tensors: tuple[str, ...]) -> None:
+        """Quantize experts that the checkpoint has one by one, where all others are quantized, too."""
+        parameter = self.names.parameters.get(name)
+        is_whole = parameter is not None and set(tensors) <= set(self.source.plain) and parameter.numel() == sum(
+            math.prod(self.source.shape(full)) for full in tensors)
+        if self.format is not None and is_whole and not is_skipped(name, self.skip):
+            self.plan.stacks[name] = tensors
+            self.names.untied.add(name)
+            self._fill(name)
 
     def _add_biases(self, name: str, layers: Sequence[Layer]) -> None:
         """Fill a parameter [E, N] with the biases of experts, where the model has it and the checkpoint has them."""
@@ -369,6 +383,8 @@ class _Planner:
                 self.plan.quantized.append(module)
             elif isinstance(owner, nn.Linear | nn.Embedding) and leaf == "weight":
                 self.plan.dense[module] = why
+            elif format is not None and self._is_stack(name) and not is_skipped(name, skip):
+                self.plan.stacks[name] = (self.plan.plain[name],)
             elif format is not None and name in self.names.parameters and self.names.parameters[name].dim() > 1:
                 self.plan.dense[name] = why
         if format is None:
@@ -378,6 +394,10 @@ class _Planner:
         if others:
             self.plan.problems.append(f"format={format!r} contradicts the checkpoint, whose layers are {', '.join(others)}: "
                                       "load it without format=, or convert it with `qdsl convert --requantize`")
+
+    def _is_stack(self, name: str) -> bool:
+        """Whether a parameter is that of all experts: of three axes, in a module that is called so."""
+        return name in self.names.parameters and self.names.parameters[name].dim() == 3 and name.split(".")[-2:-1] == ["experts"]
 
     def _why_dense(self, name: str, owner: nn.Module, format: str | None, skip: Sequence[str]) -> str:
         """Why a plain tensor is not quantized; '' where it is."""

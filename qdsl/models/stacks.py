@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qdsl.checkpoint.safetensors import shown
 from qdsl.checkpoint.sources import Source
@@ -15,12 +15,14 @@ PIECES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj":
 
 
 def usual_stacks(parameters: Mapping[str, Tensor], source: Source, rename: Callable[[str], str | None],
-                 ) -> dict[str, list[list[str]]]:
+                 format: str | None = None) -> dict[str, list[list[str]]]:
     """Stacks of the usual names: for parameters of three axes that nothing fills, the packed weights of experts next to them.
 
     'experts.up' takes 'experts.0.up', 'experts.1.up', ...; 'experts.gate_up_proj' takes gate_proj and up_proj, or w1 and w3.
+    format: that in which plain weights are quantized, too.
     """
     packed = [*source.layers, *(part.removesuffix(".weight") for group in source.groups for part in group.parts)]
+    packed += [full.removesuffix(".weight") for full in source.plain if format is not None and full.endswith(".weight")]
     layers = {own: name for name in packed if (own := rename(name)) is not None}
     stacks: dict[str, list[list[str]]] = {}
     for name, parameter in parameters.items():
@@ -35,6 +37,16 @@ def usual_stacks(parameters: Mapping[str, Tensor], source: Source, rename: Calla
                 stacks[name] = experts
     filled = {rename(name) for name in source.plain} if stacks else set()
     return {name: experts for name, experts in stacks.items() if name not in filled}
+
+
+def is_transposed(module: nn.Module, parameter: Tensor) -> bool:
+    """Whether a module has the weights of its experts as [E, K, N]: it states so, or the shapes of up and down tell."""
+    stated = getattr(module, "is_transposed", None)              # by transformers' decorator of experts
+    if stated is not None:
+        return bool(stated)
+    up, down = (next((own for name, own in module.named_parameters(recurse=False) if name in names), parameter)
+                for names in (("gate_up_proj", "up_proj"), ("down_proj",)))
+    return up.shape[2] != down.shape[1] and up.shape[1] == down.shape[2]
 
 
 def _layers_of_experts(layers: Mapping[str, str], prefix: str, pieces: Sequence[str], count: int) -> list[list[str]]:

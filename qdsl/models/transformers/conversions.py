@@ -53,17 +53,6 @@ class Conversions:
             target, pattern = rename_source_key(name, [], [], prefix, self.tensors)
         return target, pattern
 
-    def targets(self, names: Iterable[str]) -> set[str]:
-        """All names under which transformers may report tensors of the checkpoint as unexpected."""
-        by_pattern = {pattern: rule for rule in self.converters for pattern in rule.source_patterns}
-        unexpected: set[str] = set()
-        for name in names:
-            plain, _ = rename_source_key(name, self.renamings, self.converters)
-            full, pattern = self.target(name)
-            patterns = by_pattern[pattern].target_patterns if pattern is not None else []
-            unexpected |= {plain, full, *(key.replace(patterns[0], other) for key in (plain, full) for other in patterns)}
-        return unexpected
-
     def stacks(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[list[str]]]:
         """Parameters of which each expert is one or more weights, one below the other: names of layers, expert by expert.
 

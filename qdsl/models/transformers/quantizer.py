@@ -54,14 +54,15 @@ class QdslHfQuantizer(HfQuantizer):
 
     def update_device_map(self, device_map: Any) -> Any:
         """The same map with the CPU in place of the disk: mapped weights lie there anyway."""
-        self._device_map = _without_disk(device_map) if isinstance(device_map, Mapping) else device_map
-        return self._device_map
+        if isinstance(device_map, Mapping):
+            device_map = {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
+        self._device_map = device_map
+        return device_map
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Take the disk out of a map that transformers has inferred, too."""
         if isinstance(device_map, dict) and self.report is not None:
-            device_map.update(_without_disk(device_map))
-            self._device_map = device_map
+            device_map.update(self.update_device_map(device_map))
 
     # -- before weights are loaded ------------------------------------------------------------------------------------
 
@@ -82,8 +83,9 @@ class QdslHfQuantizer(HfQuantizer):
         if config.format is None and not source.layers and not source.groups:
             raise LoadError(f"{checkpoint.path} has no packed weights: name a format to quantize it in, as QdslConfig('q4_0')")
         skip = [*config.ignore, *(SKIPPED + _kept_in_fp32(model) if config.format else ())]
-        before = _tensors(model)
-        self.report = fill_model(model, checkpoint, names.rename, _single(self._device_map), skip=skip, plain=False,
+        before, devices = _tensors(model), self._device_map
+        device = devices[""] if isinstance(devices, Mapping) and list(devices) == [""] else None
+        self.report = fill_model(model, checkpoint, names.rename, device, skip=skip, plain=False,
                                  stacks=names.stacks(_shapes(source, config.format)), format=config.format, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
@@ -94,19 +96,20 @@ class QdslHfQuantizer(HfQuantizer):
             after[name]._is_hf_initialized = True                # type: ignore[attr-defined]
         _untie(model)
         hook = model.register_state_dict_post_hook(partial(_hide, placed))
-        used = names.targets(_tensors_used(model, source, self.report, after.keys() - placed))
-        model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, used, placed)
+        unused = [*self.report.unused, *source.plain]
+        unexpected = {target for full in unused if (target := names.target(full)[0]) not in names.tensors}
+        model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, unexpected, placed)
         if any(isinstance(module, Experts) for module in model.modules()):
             model.set_experts_implementation(moe.NAME)
 
-    def _finish_loading(self, model: Any, hook: Any, used: set[str], placed: set[str], loading_info: Any) -> None:
+    def _finish_loading(self, model: Any, hook: Any, unexpected: set[str], placed: set[str], loading_info: Any) -> None:
         """What transformers calls when it has loaded all others: move packed tensors to their devices.
 
         Raises LoadError for a matrix that would be left with random numbers.
         """
         hook.remove()
         del model.mark_tied_weights_as_initialized
-        loading_info.unexpected_keys -= used
+        loading_info.unexpected_keys = unexpected                # the tensors of packed layers are not among them
         missing = _missing_matrices(model, loading_info.missing_keys, self.quantization_config.ignore)
         if missing:
             unused = self.report.unused if self.report else []
@@ -231,16 +234,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def _tensors_used(model: nn.Module, source: Source, report: LoadReport, others: Iterable[str]) -> set[str]:
-    """The checkpoint's tensors that are in packed layers, or were quantized or decoded for one."""
-    used = {full for layer in source.layers.values()
-            for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
-    used |= {full for group in source.groups for full in group.tensors.values()}
-    origin, plain = origin_in(model), set(others)
-    used |= {full for name, full in (origin.plain if origin else {}).items() if name not in plain}
-    return used - set(report.unused)
-
-
 def _kept_in_fp32(model: Any) -> tuple[str, ...]:
     """Names of modules that a model keeps in float32."""
     return tuple(map(re.escape, (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))))
@@ -254,25 +247,14 @@ def _hide(names: Iterable[str], module: nn.Module, state: dict[str, Any], prefix
 
 def _untie(model: Any) -> None:
     """Drop what is known of ties between weights that are packed now: those share their tensors."""
-    plain = dict(model.named_parameters(remove_duplicate=False))
-    for prefix, module in model.named_modules():
-        if isinstance(module, PreTrainedModel):
-            for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
-                ties = getattr(module, attribute, None) or {}
-                names = {name: f"{prefix}.{name}".lstrip(".") for tie in ties.items() for name in tie}
-                gone = {name for name, full in names.items() if full not in plain and _is_packed(model, full)}
-                if gone:
-                    setattr(module, attribute, {key: name for key, name in ties.items() if not gone & {key, name}})
-
-
-def _is_packed(model: nn.Module, name: str) -> bool:
-    """Whether a name is that of a weight which is no parameter any more."""
-    try:
-        owner = model.get_submodule(name.rpartition(".")[0])
-    except AttributeError:
-        return False
-    leaf = name.rpartition(".")[2]
-    return leaf not in owner._parameters and hasattr(owner, leaf)
+    plain, modules = _tensors(model), dict(model.named_modules(remove_duplicate=False))
+    for prefix, module in modules.items():
+        for attribute in ("all_tied_weights_keys", "_tied_weights_keys") if isinstance(module, PreTrainedModel) else ():
+            ties = getattr(module, attribute, None) or {}
+            names = {name: f"{prefix}.{name}".lstrip(".") for tie in ties.items() for name in tie}
+            packed = {name for name, full in names.items() if full not in plain and full.rpartition(".")[0] in modules}
+            if packed:
+                setattr(module, attribute, {key: name for key, name in ties.items() if not packed & {key, name}})
 
 
 def _missing_matrices(model: Any, missing: set[str], ignore: Sequence[str]) -> list[str]:
@@ -289,24 +271,12 @@ def _missing_matrices(model: Any, missing: set[str], ignore: Sequence[str]) -> l
 
 def _move(model: nn.Module, placed: Iterable[str], device_map: Mapping[str, Any]) -> None:
     """Move tensors to the devices of a map; those of the CPU stay mapped."""
-    for module_name in {name.rpartition(".")[0] for name in placed}:
-        key = max((key for key in device_map if not key or f"{module_name}.".startswith(f"{key}.")), key=len, default=None)
-        if key is not None and str(device_map[key]) != "cpu":
-            module = model.get_submodule(module_name)
-            module._apply(partial(_moved, device_map[key]), recurse=False)  # type: ignore[no-untyped-call]
-
-
-def _moved(device: Any, tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else tensor.to(device)
-
-
-def _single(device_map: Any) -> Any:
-    """The device of a map that has one; None for others."""
-    return device_map[""] if isinstance(device_map, Mapping) and list(device_map) == [""] else None
-
-
-def _without_disk(device_map: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
+    for name in {name.rpartition(".")[0] for name in placed}:
+        key = max((key for key in device_map if not key or f"{name}.".startswith(f"{key}.")), key=len, default=None)
+        device = "cpu" if key is None else device_map[key]
+        if str(device) != "cpu":
+            module: Any = model.get_submodule(name)
+            module._apply(lambda tensor, to=device: tensor if tensor.is_meta else tensor.to(to), recurse=False)
 
 
 def _strip(config: Any) -> None:

@@ -46,11 +46,13 @@ def _choosing(get: Any) -> Any:
 def _saving(save_pretrained: Any) -> Any:
     """`save_pretrained` that writes a model with packed weights as the files it was loaded from, and others as before."""
     @wraps(save_pretrained)
-    def saved(self: Any, save_directory: Any, is_main_process: bool = True, *args: Any, push_to_hub: bool = False,
+    def saved(self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, push_to_hub: bool = False,
               **kwargs: Any) -> Any:
         quantizer = getattr(self, "hf_quantizer", None)
         if not isinstance(quantizer, QdslHfQuantizer) or getattr(self, "_hf_peft_config_loaded", False):
-            return save_pretrained(self, save_directory, is_main_process, *args, push_to_hub=push_to_hub, **kwargs)
+            return save_pretrained(self, save_directory, is_main_process, state_dict, push_to_hub, **kwargs)
+        if state_dict is not None or kwargs.get("variant") is not None:
+            raise ValueError("save_pretrained: packed weights are saved as their files were, without state_dict= or variant=")
         if is_main_process:
             with onloaded(self):
                 save(self, Path(save_directory), quantizer.config_to_save(self))
