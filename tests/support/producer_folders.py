@@ -144,7 +144,8 @@ def _aqlm(books: int, bits: int) -> dict[str, Any]:
 _DYNAMIC = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True}
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
 _NF4 = {"load_in_4bit": True, "_load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-_FP4_BLOCKS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+_FP4_BLOCKS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+                               "scale_dtype": "torch.float8_e4m3fn"}
 _MX_BLOCKS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _MODELOPT = {"producer": {"name": "modelopt", "version": "0.37.0"}}
 
