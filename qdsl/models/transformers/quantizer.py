@@ -22,7 +22,7 @@ from qdsl.checkpoint.guard import FIELD, REPLACED, is_guard, unguarded
 from qdsl.checkpoint.sources import FolderSource, Source
 from qdsl.models.dense import make_dense
 from qdsl.models.experts import Experts
-from qdsl.models.load import LoadReport, fill_model
+from qdsl.models.load import LoadReport, fill_model, held_bytes
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import origin_in
 from qdsl.models.plan import SKIPPED, LoadError, listed
@@ -98,7 +98,8 @@ class QdslHfQuantizer(HfQuantizer):
             after[name]._is_hf_initialized = True                # type: ignore[attr-defined]
         _untie(model)
         hook = model.register_state_dict_post_hook(partial(_hide, placed))
-        unused = [*self.report.unused, *source.plain]
+        origin = origin_in(model)                                # its unused tensors are small ones of packed layers
+        unused = {*self.report.unused, *source.plain} - (origin.unused.keys() if origin else set())
         unexpected = {target for full in unused if (target := names.target(full)[0]) not in names.tensors}
         model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, unexpected, placed)
         if any(isinstance(module, Experts) for module in model.modules()):
@@ -124,10 +125,12 @@ class QdslHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         origin = origin_in(model)
-        if origin is None or "mark_tied_weights_as_initialized" in vars(model):
+        if origin is None or self.report is None or "mark_tied_weights_as_initialized" in vars(model):
             raise RuntimeError(sentence("loads weights in another way"))
         origin.revert = reverted
         self._loaded = _configs(model)
+        self.report.device_bytes = held_bytes(model)             # of all weights
+        self.report.bytes_after = sum(self.report.device_bytes.values())
         if any(isinstance(module, PackedModule) for module in (model.get_input_embeddings(), model.get_output_embeddings())):
             model.resize_token_embeddings = _refuse_resize
         return model
