@@ -44,4 +44,4 @@ def check() -> None:
 def sentence(why: str) -> str:
     """What to tell a user whose release of transformers is another than those tested."""
     return (f"qdsl.models.transformers: transformers {transformers.__version__} {why}; install a tested release, {TESTED}: "
-            "pip install 'transformers>=5.22,<5.24'; or fill models by qdsl.load_weights_")
+            "pip install 'transformers>=5.22,<5.24'")
