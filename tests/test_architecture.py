@@ -57,8 +57,8 @@ PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "entropy": {"numpy"},
     "checkpoint": {"torch", "numpy"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
-    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "models": {"torch"}, "analyze": {"torch", "triton"},
-    "tune": {"torch", "triton"},
+    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "models": {"torch", "peft", "transformers"},
+    "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.

@@ -717,7 +717,7 @@ def test_peft_trains_an_adapter(name: str) -> None:
         layer, leaf = key.split(".")
         assert same_bits(dict(adapted[0].named_parameters())[f"base_model.model.{layer}.base_layer.{leaf}"].detach(), tensor)
     if name == "q4_0":
-        with pytest.raises(TypeError, match=r"dense\(\) an nn.Linear that a LoRA can be merged into"):
+        with pytest.raises((TypeError, ValueError), match=r"qdsl\.models\.peft\.merge\(model\)"):
             adapted[0].merge_and_unload()
 
 

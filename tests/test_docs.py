@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import qdsl
 import qdsl.demo
 from qdsl.checkpoint import gguf_write, safetensors
 from qdsl.checkpoint.ggml_types import BY_NAME
@@ -32,13 +33,14 @@ from qdsl.generated import fp8_block, int_group, q4_0
 from qdsl.passes import compile_spec
 from qdsl.quantize.mixes import Model
 from qdsl.spec.schema import parse
-from tests.support import folders
+from tests.support import folders, language_models, producer_folders
 from tests.support.formats import ROOT
 from tests.support.ggufs import framed, info
 from tests.support.models import Made, written
 from tests.support.tables import TABLES
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md", "docs/models.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md", "docs/models.md", "docs/transformers.md",
+                                      "docs/peft.md")]
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -90,6 +92,13 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
 
+class RunningMlp(Mlp):
+    """The same, which runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
 def checkpoint(path: Path, format: Any, config: dict[str, object], prefix: str = "", **options: Any) -> Path:
     """A folder of an Mlp, plain where there is no format."""
     path.mkdir(parents=True)
@@ -128,6 +137,34 @@ def test_python_of_the_page_on_models_runs(tmp_path: Path, monkeypatch: pytest.M
     for block in blocks(ROOT / "docs" / "models.md", "python"):
         exec(compile(block, "models.md", "exec"), names)  # noqa: S102
     assert Path("Mlp-again/model.safetensors").read_bytes() == Path("Mlp-FP8/model.safetensors").read_bytes()
+
+
+@pytest.mark.filterwarnings("default")
+def test_python_of_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    producer_folders.write_folder(tmp_path / "Qwen3-GPTQ", "gptq v2", "qwen3")
+    language_models.write_plain(tmp_path / "Qwen3", "qwen3")
+    names: dict[str, object] = {}
+    for block in blocks(ROOT / "docs" / "transformers.md", "python"):
+        exec(compile(block, "transformers.md", "exec"), names)  # noqa: S102
+    assert (tmp_path / "Qwen3-again/model.safetensors").read_bytes() == (tmp_path / "Qwen3-int4/model.safetensors").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore")                            # of peft
+def test_python_of_the_page_on_adapters_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint(Path("Mlp-FP8"), fp8_block, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+    names: dict[str, Any] = {"batches": [(torch.randn(4, 256), torch.randn(4, 256)) for _ in range(2)]}
+    for block in blocks(ROOT / "docs" / "peft.md", "python"):
+        with torch.device("meta"):
+            names["model"] = RunningMlp()
+        qdsl.load_weights_(names["model"], "Mlp-FP8")
+        exec(compile(block, "peft.md", "exec"), names)  # noqa: S102
+    assert Path("adapter/adapter_model.safetensors").is_file()
+    again = RunningMlp()
+    assert qdsl.load_weights_(again, "Mlp-tuned").packed.keys() == {"gate_proj", "up_proj", "down_proj"}
+    assert str(names["report"]).startswith("2 packed layers merged into layers of the same format, and 0 layers that were dense")
+    assert len(names["ignored"]) == 6
 
 
 def test_the_distribution_has_one_name() -> None:

@@ -306,78 +306,7 @@ def test_peft_adapts_linears_and_embeddings(name: str) -> None:
     assert is_unchanged(model, before)
 
 
-# -- DDP and FSDP2 -----------------------------------------------------------------------------------------------------
-
-RANK = """
-import importlib, sys
-import torch, qdsl
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-
-class Adapted(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-def ddp(model):
-    qdsl.ignore_packed_(model)
-    return DistributedDataParallel(model)
-
-def fsdp(model):
-    ignored = qdsl.ignore_packed_(model)
-    for layer in model:
-        fully_shard(layer, mesh=mesh, ignored_params=ignored)
-    return fully_shard(model, mesh=mesh, ignored_params=ignored)
-
-for wrapped in (ddp, fsdp):
-    for name in sys.argv[3:]:
-        module = importlib.import_module(f"qdsl.generated.{name}")
-        torch.manual_seed(0)
-        model = nn.Sequential(*[Adapted(module.Linear(module.quantize(torch.randn(64, 64) / 8))) for _ in range(2)])
-        before = {key: p.detach().clone() for key, p in qdsl.packed_parameters(model).items()}
-        run = wrapped(model)
-        optimizer = torch.optim.SGD([p for p in run.parameters() if p.requires_grad], 0.1)
-        x, losses = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank)), []
-        for _ in range(6):
-            loss = run(x).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[-1] < losses[0], (name, losses)
-        mine = model[0].up.weight.detach()
-        mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
-        both = [torch.empty_like(mine) for _ in range(2)]
-        dist.all_gather(both, mine)
-        assert both[0].equal(both[1]) and mine.abs().sum() > 0, name
-        for key, p in qdsl.packed_parameters(model).items():
-            assert p.dtype == before[key].dtype and p.view(torch.uint8).equal(before[key].view(torch.uint8)), (name, key)
-dist.destroy_process_group()
-"""
-
-
-def test_adapters_train_in_two_processes(tmp_path: Path) -> None:
-    """By DDP and FSDP2, over packed layers that neither can broadcast or shard."""
-    names = ["fp8_block", "hlane", "q4_0", "int8_channel"]
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), *names], text=True,
-                              stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}) for rank in range(2)]
-    try:
-        errors = [process.communicate(timeout=100)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+# -- DDP and FSDP2: see also test_peft.py -------------------------------------------------------------------------------
 
 
 def test_packed_parameters_by_name() -> None:

@@ -111,8 +111,9 @@ class NoWeight:
 
     @property
     def _advice(self) -> str:
-        kind = "an nn.Linear that a LoRA can be merged into" if isinstance(self._layer, nn.Linear) else "a layer that does"
-        return f"a {self._layer.format.name} layer holds no dense weight: dequantize() gives it, dense() {kind}"
+        return (f"a {self._layer.format.name} layer holds no dense weight: dequantize() gives it, dense() a layer that does. To "
+                "merge adapters, call qdsl.models.peft.merge(model). For DoRA, import qdsl.models.peft before adding it. PiSSA, "
+                "OLoRA and CorDA change the weight: use them on the dense model and quantize it afterwards")
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

@@ -182,7 +182,8 @@ def _computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool
             out = _transposed(rows, packed)
         else:
             out = _transposed(rows, packed.as_stored()).index_select(1, order.places(packed.order))
-        return out.view(*x.shape[:-1], packed.shape[turned])
+        # Autograd refuses to change a view in place that was made without gradients, as `layer(x).add_(y)` would.
+        return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[turned]))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

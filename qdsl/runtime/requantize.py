@@ -28,6 +28,13 @@ class Report:
         return self.largest == 0
 
     @property
+    def relative(self) -> float:
+        """The errors' root mean square over the old weight's: 0 for the same weight."""
+        if self.rms == 0 or self.weight == 0:
+            return 0.0 if self.rms == 0 else math.inf
+        return self.rms / self.weight
+
+    @property
     def decibels(self) -> float:
         """Signal to noise, 20 log10 of the weight's root mean square over the errors': infinite where nothing has changed."""
         if self.rms == 0 or self.weight == 0:
@@ -40,13 +47,14 @@ class Report:
         return f"largest error {self.largest:.4g}, root mean square {self.rms:.4g}, signal to noise {self.decibels:.2f} dB"
 
 
-def compare(weight: Tensor, packed: PackedWeight) -> Report:
-    """The errors of a packed weight [N, K] beside the floats [N, K] that it stands for, a tile of rows at a time."""
+def compare(weight: Tensor, stored: PackedWeight | Tensor) -> Report:
+    """The errors of a packed or rounded weight [N, K] against the floats [N, K] that it stands for, a tile of rows at a time."""
     largest = noise = signal = 0.0
-    for start, stop in tiles.row_tiles(packed):
+    for start, stop in [(0, len(weight))] if isinstance(stored, Tensor) else tiles.row_tiles(stored):
         part = weight[start:stop].float()
-        made = packed.format.dequantize(packed.cut("N", start, stop), torch.float32)
-        error = (made - part).abs_()
+        decoded = stored.float() if isinstance(stored, Tensor) else stored.format.dequantize(stored.cut("N", start, stop),
+                                                                                             torch.float32)
+        error = (decoded - part).abs_()
         largest = max(largest, float(error.max()) if error.numel() else 0.0)
         noise += float(error.double().square_().sum())
         signal += float(part.double().square_().sum())
