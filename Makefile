@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# gptqmodel and what it imports; its pins ask for another torch than the tests run with
+GPTQ := 'gptqmodel==7.7.*' defuser device-smi logbar pypcre threadpoolctl tokenicer
 
 .PHONY: demo test test-all live bench check fuzz clean
 
@@ -14,9 +16,9 @@ test: .venv/ready            ## all tests; without a GPU kernels run in Triton's
 test-all: .venv/ready        ## the same, the dearest over every format too
 	QDSL_TEST_ALL=1 $(BIN)/python -m pytest
 
-live: .venv-live/ready       ## beside compressed-tensors, transformers, diffusers, bitsandbytes, torchao, in an environment of their own
+live: .venv-live/ready       ## with the packages of producers, in an environment of their own
 	.venv-live/bin/python -m pytest tests/test_compressed_tensors.py tests/test_transformers.py tests/test_bitsandbytes.py \
-		tests/test_torchao_live.py
+		tests/test_torchao_live.py tests/test_transformers_live.py
 
 bench: .venv/ready           ## figures, as ratios taken in one run
 	$(BIN)/python -m bench
@@ -37,6 +39,7 @@ fuzz: .venv/ready            ## a minute of hostile GGUF files
 .venv-live/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-live
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --editable '.[test,live]'
+	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps $(GPTQ)
 	touch $@
 
 clean:

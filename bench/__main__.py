@@ -8,13 +8,26 @@ import shlex
 import sys
 from pathlib import Path
 
-from bench import command_line, convert, dequantize, effort, families, linear, loading, lossless, pack, quantize, report
+from bench import (
+    command_line,
+    convert,
+    dequantize,
+    effort,
+    families,
+    linear,
+    loading,
+    lossless,
+    pack,
+    pretrained,
+    quantize,
+    report,
+)
 from bench.figure import Figure
 from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "convert": convert,
           "quantize": quantize, "lossless": lossless, "families": families, "linear": linear,
-          "loading": loading}
+          "loading": loading, "pretrained": pretrained}
 ROUNDS, QUICK = 15, 3
 
 

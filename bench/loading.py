@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -138,23 +139,32 @@ def measure(folder: str, copy: bool, queue: multiprocessing.Queue[tuple[float, f
     import_module("qdsl.generated.fp8_block")                    # neither is part of loading
     import_module("qdsl.models.load")
     model = skeleton(TWO_GIGABYTES)
+    began = time.thread_time()
+    with peak_memory() as peak:
+        report = qdsl.load_weights_(model, folder, copy=copy)
+    load = time.thread_time() - began
+    if any(parameter.is_meta for parameter in model.parameters()) or len(report.packed) != 7 * TWO_GIGABYTES["layers"]:
+        raise WrongResult("the model is not filled")
+    queue.put((load, read, max(peak)))
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """Bytes of anonymous memory above those at the start, every two milliseconds."""
     before, peaks, done = anonymous(), [0], threading.Event()
 
     def watch() -> None:
         while not done.is_set():
-            peaks.append(anonymous())
+            peaks.append(anonymous() - before)
             time.sleep(0.002)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    began = time.thread_time()
-    report = qdsl.load_weights_(model, folder, copy=copy)
-    load = time.thread_time() - began
-    done.set()
-    watcher.join()
-    if any(parameter.is_meta for parameter in model.parameters()) or len(report.packed) != 7 * TWO_GIGABYTES["layers"]:
-        raise WrongResult("the model is not filled")
-    queue.put((load, read, max(peaks) - before))
+    try:
+        yield peaks
+    finally:
+        done.set()
+        watcher.join()
 
 
 def read_files(folder: str) -> float:

@@ -1,6 +1,7 @@
 """Kernels run in Triton's interpreter where there is no GPU; that is decided before triton is imported."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,6 +23,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def bless(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--bless"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch runs in one thread: results do not depend on how threads divide a product, and workers do not wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_report_header() -> str:

@@ -57,7 +57,7 @@ PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "entropy": {"numpy"},
     "checkpoint": {"torch", "numpy"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
-    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "models": {"torch", "peft"},
+    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "models": {"torch", "peft", "transformers"},
     "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")

@@ -33,14 +33,14 @@ from qdsl.generated import fp8_block, int_group, q4_0
 from qdsl.passes import compile_spec
 from qdsl.quantize.mixes import Model
 from qdsl.spec.schema import parse
-from tests.support import folders
+from tests.support import folders, language_models, producer_folders
 from tests.support.formats import ROOT
 from tests.support.ggufs import framed, info
 from tests.support.models import Made, written
 from tests.support.tables import TABLES
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md", "docs/models.md",
-                                  "docs/peft.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md", "docs/models.md", "docs/transformers.md",
+                                      "docs/peft.md")]
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -137,6 +137,17 @@ def test_python_of_the_page_on_models_runs(tmp_path: Path, monkeypatch: pytest.M
     for block in blocks(ROOT / "docs" / "models.md", "python"):
         exec(compile(block, "models.md", "exec"), names)  # noqa: S102
     assert Path("Mlp-again/model.safetensors").read_bytes() == Path("Mlp-FP8/model.safetensors").read_bytes()
+
+
+@pytest.mark.filterwarnings("default")
+def test_python_of_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    producer_folders.write_folder(tmp_path / "Qwen3-GPTQ", "gptq v2", "qwen3")
+    language_models.write_plain(tmp_path / "Qwen3", "qwen3")
+    names: dict[str, object] = {}
+    for block in blocks(ROOT / "docs" / "transformers.md", "python"):
+        exec(compile(block, "transformers.md", "exec"), names)  # noqa: S102
+    assert (tmp_path / "Qwen3-again/model.safetensors").read_bytes() == (tmp_path / "Qwen3-int4/model.safetensors").read_bytes()
 
 
 @pytest.mark.filterwarnings("ignore")                            # of peft

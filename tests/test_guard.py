@@ -78,7 +78,8 @@ def command(*arguments: str | Path) -> Result:
 def test_the_sentence_is_no_name_of_a_file() -> None:
     """transformers takes names with these ends for files, and looks for them."""
     assert not SENTENCE.endswith((".safetensors", ".safetensors.index.json", ".bin"))
-    assert "`pip install qdsl-formats`" in SENTENCE and "`import qdsl` and `qdsl.load_weights_(model, folder)`" in SENTENCE
+    assert "`pip install qdsl-formats`" in SENTENCE and "`import qdsl.models.transformers`" in SENTENCE
+    assert "`qdsl.load_weights_(model, folder)`" in SENTENCE
 
 
 @pytest.mark.parametrize(("key", "value", "is_model"), [

@@ -58,11 +58,11 @@ def test_transposed_experts_are_told_by_their_module(tmp_path: Path, n: int) -> 
     assert files(tmp_path / "out") == files(source)
 
 
-def test_experts_one_by_one_do_not_fill_a_stack(tmp_path: Path) -> None:
-    tensors = {f"experts.{expert}.up.{name}": tensor for expert in range(E)
-               for name, tensor in q8_0.quantize(weight(64, 128, expert)).tensors.items()}
+def test_plain_experts_one_by_one_do_not_fill_a_stack(tmp_path: Path) -> None:
+    """Packed ones do (test_load_stacks.py); plain ones have to be stacked first."""
+    tensors = {f"experts.{expert}.up.weight": weight(64, 128, expert) for expert in range(E)}
     model = nn.ModuleDict({"experts": nn.ParameterDict({"up": torch.zeros(E, 64, 128)})})
-    with pytest.raises(LoadError, match=r"experts in one parameter, and the checkpoint one by one, as 'experts.0.up.blocks'"):
+    with pytest.raises(LoadError, match=r"experts in one parameter, and the checkpoint one by one, as 'experts.0.up.weight'"):
         qdsl.load_weights_(model, folder(tmp_path / "in", tensors))
 
 

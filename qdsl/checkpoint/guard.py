@@ -15,7 +15,8 @@ from qdsl.checkpoint.quantization import PLACES
 FIELD = "transformers_weights"
 REPLACED = "replaced_transformers_weights"                       # the value that the sentence replaced
 READER = "Only the package qdsl-formats reads these weights"      # how the sentence begins, in every version
-SENTENCE = f"{READER}: `pip install qdsl-formats`, then `import qdsl` and `qdsl.load_weights_(model, folder)`."
+SENTENCE = (f"{READER}: `pip install qdsl-formats`, then `import qdsl.models.transformers` before `from_pretrained`, "
+            "or fill a model with `qdsl.load_weights_(model, folder)`.")
 
 # Objects of a config that describe no model, even where they state what models do.
 SETTINGS = ("quantization_config", "compression_config", "dfloat11_config", "generation_config")
@@ -30,7 +31,7 @@ def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
     The name of a file that the field stated before is kept in `replaced_transformers_weights`.
     """
     nested = {key: guarded(value) if _is_model(key, value) else value for key, value in config.items()}
-    if FIELD in nested and not _is_guard(nested[FIELD]):
+    if FIELD in nested and not is_guard(nested[FIELD]):
         nested[REPLACED] = nested[FIELD]
     return {**nested, FIELD: SENTENCE}
 
@@ -38,7 +39,7 @@ def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
 def unguarded(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a config.json without what `guarded` added, at any depth; the name of a file that it replaced is back."""
     plain = {key: unguarded(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-    if _is_guard(plain.get(FIELD)):
+    if is_guard(plain.get(FIELD)):
         if REPLACED in plain:
             plain[FIELD] = plain.pop(REPLACED)
         else:
@@ -51,7 +52,8 @@ def has_own_settings(config: Mapping[str, Any]) -> bool:
     return any(same(at(config, ".".join((*keys, "quant_method"))), OWN) for file, keys, _ in PLACES if file == "config.json")
 
 
-def _is_guard(value: object) -> bool:
+def is_guard(value: object) -> bool:
+    """Whether a value of `transformers_weights` is the sentence, of this version or another."""
     return isinstance(value, str) and value.startswith(READER)
 
 

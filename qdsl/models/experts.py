@@ -20,8 +20,9 @@ class Experts(nn.Module):
     one expert; torch functions and a tensor's methods, such as `torch.bmm(x, experts)` and `experts.transpose(1, 2)`, decode all:
     a model written for a parameter runs unchanged.
 
-    packed: one weight of E * N rows, or one weight per expert where their tensors cannot be joined (a scale for each expert).
-    transposed: the model has them as [E, K, N].  dtype: of decoded weights.  Raises FormatError where rows do not divide.
+    packed: one weight of E * N rows; or E, or E * P, weights where their tensors cannot be joined, as with a scale for each.  The
+    rows of an expert are those of its P weights, one after the other; formats may differ.  transposed: the model has them as
+    [E, K, N].  dtype: of decoded weights.  Raises FormatError where weights do not divide among the experts.
     """
 
     def __init__(self, packed: PackedWeight | Sequence[PackedWeight], experts: int, transposed: bool = False,
@@ -29,8 +30,13 @@ class Experts(nn.Module):
         super().__init__()
         weights = [packed] if isinstance(packed, PackedWeight) else list(packed)
         rows = sum(weight.shape[0] for weight in weights)
-        if experts < 1 or rows % experts or len(weights) not in (1, experts):
+        if experts < 1 or rows % experts or (len(weights) > 1 and len(weights) % experts) or not weights:
             raise FormatError(f"{len(weights)} weights of {rows} rows together do not divide among {experts} experts")
+        pieces = max(1, len(weights) // experts)
+        sizes = {sum(weight.shape[0] for weight in weights[start:start + pieces]) for start in range(0, len(weights), pieces)}
+        columns = {weight.shape[1] for weight in weights}
+        if len(sizes) > 1 or len(columns) > 1:
+            raise FormatError(f"experts have one shape [N, K]: N is {sorted(sizes)}, and K is {sorted(columns)}")
         self.experts, self.transposed = experts, transposed
         self.parts = nn.ModuleList([weight.format.Linear(weight, None, dtype) for weight in weights])
 
@@ -63,15 +69,19 @@ class Experts(nn.Module):
         return self.experts
 
     def weight(self, expert: int) -> PackedWeight:
-        """The packed weight [N, K] of one expert."""
-        parts = self._linears()
+        """The packed weight [N, K] of one expert.  Raises FormatError where its weights cannot be joined: see `weights`."""
+        return PackedWeight.join(self.weights(expert))
+
+    def weights(self, expert: int) -> list[PackedWeight]:
+        """The packed weights whose rows, one after the other, are those of one expert: a single one unless they stayed apart."""
         if not -self.experts <= expert < self.experts:
             raise IndexError(f"expert {expert} of {self.experts}")
         expert %= self.experts
-        if len(parts) == self.experts:
-            return parts[expert].packed
-        n = parts[0].out_features // self.experts
-        return parts[0].packed.shard("N", expert * n, (expert + 1) * n)
+        if len(self.parts) > 1:
+            return [part.packed for part in self._linears_of(expert)]
+        whole = self._linears()[0].packed
+        n = whole.shape[0] // self.experts
+        return [whole.shard("N", expert * n, (expert + 1) * n)]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """All weights, dense: [E, N, K], or [E, K, N] where they are transposed."""
@@ -105,9 +115,19 @@ class Experts(nn.Module):
         rises = all(start <= stop for start, stop in pairwise([0, *borders]))
         if len(borders) != self.experts + 1 or borders[0] or borders[-1] != len(x) or not rises:
             raise FormatError(f"offsets {borders} do not divide {len(x)} rows of x among {self.experts} experts")
-        rows = [part.format.linear(x[start:stop], part.packed, None if bias is None else bias[expert])
-                for expert, (part, (start, stop)) in enumerate(zip(parts, pairwise(borders), strict=True))]
-        return torch.cat(rows)
+        n = sum(part.out_features for part in self._linears_of(0))
+        if bias is not None and bias.shape != (self.experts, n):
+            raise FormatError(f"bias {list(bias.shape)} does not fit {self.experts} experts of {n} rows: expected "
+                              f"[{self.experts}, {n}]")
+        rows = [self._product(x[start:stop], expert, None if bias is None else bias[expert])
+                for expert, (start, stop) in enumerate(pairwise(borders)) if start < stop]
+        return torch.cat(rows) if rows else x.new_empty(0, n)
+
+    def _product(self, x: Tensor, expert: int, bias: Tensor | None) -> Tensor:
+        """x [M, K] times the transpose of one expert's weights, which stayed apart, plus bias [N]: [M, N]."""
+        parts = self._linears_of(expert)
+        biases = [None] * len(parts) if bias is None else torch.split(bias, [part.out_features for part in parts])
+        return torch.cat([part.format.linear(x, part.packed, own) for part, own in zip(parts, biases, strict=True)], -1)
 
     def __getattr__(self, name: str) -> Any:
         """A module's attribute; else a tensor's, of the dense weights."""
@@ -132,11 +152,15 @@ class Experts(nn.Module):
     def _linears(self) -> list[QuantizedLinear]:
         return list(self.parts)  # type: ignore[arg-type]
 
+    def _linears_of(self, expert: int) -> list[QuantizedLinear]:
+        """The layers of one expert, of weights that stayed apart."""
+        pieces = len(self.parts) // self.experts
+        return self._linears()[expert * pieces:(expert + 1) * pieces]
+
     def _dense(self, expert: int, dtype: torch.dtype | None = None) -> Tensor:
         packed = self._linears()[0].packed
-        n = packed.shape[0] // self.experts
-        if len(self.parts) == 1 and n % packed.step("N"):        # streams, whose rows are decoded together
-            return self.dequantize(dtype)[expert]
-        weight = self.weight(expert)
-        dense = weight.format.dequantize(weight, dtype or self.dtype)
+        if len(self.parts) == 1 and packed.shape[0] // self.experts % packed.step("N"):
+            return self.dequantize(dtype)[expert]                # streams, whose rows are decoded together
+        rows = [weight.format.dequantize(weight, dtype or self.dtype) for weight in self.weights(expert)]
+        dense = torch.cat(rows) if len(rows) > 1 else rows[0]
         return dense.t() if self.transposed else dense

@@ -21,19 +21,18 @@ class HiddenWeight(NoWeight):
     """A weight whose block is not running: torch functions that read it decode its group, each time for itself.
 
     So a layer that is called outside of its block, or again for gradients, gets its numbers; what would change them is an error.
-    start: its first number in the group's row.
     """
 
-    def __init__(self, group: GroupedBlock, shape: torch.Size, start: int) -> None:
-        self._group, self._shape, self._start = group, shape, start
+    def __init__(self, group: GroupedBlock, member: Member) -> None:
+        self._group, self._member = group, member
         self._is_overwritten = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return HiddenWeight, (self._group, self._shape, self._start)
+        return HiddenWeight, (self._group, self._member)
 
     @property
     def shape(self) -> torch.Size:
-        return self._shape
+        return self._member.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,7 +49,7 @@ class HiddenWeight(NoWeight):
 
     def decoded(self) -> Tensor:
         """The numbers, in memory of their own."""
-        return self._group.row(shared=False)[self._start:self._start + self._shape.numel()].view(self._shape)
+        return self._member.weight(self._group.row(shared=False))
 
     def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]
         return self.decoded()[index]
@@ -79,21 +78,29 @@ class HiddenWeight(NoWeight):
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter of a module that is part of a group.  start: its first number in the group's row."""
+    """A parameter of a module that is part of a group.
+
+    spans: the parts of the group's row that are its numbers, in their order; several where experts lie apart in the row.
+    """
 
     module: nn.Module
     parameter: str
     shape: torch.Size
-    start: int
+    spans: tuple[slice, ...]
+
+    def weight(self, row: Tensor) -> Tensor:
+        """The weight in the group's decoded row: a view of it, unless it lies in several places."""
+        parts = [row[span] for span in self.spans]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
 
     def hide(self, group: GroupedBlock) -> None:
         """Leave the module without its numbers: a tensor on meta would not do, as some of torch's kernels compute with it."""
         self.module._parameters.pop(self.parameter, None)
-        setattr(self.module, self.parameter, HiddenWeight(group, self.shape, self.start))
+        setattr(self.module, self.parameter, HiddenWeight(group, self))
 
     def show(self, row: Tensor) -> None:
-        """Give the module its weight, a view of the group's decoded row."""
-        setattr(self.module, self.parameter, row[self.start:self.start + self.shape.numel()].view(self.shape))
+        """Give the module its weight in the group's decoded row."""
+        setattr(self.module, self.parameter, self.weight(row))
 
 
 class GroupedBlock:

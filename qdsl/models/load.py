@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qdsl.checkpoint.descriptions import descriptions
+from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
+from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
 from qdsl.processes import resident_bytes
+from qdsl.runtime.algebra import concatenated
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.module import PackedModule
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -68,19 +72,26 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
 
 def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None = None, device: torch.device | str | None = None,
                dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
-               skip: Sequence[str] | None = None, **options: Any) -> LoadReport:
-    """Fill a model with the weights of an open checkpoint; as `load_weights`."""
+               skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None, **options: Any) -> LoadReport:
+    """Fill a model with the weights of an open checkpoint; as `load_weights`.
+
+    plain: False leaves plain tensors, other than those that are quantized, to a library that loads them after this.
+    stacks: parameters [E, N, K] or [E, K, N] of the model -> for every expert, the layers of the checkpoint whose rows follow one
+    another in it.  Those of usual names need not be stated.
+    """
     _check_arguments(device, dtype, format, skip, options)
     if callable(tie := getattr(model, "tie_weights", None)):     # builders that put parameters on meta one by one untie them
         tie()
     names = Names(model)
-    _know_shapes(checkpoint, names, rename)
-    plan = plan_load(names, checkpoint.source, rename, format, skip)
+    stacks = {**usual_stacks(names.parameters, checkpoint.source, partial(renamed, rename=rename), format), **(stacks or {})}
+    _know_shapes(checkpoint, names, rename, stacks)
+    plan = plan_load(names, checkpoint.source, rename, format, skip, plain, stacks)
     if plan.problems:
         raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *(f"  {each}" for each in plan.problems)]))
     weights = _read_weights(checkpoint, plan, verify)
     loader = _Loader(model, names, checkpoint, plan, weights, device, dtype, copy)
-    loader.fill_plain(format, options)
+    loader.fill_plain(format, options, plain)
+    loader.fill_biases()
     for step in plan.packed:
         loader.place(step)
     for group in plan.groups:
@@ -89,10 +100,14 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     return loader.finished()
 
 
-def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None) -> None:
+def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, stacks: Stacks) -> None:
     """Give a checkpoint the shapes that the model has, for layers that do not state their own."""
-    shapes = {}
+    pieces = piece_shapes(names.parameters, stacks)
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in checkpoint.layers.items():
+        if name in pieces and (layer.why or math.prod(layer.shape) != math.prod(pieces[name])):
+            shapes[name] = pieces[name]
+            continue
         own = renamed(name, rename)
         tensors = [] if own is None else [names.tensor(key) for key in (f"{own}.weight".lstrip("."), own)]
         tensor = next((each for each in tensors if each is not None), None)
@@ -135,14 +150,15 @@ def _read_weights(checkpoint: Checkpoint, plan: LoadPlan, verify: bool) -> dict[
     """
     weights: dict[str, list[PackedWeight]] = {}
     for step in plan.packed:
-        read = checkpoint.source.weights(step.layer)
-        if step.layer.experts is None:
-            weights[step.name] = read
-        for weight in read if verify else ():
-            try:
-                weight.format.checked(weight).open()
-            except FormatError as error:
-                raise CheckpointError(f"{checkpoint.path}: layer {step.layer.name}: {error}") from None
+        for layer in step.layers:
+            read = checkpoint.source.weights(layer)
+            if step.experts is None:
+                weights[step.name] = read
+            for weight in read if verify else ():
+                try:
+                    weight.format.checked(weight).open()
+                except FormatError as error:
+                    raise CheckpointError(f"{checkpoint.path}: layer {layer.name}: {error}") from None
     for group in plan.groups:
         checkpoint.source.group_weight(group.group)
         if verify:
@@ -172,16 +188,31 @@ class _Loader:
 
     # -- plain tensors ------------------------------------------------------------------------------------------------
 
-    def fill_plain(self, format: str | None, options: Mapping[str, Any]) -> None:
-        """Fill parameters and buffers; then put Linears of a format in place of those that are to be quantized."""
+    def fill_plain(self, format: str | None, options: Mapping[str, Any], plain: bool) -> None:
+        """Fill parameters and buffers, if `plain`; then put Linears of a format in place of those that are to be quantized."""
         quantized = {f"{name}.weight".lstrip("."): name for name in self.plan.quantized}
         for name, full in self.plan.plain.items():
-            if name in quantized:
+            if name in quantized or name in self.plan.stacks:
                 continue
-            self._fill(name, self.source.tensor(full))
+            if plain:
+                self._fill(name, self.source.tensor(full))
             self.origin.plain[name] = full
         for name, module in quantized.items():
             self._quantize(module, self.plan.plain[name], str(format), options)
+        for name, tensors in self.plan.stacks.items():
+            try:
+                self._quantize_experts(name, tensors, str(format), options)
+            except FormatError as error:
+                self.report.dense[name] = str(error)
+                if plain:
+                    self._fill_experts(name, tensors)
+
+    def fill_biases(self) -> None:
+        """Fill parameters [E, N] with the biases of experts that the checkpoint has one by one."""
+        for name, biases in self.plan.biases.items():
+            joined = torch.cat([self.source.tensor(full) for full in biases])
+            self._fill(name, joined.view(self.names.parameters[name].shape))
+            self.origin.biases[name] = biases
 
     def _fill(self, name: str, tensor: Tensor) -> None:
         """Set a parameter or buffer under all its names: numbers into memory that is there, a new tensor in place of meta."""
@@ -208,12 +239,12 @@ class _Loader:
         else:
             owner._buffers[leaf] = tensor
 
-    def _moved(self, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def _moved(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, is_owned: bool = False) -> Tensor:
         if tensor.is_meta:                                       # of headers alone
             return tensor.to(dtype)
         moved = tensor.to(device, dtype)
         is_mapped = moved.data_ptr() == tensor.data_ptr()
-        return empty(moved.shape, dtype, device).copy_(moved) if self.copy and is_mapped else moved
+        return empty(moved.shape, dtype, device).copy_(moved) if self.copy and is_mapped and not is_owned else moved
 
     def _device(self, old: Tensor) -> torch.device:
         return self.device or (torch.device("cpu") if old.is_meta else old.device)
@@ -235,12 +266,54 @@ class _Loader:
             return
         self._replace(name, weight, self._dtype(old.weight))
 
+    def _quantize_experts(self, name: str, tensors: Sequence[str], format: str, options: Mapping[str, Any]) -> None:
+        """Put quantized experts in place of a parameter, expert by expert.  Raises FormatError, with the model unchanged."""
+        old = self.names.parameters[name]
+        transposed = is_transposed(self.names.modules[name.rpartition(".")[0]], old)
+        module, layers = import_module(f"qdsl.generated.{format}"), []
+        weights: list[PackedWeight] = []
+        for full in tensors:
+            tensor = self.source.tensor(full)
+            matrices = list(tensor.unbind()) if tensor.dim() == 3 else [tensor]
+            for matrix in matrices:
+                dense = matrix.to(self._device(old))
+                weights.append(module.quantize(dense.t().contiguous() if transposed and tensor.dim() == 3 else dense, **options))
+            first = weights[-1]
+            layers.append(Layer(full.removesuffix(".weight"), format, first.storage, first.params, first.shape,
+                                len(matrices) if tensor.dim() == 3 else None))
+        joined = concatenated(weights)
+        self._hold_experts(name, Experts(weights if joined is None else joined, old.shape[0], transposed, self._dtype(old)))
+        if layers[0].experts is None:
+            self.origin.stacks[name] = tuple(layers)
+        else:
+            self.origin.layers[name] = layers[0]
+        self.origin.changed = True
+
+    def _fill_experts(self, name: str, tensors: Sequence[str]) -> None:
+        """Fill a parameter of experts with plain numbers."""
+        old, owner = self.names.parameters[name], self.names.modules[name.rpartition(".")[0]]
+        rows = torch.cat([self.source.tensor(full) for full in tensors])
+        is_turned = len(tensors) > 1 and is_transposed(owner, old)
+        self._fill(name, rows.view(old.shape[0], -1, rows.shape[-1]).transpose(1, 2) if is_turned else rows)
+
+    def _hold_experts(self, name: str, experts: Experts) -> None:
+        """Put experts in place of a parameter."""
+        parent, _, leaf = name.rpartition(".")
+        owner = self.names.modules[parent]
+        del owner._parameters[leaf]
+        owner.add_module(leaf, experts.train(owner.training))
+        labels = (f"{part.format.name}.{part.packed.storage}" for part in experts._linears())
+        self.report.packed[name] = " + ".join(dict.fromkeys(labels))
+
     # -- packed layers ------------------------------------------------------------------------------------------------
 
     def place(self, step: PackedStep) -> None:
         if step.kind == "dense":
             self._fill(step.name, self._decoded(step))
-            self.origin.decoded[step.name] = step.layer
+            if step.parts:
+                self.origin.changed = True
+            else:
+                self.origin.decoded[step.name] = step.layer
             self.report.dense[step.name] = step.why
         elif step.kind == "experts":
             self._place_experts(step)
@@ -284,47 +357,59 @@ class _Loader:
 
     def _place_experts(self, step: PackedStep) -> None:
         old = self.names.parameters[step.name]
-        weights: list[PackedWeight]
-        try:
-            weights = [self.source.stacked(step.layer)]
-        except FormatError:
-            weights = self.source.weights(step.layer)
-        weights = [self._owned(weight, self._device(old)) for weight in weights]
-        experts = Experts(weights[0] if len(weights) == 1 else weights, int(step.experts or 1), step.transposed, self._dtype(old))
-        parent, _, leaf = step.name.rpartition(".")
-        owner = self.names.modules[parent]
-        del owner._parameters[leaf]
-        owner.add_module(leaf, experts.train(owner.training))
-        self.report.packed[step.name] = f"{weights[0].format.name}.{weights[0].storage}"
-        self.origin.layers[step.name] = step.layer
+        weights = self._expert_weights(step, self._device(old))
+        self._hold_experts(step.name, Experts(weights, int(step.experts or 1), step.transposed, self._dtype(old)))
+        if step.parts:
+            self.origin.stacks[step.name] = step.parts
+        else:
+            self.origin.layers[step.name] = step.layer
         self._keep_settings(step)
+
+    def _expert_weights(self, step: PackedStep, device: torch.device) -> list[PackedWeight]:
+        """The weights of experts: one of all rows where their tensors can be joined, else as files have them."""
+        if not step.parts:
+            try:
+                return [self._owned(self.source.stacked(step.layer), device)]
+            except FormatError:
+                return [self._owned(weight, device) for weight in self.source.weights(step.layer)]
+        weights = [weight for layer in step.parts for weight in self.source.weights(layer)]
+        joined = concatenated(weights)
+        if joined is None:
+            return [self._owned(weight, device) for weight in weights]
+        mapped = {id(tensor) for tensor in weights[0].tensors.values()}            # those that all weights share are not copied
+        return [joined.apply(lambda tensor: self._moved(tensor, device, tensor.dtype, is_owned=id(tensor) not in mapped))]
 
     def _decoded(self, step: PackedStep) -> Tensor:
         """The numbers of a layer in the shape of a parameter."""
         old = self.names.tensor(step.name)
         assert old is not None
-        weights, dtype = self.weights.get(step.name) or self.source.weights(step.layer), self._dtype(old)
-        scaled = next((full for leaf, full in step.layer.others.items() if leaf in OF_X), None)
-        if scaled is not None:                                   # x * s times w is x times w * s
-            scale = self.source.tensor(scaled).float()
-            dense = [weight.format.dequantize(weight, torch.float32).mul_(scale).to(dtype) for weight in weights]
-        else:
-            dense = [weight.format.dequantize(weight, dtype) for weight in weights]
+        dense = [self._dense_rows(layer, weight, self._dtype(old))
+                 for layer in step.layers for weight in self.source.weights(layer)]
         if step.experts is None:
             return dense[0].reshape(step.shape)
         whole = torch.cat(dense).view(step.stored)
         return whole.transpose(1, 2) if step.transposed else whole.reshape(step.shape)
+
+    def _dense_rows(self, layer: Layer, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        """The numbers [N, K] of a layer's weight, with what multiplies the layer's input."""
+        scaled = next((full for leaf, full in layer.others.items() if leaf in OF_X), None)
+        if scaled is None:
+            return weight.format.dequantize(weight, dtype)
+        scale = self.source.tensor(scaled).float()               # x * s times w is x times w * s
+        return weight.format.dequantize(weight, torch.float32).mul_(scale).to(dtype)
 
     def _owned(self, weight: PackedWeight, device: torch.device) -> PackedWeight:
         return weight.apply(lambda tensor: self._moved(tensor, device, tensor.dtype))
 
     def _keep_settings(self, step: PackedStep) -> None:
         """Tensors of a layer that no module holds, as bitsandbytes' quant_state and scales that nothing uses, for saving."""
-        for full in step.layer.settings:
-            self.origin.settings[full] = self.source.tensor(full).clone()
-        for full in step.layer.others.values():
-            if full in self.plan.unused:
-                self.origin.unused[full] = self.source.tensor(full).clone()
+        unused = set(self.plan.unused)
+        for layer in step.layers:
+            for full in layer.settings:
+                self.origin.settings[full] = self.source.tensor(full).clone()
+            for full in layer.others.values():
+                if full in unused:
+                    self.origin.unused[full] = self.source.tensor(full).clone()
 
     def _target(self, old: nn.Module) -> torch.device:
         tensor = next(iter(old.parameters()), None)
@@ -342,7 +427,7 @@ class _Loader:
         if step.dense:
             self._decode_group(step)
             return
-        block, first = self.names.modules[step.name], self.names.parameters[next(iter(step.members.values()))]
+        block, first = self.names.modules[step.name], self.names.parameters[next(iter(step.members))]
         dtype = self._dtype(first)
         packed = self._owned(self.source.group_weight(step.group), self._device(first))
         names = {leaf: step.group.tensors[leaf].rpartition(".")[2] for leaf in packed.tensors}
@@ -353,14 +438,13 @@ class _Loader:
                 tensors[full.rpartition(".")[2]] = self._moved(tensor, packed.device, tensor.dtype)
         parameters = {own: nn.Parameter(tensor, requires_grad=False) for own, tensor in tensors.items()}
         members: dict[nn.Module, list[Member]] = {block: []}
-        start = 0
-        for part, weight in step.members.items():
+        spans = step.spans()
+        for weight, parts in step.members.items():
             for place in self.names.tied(weight):                # one that shares the weight may run outside of the block
                 owner, _, leaf = place.rpartition(".")
                 module = self.names.modules[owner]
                 members.setdefault(block if place == weight else module, []).append(
-                    Member(module, leaf, self.names.parameters[weight].shape, start))
-            start += step.group.parts[part]
+                    Member(module, leaf, self.names.parameters[weight].shape, tuple(spans[part] for part in parts)))
             self.report.packed[weight.removesuffix(".weight")] = f"{step.group.format}.{packed.storage}"
         for runs, own_members in members.items():
             hold_group(runs, parameters, dtype)
@@ -368,11 +452,12 @@ class _Loader:
         self.origin.groups[step.name] = step.group
 
     def _decode_group(self, step: GroupStep) -> None:
-        for part, tensor in self.source.decoded(step.group).items():
-            old = self.names.tensor(step.members[part])
+        decoded = self.source.decoded(step.group)
+        for name, parts in step.members.items():
+            old = self.names.tensor(name)
             assert old is not None
-            self._fill(step.members[part], tensor.view(old.shape))
-            self.report.dense[step.members[part]] = step.dense
+            self._fill(name, torch.cat([decoded[part] for part in parts]).view(old.shape))
+            self.report.dense[name] = step.dense
         self.origin.changed = True
 
 def held_bytes(model: nn.Module) -> dict[str, int]:

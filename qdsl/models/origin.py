@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
+from qdsl.checkpoint.ggml_types import TORCH
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import Header
+from qdsl.checkpoint.safetensors import Header, torch_dtypes
 from qdsl.checkpoint.sources import FolderSource, GgufSource
 
 if TYPE_CHECKING:
@@ -36,9 +38,11 @@ class Origin:
 
     files: of each safetensors file its bytes before the tensors, and what those state.  config: the text of config.json, None
     where there is none.  index: the name of the index and its text, None where there is none.  layers, groups: by the names of
-    modules.  plain: tensors of the checkpoint by the parameters and buffers that they filled.  settings: small tensors that
+    modules.  stacks: layers of experts that the checkpoint has one by one, by the parameters that they filled.  plain: tensors of
+    the checkpoint by the parameters and buffers that they filled.  biases: as in LoadPlan.  settings: small tensors that
     belong to layers, and that no module holds; unused: those for which the model has no use.  decoded: packed layers that
-    became plain numbers, by their parameters; changed: others did, too.
+    became plain numbers, by their parameters; changed: others did, too.  revert: gives the tensors of files for plain tensors
+    of the model that a library made of several, or cut; both by name.
     """
 
     path: Path
@@ -48,11 +52,24 @@ class Origin:
     gguf: GgufOrigin | None = None
     layers: dict[str, Layer] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
+    stacks: dict[str, tuple[Layer, ...]] = field(default_factory=dict)
     plain: dict[str, str] = field(default_factory=dict)
+    biases: dict[str, dict[str, int]] = field(default_factory=dict)
     settings: dict[str, Tensor] = field(default_factory=dict)
     unused: dict[str, Tensor] = field(default_factory=dict)
     decoded: dict[str, Layer] = field(default_factory=dict)
     changed: bool = False
+    revert: Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]] | None = None
+
+    def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtypes and shapes of the checkpoint's tensors."""
+        dtypes = torch_dtypes()
+        kinds = {name: (dtypes[entry.dtype], entry.shape) for _, header in self.files.values()
+                 for name, entry in header.tensors.items() if entry.dtype in dtypes}
+        if self.gguf is not None:
+            kinds |= {name: (getattr(torch, TORCH[kind.name]), shape) for name, (kind, shape) in self.gguf.tensors.items()
+                      if kind.name in TORCH}
+        return kinds
 
 
 def origin_of(source: Source) -> Origin:

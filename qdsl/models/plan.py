@@ -14,6 +14,7 @@ from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import shown
 from qdsl.checkpoint.sources import Source
+from qdsl.models.stacks import Stacks, why_no_stack
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.module import PackedModule
 from qdsl.stored import OF_X
@@ -38,7 +39,8 @@ class PackedStep:
 
     kind: 'linear', 'embedding', 'experts', or 'dense' for a place that takes plain numbers, and why.  name: of the module, or of
     the parameter.  shape: of the parameter it replaces.  experts: how many lie in the layer, one after the other; None for a
-    weight that is none of a stack.  transposed: the model has experts as [E, K, N].
+    weight that is none of a stack.  transposed: the model has experts as [E, K, N].  parts: the layers whose rows follow one
+    another, expert after expert, where the checkpoint has them one by one; the first of them is `layer`.
     """
 
     layer: Layer
@@ -48,11 +50,17 @@ class PackedStep:
     why: str = ""
     experts: int | None = None
     transposed: bool = False
+    parts: tuple[Layer, ...] = ()
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers of the checkpoint that it places."""
+        return self.parts or (self.layer,)
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of the layer: [N, K], or [E, N, K]."""
-        n, k = self.layer.shape
+        """The shape of the layers together: [N, K], or [E, N, K]."""
+        n, k = sum(layer.shape[0] for layer in self.layers), self.layer.shape[1]
         if self.experts is None:
             return n, k
         return self.experts, n // (1 if self.layer.experts else self.experts), k
@@ -64,24 +72,35 @@ class GroupStep:
 
     group: Group
     name: str
-    members: Mapping[str, str]                                   # weights of the checkpoint -> parameters of the model
+    members: Mapping[str, tuple[str, ...]]                       # parameters of the model -> weights of the checkpoint
     dense: str = ""
+
+    def spans(self) -> dict[str, slice]:
+        """Where each weight of the checkpoint lies in the group's row."""
+        spans, start = {}, 0
+        for part, count in self.group.parts.items():
+            spans[part] = slice(start, start + count)
+            start += count
+        return spans
 
 
 @dataclass(slots=True)
 class LoadPlan:
     """All steps that fill a model.
 
-    plain: plain tensors by the parameter or buffer that each fills.  scales: static scales of activations, by the modules they
-    belong to.  quantized: Linear layers that are quantized on the way, by name.  dense: layers of plain numbers, and why.
-    unused: tensors that have no place in the model.  problems: what makes loading an error.
+    plain: plain tensors by the parameter or buffer that each fills.  biases: by the parameter [E, N] that they fill, the tensors
+    of experts' biases in order, and their rows.  scales: static scales of activations, by the modules they belong to.
+    quantized: Linear layers that are quantized on the way, by name.  dense: layers of plain numbers, and why.  unused: tensors
+    that have no place in the model.  problems: what makes loading an error.
     """
 
     packed: list[PackedStep] = field(default_factory=list)
     groups: list[GroupStep] = field(default_factory=list)
     plain: dict[str, str] = field(default_factory=dict)
+    biases: dict[str, dict[str, int]] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
     quantized: list[str] = field(default_factory=list)
+    stacks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     dense: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -121,22 +140,29 @@ class Names:
 
 
 def plan_load(names: Names, source: Source, rename: Rename | None, format: str | None = None,
-              skip: Sequence[str] | None = None) -> LoadPlan:
+              skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None) -> LoadPlan:
     """Where each weight goes; parameters with a weight of their own are untied.
 
     format: that in which plain Linear layers are quantized, None for none.  skip: patterns of layers that become dense; None
-    for those of SKIPPED, which concern only layers that are quantized here.
+    for those of SKIPPED, which concern only layers that are quantized here.  plain: False where plain tensors are loaded by
+    others, who then check that they fit and that no parameter is left.  stacks: of experts that the checkpoint has one by one.
     """
-    planner = _Planner(names, source, rename, skip or ())
+    planner = _Planner(names, source, rename, format, skip or (), plain)
+    stacks = stacks or {}
+    stacked = {name for experts in stacks.values() for pieces in experts for name in pieces}
     for layer in source.layers.values():
-        planner.add_layer(layer)
+        if layer.name not in stacked:
+            planner.add_layer(layer)
+    for name, experts in stacks.items():
+        planner.add_stack(name, experts)
     for group in source.groups:
-        planner.add_group(group)
+        planner.add_group(group, stacks)
     for name in source.plain:
         planner.add_plain(name, name)
     planner.sort_plain(format, SKIPPED if skip is None else skip)
     planner.orient_experts()
-    planner.check_complete()
+    if plain:
+        planner.check_complete()
     return planner.plan
 
 
@@ -156,8 +182,11 @@ def renamed(name: str, rename: Rename | None) -> str | None:
 
 
 class _Planner:
-    def __init__(self, names: Names, source: Source, rename: Rename | None, skip: Sequence[str]) -> None:
+    def __init__(self, names: Names, source: Source, rename: Rename | None, format: str | None, skip: Sequence[str],
+                 plain: bool) -> None:
+        self.format = format
         self.skip = skip
+        self.checks_plain = plain
         self.names = names
         self.source = source
         self.rename = rename
@@ -216,6 +245,52 @@ class _Planner:
         kind = "a parameter" if module is None else f"a {type(module).__name__}"
         return PackedStep(layer, str(weight), "dense", shape, f"{kind} takes plain numbers", experts)
 
+    def add_stack(self, name: str, experts: Sequence[Sequence[str]]) -> None:
+        """Fill a parameter with the layers of experts that the checkpoint has one by one; not if all of them are plain."""
+        known = [layer for pieces in experts for piece in pieces if (layer := self.source.layers.get(piece)) is not None]
+        if not known:
+            self._add_plain_stack(name, tuple(f"{piece}.weight" for pieces in experts for piece in pieces))
+            return
+        self._fill(name)
+        if why := why_no_stack(self.names.parameters.get(name), self.source, experts):
+            self.plan.problems.append(f"{shown(name)}: {why}")
+            return
+        shape = tuple(self.names.parameters[name].shape)
+        scaled = next((leaf for layer in known for leaf in layer.others if leaf in OF_X), None)
+        why = f"'{scaled}' multiplies its input" if scaled is not None else SKIP if is_skipped(name, self.skip) else ""
+        self.names.untied.add(name)
+        self.plan.packed.append(PackedStep(known[0], name, "dense" if why else "experts", shape, why, len(experts),
+                                           parts=tuple(known)))
+        self._add_biases(f"{name}_bias", known)
+        for layer in known:
+            self.plan.unused += [full for leaf, full in layer.others.items() if leaf not in OF_X and not (
+                leaf == "bias" and f"{name}_bias" in self.plan.biases)]
+
+    def _add_plain_stack(self, name: str, tensors: tuple[str, ...]) -> None:
+        """Quantize experts that the checkpoint has one by one, where all others are quantized, too."""
+        parameter = self.names.parameters.get(name)
+        is_whole = parameter is not None and set(tensors) <= set(self.source.plain) and parameter.numel() == sum(
+            math.prod(self.source.shape(full)) for full in tensors)
+        if self.format is not None and is_whole and not is_skipped(name, self.skip):
+            self.plan.stacks[name] = tensors
+            self.names.untied.add(name)
+            self._fill(name)
+
+    def _add_biases(self, name: str, layers: Sequence[Layer]) -> None:
+        """Fill a parameter [E, N] with the biases of experts, where the model has it and the checkpoint has them."""
+        biases = {full: layer.shape[0] for layer in layers if (full := layer.others.get("bias")) is not None}
+        if not biases or name not in self.names.parameters:
+            return
+        self.plan.biases[name] = biases
+        self._fill(name)
+        wrong = [f"{shown(full)} {list(own)}" for full, rows in biases.items() if (own := self.source.shape(full)) != (rows,)]
+        if len(biases) < len(layers):
+            self.plan.problems.append(f"{shown(name)}: {len(biases)} of {len(layers)} layers of experts have a bias")
+        elif wrong or self.names.parameters[name].numel() != sum(biases.values()):
+            shape = list(self.names.parameters[name].shape)
+            self.plan.problems.append(f"{shown(name)} is {shape} in the model, and layers of experts have {sum(biases.values())} "
+                                      f"rows{', unlike ' if wrong else ''}{listed(wrong)}")
+
     def orient_experts(self) -> None:
         """Stacks of a square shape lie as the others of their module do, as files have them where none tells."""
         parents = {step.name.rpartition(".")[0] for step in self.plan.packed
@@ -244,26 +319,36 @@ class _Planner:
 
     # -- groups and plain tensors -------------------------------------------------------------------------------------
 
-    def add_group(self, group: Group) -> None:
+    def add_group(self, group: Group, stacks: Stacks) -> None:
         name = renamed(group.name, self.rename)
         if name is None:
             self.plan.unused += group.tensors.values()
             return
-        members = {part: renamed(part, self.rename) or "" for part in group.parts}
+        members = self._members(group, stacks)
         wrong = [*group.problems, *([group.unnamed] if group.unnamed else [])]
-        for part, own in members.items():
-            tensor = self.names.tensor(own)
+        for own, parts in members.items():
+            tensor, numbers = self.names.tensor(own), sum(group.parts[part] for part in parts)
             if tensor is None:
                 wrong.append(f"the model has no {shown(own)}")
-            elif tensor.numel() != group.parts[part]:
-                wrong.append(f"{shown(own)} is {list(tensor.shape)} in the model, and has {group.parts[part]} numbers here")
+            elif tensor.numel() != numbers:
+                wrong.append(f"{shown(own)} is {list(tensor.shape)} in the model, and has {numbers} numbers here")
         if wrong:
             self.plan.problems += [f"group {shown(group.name)}: {each}" for each in wrong]
-        others = [own for own in members.values() if not self._is_inside(name, own)]
+        others = [own for own in members if not self._is_inside(name, own)]
         why = f"{shown(others[0])} is not decoded when the module {shown(name)} runs" if others else ""
         self.plan.groups.append(GroupStep(group, name, members, why))
-        self.names.untied.update(members.values())
-        self._fill(*members.values())
+        self.names.untied.update(members)
+        self._fill(*members)
+
+    def _members(self, group: Group, stacks: Stacks) -> dict[str, tuple[str, ...]]:
+        """The parameters that a group fills, experts of the checkpoint that are one parameter of the model together."""
+        members: dict[str, tuple[str, ...]] = {}
+        for name, experts in stacks.items():
+            parts = tuple(f"{piece}.weight" for pieces in experts for piece in pieces)
+            if group.parts.keys() >= set(parts):
+                members[name] = parts
+        stacked = {part for parts in members.values() for part in parts}
+        return members | {renamed(part, self.rename) or part: (part,) for part in group.parts if part not in stacked}
 
     def _is_inside(self, block: str, weight: str) -> bool:
         """Whether a parameter is that of a module inside of a block, which decodes it before it runs."""
@@ -274,14 +359,14 @@ class _Planner:
         own = renamed(name, self.rename)
         if own is not None and own not in self.names.transient and self.names.tensor(own) is not None:
             self._add_tensor(own, full)
-        else:
+        elif self.checks_plain:
             self.plan.unused.append(full)
 
     def _add_tensor(self, name: str, full: str) -> None:
         tensor = self.names.tensor(name)
         assert tensor is not None
         shapes = tuple(tensor.shape), tuple(self.source.shape(full))
-        if shapes[0] != shapes[1]:
+        if shapes[0] != shapes[1] and self.checks_plain:
             self.plan.problems.append(f"{shown(name)} is {list(shapes[0])} in the model, and {list(shapes[1])} in the checkpoint")
         self.names.untied.add(name)
         if self.plan.plain.setdefault(name, full) != full:
@@ -298,15 +383,21 @@ class _Planner:
                 self.plan.quantized.append(module)
             elif isinstance(owner, nn.Linear | nn.Embedding) and leaf == "weight":
                 self.plan.dense[module] = why
+            elif format is not None and self._is_stack(name) and not is_skipped(name, skip):
+                self.plan.stacks[name] = (self.plan.plain[name],)
             elif format is not None and name in self.names.parameters and self.names.parameters[name].dim() > 1:
                 self.plan.dense[name] = why
         if format is None:
             return
-        others = sorted({step.layer.format for step in self.plan.packed if step.layer.format != format}
+        others = sorted({layer.format for step in self.plan.packed for layer in step.layers if layer.format != format}
                         | {step.group.format for step in self.plan.groups})
         if others:
             self.plan.problems.append(f"format={format!r} contradicts the checkpoint, whose layers are {', '.join(others)}: "
                                       "load it without format=, or convert it with `qdsl convert --requantize`")
+
+    def _is_stack(self, name: str) -> bool:
+        """Whether a parameter is that of all experts: of three axes, in a module that is called so."""
+        return name in self.names.parameters and self.names.parameters[name].dim() == 3 and name.split(".")[-2:-1] == ["experts"]
 
     def _why_dense(self, name: str, owner: nn.Module, format: str | None, skip: Sequence[str]) -> str:
         """Why a plain tensor is not quantized; '' where it is."""
@@ -352,7 +443,9 @@ class _Planner:
             first = f"{name.rpartition('.')[0]}.0."
             apart = next((other for other in self.plan.unused if other.startswith(first)), None)
             if self.names.parameters[name].dim() == 3 and apart is not None:
-                return f"; the model holds experts in one parameter, and the checkpoint one by one, as {shown(apart)}"
+                why = ", and names do not tell the order of their rows: state it as stacks= of qdsl.models.load.fill_model" \
+                    if f"{name}_bias" in self.names.parameters else ""
+                return f"; the model holds experts in one parameter, and the checkpoint one by one, as {shown(apart)}{why}"
         return ""
 
     def _prefix_hint(self, missing: Sequence[str]) -> str:

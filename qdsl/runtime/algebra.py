@@ -224,6 +224,20 @@ def join(parts: Sequence[PackedWeight], dim: str) -> PackedWeight:
     return joined
 
 
+def concatenated(parts: Sequence[PackedWeight]) -> PackedWeight | None:
+    """The weight of all rows of the parts where their tensors can be concatenated; None where they must be packed again.
+
+    Cutting it at the borders of the parts gives the same bytes back.  It is a copy, except of tensors that all parts share.
+    """
+    if any(part.layout.streams or part.tensors.keys() != parts[0].tensors.keys() for part in parts):
+        return None
+    try:
+        _check_alike(parts, "N")
+        return _Joint(parts, "N").concatenated() if len(parts) > 1 else parts[0]
+    except FormatError:
+        return None
+
+
 def _check_alike(parts: Sequence[PackedWeight], dim: str) -> None:
     """Raises FormatError for parts that are no weights of one format, storage, set of parameters, device and other extent."""
     if not parts or dim not in UNITS:
@@ -276,9 +290,9 @@ class _Joint:
         if template.layout.streams or any(end % step and end != self.ends[-1] for end in self.ends) or \
                 any(name not in fullest.tensors for part in self.parts for name in part.tensors):
             return None
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in fullest.tensors.items():
-            joined = tensor if name == template.layout.shape else self._tensor(name)
+        tensors: dict[str, Tensor] = dict(fullest.tensors)
+        for name in sorted(tensors, key=self._is_divided):       # shared ones first: where they differ, nothing is copied
+            joined = tensors[name] if name == template.layout.shape else self._tensor(name)
             if joined is None:
                 return None
             tensors[name] = joined
@@ -300,6 +314,10 @@ class _Joint:
             return None
         places = [place for place, axis in enumerate(stored.axes) if axis.dim in (self.dim, "N*K")]
         return torch.cat(values, places[0]) if places else _common(values)
+
+    def _is_divided(self, name: str) -> bool:
+        """Whether parts have rows, or columns, of a tensor for themselves."""
+        return any(axis.dim in (self.dim, "N*K") for axis in self.parts[0].layout.tensors[name].axes)
 
     def packed_again(self, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
         """The joined weight, by the fields of all parts.  Raises FormatError."""

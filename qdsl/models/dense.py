@@ -1,0 +1,62 @@
+"""A model whose packed weights become plain numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qdsl.models.experts import Experts
+from qdsl.models.grouped import DTYPE, GroupedBlock, HiddenWeight
+from qdsl.models.origin import ATTRIBUTE
+from qdsl.runtime.distributed import GROUP
+from qdsl.runtime.module import PackedModule
+
+
+def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Decode all packed weights of a model, in place, a layer at a time; layers that share one share the decoded weight.
+
+    dtype: of the decoded weights, by default that of each layer.  The model then has no origin: it is saved as plain numbers.
+    """
+    for group in {id(group): group for module in model.modules() for group in _groups(module)}.values():
+        _decode_group(group, dtype)
+    for name, stack in [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        delattr(owner, name.rpartition(".")[2])
+        owner.register_parameter(name.rpartition(".")[2], nn.Parameter(stack.dequantize(dtype)))
+    shared: dict[tuple[int, ...], nn.Parameter] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, PackedModule):
+            _replace(model, name, module, dtype, shared)
+    vars(model).pop(ATTRIBUTE, None)
+
+
+def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None, shared: dict[tuple[int, ...], nn.Parameter],
+             ) -> None:
+    """Put a dense layer in place of a packed one, with its bias, mode and hooks."""
+    key = tuple(id(tensor) for tensor in module._held().values())
+    dense = module.dense(dtype)
+    dense.weight = shared.setdefault(key, dense.weight.requires_grad_())
+    dense.train(module.training)
+    vars(dense).update({own: value for own, value in vars(module).items() if own.endswith("_hooks")})
+    model.set_submodule(name, dense)
+
+
+def _groups(module: nn.Module) -> list[GroupedBlock]:
+    """The groups that a module's hidden weights belong to."""
+    return [value._group for value in vars(module).values() if isinstance(value, HiddenWeight)]
+
+
+def _decode_group(group: GroupedBlock, dtype: torch.dtype | None) -> None:
+    """Give the modules of a group their weights for good."""
+    row: Tensor = group.row(shared=False)
+    for member in group.members:
+        weight = member.weight(row)
+        delattr(member.module, member.parameter)
+        member.module.register_parameter(member.parameter, nn.Parameter(weight.to(dtype or weight.dtype, copy=True)))
+    vars(group.block).pop("forward", None)
+    for own in getattr(group.block, GROUP):
+        del group.block._parameters[own]
+    delattr(group.block, GROUP)
+    del group.block._buffers[DTYPE]

@@ -1,0 +1,36 @@
+"""Models whose weights accelerate keeps elsewhere until a layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@contextmanager
+def onloaded(model: nn.Module) -> Iterator[None]:
+    """Have offloaded tensors in their modules for a while, as they lie in memory or in files, without a copy."""
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        weights = _offloaded_weights(module)
+        stored: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for own in stored:
+            for name, tensor in own.items():
+                if tensor is not None and tensor.is_meta and weights is not None:
+                    value: Tensor = weights[name]
+                    own[name] = nn.Parameter(value, requires_grad=False) if own is module._parameters else value
+                    replaced.append((own, name, tensor))
+    try:
+        yield
+    finally:
+        for own, name, tensor in replaced:
+            own[name] = tensor
+
+
+def _offloaded_weights(module: nn.Module) -> Any:
+    """The tensors that a hook of accelerate loads before a module runs, by name; None where there is none."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    hooks = [hook, *getattr(hook, "hooks", ())]
+    return next((own.weights_map for own in hooks if getattr(own, "weights_map", None) is not None), None)

@@ -1,0 +1,98 @@
+"""Experts that a checkpoint has one by one, in a model that holds them in one parameter [E, N, K]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from qdsl.checkpoint.safetensors import shown
+from qdsl.checkpoint.sources import Source
+
+Stacks = Mapping[str, Sequence[Sequence[str]]]                   # parameter -> for every expert, layers of the checkpoint
+# Layers whose rows follow one another in a parameter, by the last part of its name.
+PIECES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("w2",),)}
+
+
+def usual_stacks(parameters: Mapping[str, Tensor], source: Source, rename: Callable[[str], str | None],
+                 format: str | None = None) -> dict[str, list[list[str]]]:
+    """Stacks of the usual names: for parameters of three axes that nothing fills, the packed weights of experts next to them.
+
+    'experts.up' takes 'experts.0.up', 'experts.1.up', ...; 'experts.gate_up_proj' takes gate_proj and up_proj, or w1 and w3.
+    format: that in which plain weights are quantized, too.
+    """
+    packed = [*source.layers, *(part.removesuffix(".weight") for group in source.groups for part in group.parts)]
+    packed += [full.removesuffix(".weight") for full in source.plain if format is not None and full.endswith(".weight")]
+    layers = {own: name for name in packed if (own := rename(name)) is not None}
+    stacks: dict[str, list[list[str]]] = {}
+    for name, parameter in parameters.items():
+        if parameter.dim() != 3 or name in layers:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        for pieces in (*PIECES.get(leaf, ()), (leaf,)):
+            if len(pieces) > 1 and f"{name}_bias" in parameters:
+                continue                                         # as in gpt-oss, whose rows of gate and up alternate
+            experts = _layers_of_experts(layers, f"{parent}.".lstrip("."), pieces, parameter.shape[0])
+            if experts:
+                stacks[name] = experts
+    filled = {rename(name) for name in source.plain} if stacks else set()
+    return {name: experts for name, experts in stacks.items() if name not in filled}
+
+
+def is_transposed(module: nn.Module, parameter: Tensor) -> bool:
+    """Whether a module has the weights of its experts as [E, K, N]: it states so, or the shapes of up and down tell."""
+    stated = getattr(module, "is_transposed", None)              # by transformers' decorator of experts
+    if stated is not None:
+        return bool(stated)
+    up, down = (next((own for name, own in module.named_parameters(recurse=False) if name in names), parameter)
+                for names in (("gate_up_proj", "up_proj"), ("down_proj",)))
+    return up.shape[2] != down.shape[1] and up.shape[1] == down.shape[2]
+
+
+def _layers_of_experts(layers: Mapping[str, str], prefix: str, pieces: Sequence[str], count: int) -> list[list[str]]:
+    """The checkpoint's layers of `count` experts, and of more if it has more; none where it has no layer of these names."""
+    if not any(f"{prefix}{expert}.{piece}" in layers for expert in range(count) for piece in pieces):
+        return []
+    while f"{prefix}{count}.{pieces[0]}" in layers:
+        count += 1
+    places = [[f"{prefix}{expert}.{piece}" for piece in pieces] for expert in range(count)]
+    return [[layers.get(place, place) for place in expert] for expert in places]
+
+
+def piece_shapes(parameters: Mapping[str, Tensor], stacks: Stacks) -> dict[str, tuple[int, int]]:
+    """(N, K) by layer, for layers that do not state their own: they divide the rows of a parameter [E, N, K] equally.
+
+    None for the layers of a module whose parameters are not [E, N, K]: gate and up have as many columns as down has rows.
+    """
+    shapes = {name: tuple(parameter.shape[1:]) for name in stacks
+              if (parameter := parameters.get(name)) is not None and parameter.dim() == 3}
+    hidden: dict[str, set[int]] = {}
+    for name, (n, k) in shapes.items():
+        hidden.setdefault(name.rpartition(".")[0], set()).add(k if len(stacks[name][0]) > 1 else n)
+    return {piece: (n // len(pieces), k) for name, (n, k) in shapes.items() for pieces in stacks[name] for piece in pieces
+            if n % len(pieces) == 0 and len(hidden[name.rpartition(".")[0]]) == 1}
+
+
+def why_no_stack(parameter: Tensor | None, source: Source, experts: Sequence[Sequence[str]]) -> str:
+    """Why layers of experts do not fill a parameter; '' where they do."""
+    if parameter is None or parameter.dim() != 3:
+        return "the model has no parameter [E, N, K] of this name, which experts that the checkpoint has one by one would fill"
+    if len(experts) != parameter.shape[0]:
+        return f"{parameter.shape[0]} experts in the model, and {len(experts)} in the checkpoint"
+    for piece in (piece for pieces in experts for piece in pieces):
+        layer = source.layers.get(piece)
+        if layer is None:
+            is_plain = any(full.startswith(f"{piece}.") for full in source.plain)
+            return (f"{shown(piece)} is {'plain' if is_plain else 'missing'} in the checkpoint, and other experts are packed; "
+                    "quantize all experts or none")
+        if layer.why:
+            return f"{shown(piece)} is not recognised: {layer.why}"
+        if layer.experts is not None:
+            return f"{shown(piece)} is itself a stack of experts"
+    shapes = {(sum(source.layers[piece].shape[0] for piece in pieces), source.layers[piece].shape[1])
+              for pieces in experts for piece in pieces}
+    n, k = next(iter(shapes))
+    if len(shapes) > 1 or tuple(parameter.shape[1:]) not in ((n, k), (k, n)):
+        stored = " and ".join(str([len(experts), *shape]) for shape in sorted(shapes))
+        return f"{list(parameter.shape)} in the model, and {stored} in the checkpoint"
+    return ""

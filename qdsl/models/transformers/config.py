@@ -1,0 +1,55 @@
+"""The `quantization_config` with which transformers hands a folder to qdsl."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qdsl.checkpoint.detect import OWN
+
+
+class QdslConfig(QuantizationConfigMixin):
+    """How `from_pretrained` loads a folder with packed weights: as they are, or quantized on the way.
+
+    format, storage, params: in which plain Linear layers are quantized, as `qdsl.load_weights_` takes them; none for a folder
+    whose layers are packed, of any producer.  ignore: patterns of modules that become dense or stay so, such as "lm_head"; and
+    of parameters that transformers may initialise, such as the "score" of a new classifier.  settings: what the folder's config
+    states, which is also what `to_dict` gives then.
+    """
+
+    def __init__(self, format: str | None = None, storage: str | None = None, ignore: Sequence[str] = (), *,
+                 settings: Mapping[str, Any] | None = None, **params: Any) -> None:
+        self.quant_method = params.pop("quant_method", OWN)
+        if self.quant_method != OWN:
+            raise ValueError(f"quant_method of a QdslConfig is {OWN!r}, not {self.quant_method!r}")
+        if format is None and (storage is not None or params):
+            raise ValueError(f"QdslConfig: {', '.join([*(['storage'] if storage else []), *params])} needs a format")
+        if isinstance(ignore, str):
+            raise ValueError(f"QdslConfig: ignore is a list of patterns: give [{ignore!r}]")
+        self.format, self.storage, self.ignore, self.params = format, storage, list(ignore), params
+        self.settings = None if settings is None else copy.deepcopy(dict(settings))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the format's quantizer."""
+        return {**({} if self.storage is None else {"storage": self.storage}), **self.params}
+
+    def with_settings(self, settings: Mapping[str, Any]) -> QdslConfig:
+        """The same for a folder whose config states these settings."""
+        return QdslConfig(self.format, self.storage, self.ignore, settings=settings, **self.params)
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The config of a folder, from its settings."""
+        config = cls(settings=config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The folder's own settings where it has some, so that a folder of another producer stays one when it is saved."""
+        if self.settings is not None:
+            return copy.deepcopy(self.settings)
+        named = {"format": self.format, "storage": self.storage, "ignore": self.ignore or None}
+        return {"quant_method": OWN, **{key: value for key, value in named.items() if value is not None}, **self.params}

@@ -1,0 +1,102 @@
+"""What transformers calls the weights of a checkpoint, and of which weights it makes one: its own conversion map, read."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from qdsl.checkpoint.safetensors import shown
+from qdsl.models.plan import LoadError
+
+
+class Conversions:
+    """The names of a model's parameters for the names of a checkpoint, by the rules with which transformers loads it.
+
+    model: as transformers built it, before any layer is replaced.  rules: renamings and converters, in their order.
+    """
+
+    def __init__(self, model: nn.Module, rules: Sequence[Any]) -> None:
+        self.model: Any = model
+        self.renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self.converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self.tensors: dict[str, Tensor] = model.state_dict()
+        self.modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+
+    def rename(self, name: str) -> str | None:
+        """The model's name of a tensor or module of the checkpoint; None where it has none, or makes it of several."""
+        for suffix in ("", ".weight"):
+            target, converter = self.target(name + suffix)
+            if converter is None and target in self.tensors:
+                return target.removesuffix(suffix)
+        module = self.target(f"{name}.weight")[0].removesuffix(".weight")
+        prefix = f"{self.model.base_model_prefix}."
+        places = (module, module.removeprefix(prefix), prefix + module)
+        return next((place for place in places if place in self.modules and place), None)
+
+    def target(self, name: str) -> tuple[str, str | None]:
+        """The model's name of a tensor, and the pattern of the converter that takes it with others; None for none."""
+        prefix = self.model.base_model_prefix
+        target, pattern = rename_source_key(name, self.renamings, self.converters, prefix, self.tensors)
+        if target not in self.tensors and name in self.tensors:
+            target, pattern = rename_source_key(name, [], [], prefix, self.tensors)
+        return target, pattern
+
+    def stacks(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[list[str]]]:
+        """Parameters of which each expert is one or more weights, one below the other: names of layers, expert by expert.
+
+        shapes: of all weights, (N, K), by the names of their layers; (N * K,) of those that state no more.  transformers' own
+        operations are run on the numbers of rows.  Raises LoadError where the result is no such stack.
+        """
+        sources: dict[str, list[tuple[str, str]]] = {}           # parameter -> layers, and patterns that they match
+        for name in sorted(shapes, key=dot_natural_key):
+            target, pattern = self.target(f"{name}.weight")
+            if pattern is not None and target in self.tensors:
+                sources.setdefault(target, []).append((name, pattern))
+        return {target: self._stack(target, members, shapes) for target, members in sources.items()}
+
+    def _stack(self, target: str, members: Sequence[tuple[str, str]], shapes: Mapping[str, Sequence[int]]) -> list[list[str]]:
+        by_pattern = {pattern: rule for rule in self.converters for pattern in rule.source_patterns}
+        converter = copy.deepcopy(by_pattern[members[0][1]])
+        rows: dict[str, range] = {}                              # numbers of the rows of all layers
+        count = 0
+        for name, pattern in members:
+            n = shapes[name][0] if len(shapes[name]) > 1 else shapes[name][0] // self.tensors[target].shape[-1]
+            rows[name] = range(count, count + n)
+            converter.add_tensor(target, f"{name}.weight", pattern, torch.arange(count, count + n)[:, None])
+            count += n
+        try:
+            result = converter.convert(target, model=self.model, config=self.model.config)
+            value = next(iter(result.values()))
+            order = (value[0] if isinstance(value, list) else value).flatten(1).tolist()
+        except Exception as error:
+            raise LoadError(f"{shown(target)}: transformers cannot join {shown(members[0][0])} with others: {error}") from error
+        firsts = {own[0]: name for name, own in rows.items()}
+        stack = [[firsts[row] for row in expert if row in firsts] for expert in order]
+        if len(result) > 1 or [[row for name in expert for row in rows[name]] for expert in stack] != order:
+            raise LoadError(f"{shown(target)}: transformers makes it of {shown(members[0][0])} and others in a way that packed "
+                            "weights cannot follow: name it in ignore= and give plain numbers")
+        return stack
+
+
+def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    """Plain tensors of a model as its checkpoint has them: with its names, and what the library joined taken apart."""
+    plain: Mapping[str, Tensor] = revert_weight_conversion(model, tensors)
+    return plain
+
+
+def ignored(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern is a parameter's whole name, or a part of it between dots."""
+    return any(re.fullmatch(pattern, part) for pattern in patterns
+               for part in (name, name.removesuffix(".weight"), *name.split(".")))

@@ -1,0 +1,36 @@
+"""The forward of a model's experts over packed weights, as transformers' interface for implementations of experts takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from qdsl.models.experts import Experts
+
+NAME = "qdsl"                                                    # of the implementation
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What experts make of tokens [T, K], by the experts [T, k] and weights [T, k] that the router chose: [T, K].
+
+    Experts of plain weights run in the library's own implementation.
+    """
+    up = self.gate_up_proj if self.has_gate else self.up_proj
+    if not (isinstance(up, Experts) and isinstance(self.down_proj, Experts)):
+        plain: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
+        return plain
+    tokens, chosen = top_k_index.shape
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    offsets = torch.searchsorted(experts, torch.arange(self.num_experts + 1, device=experts.device))
+    bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
+    inner = up(hidden_states[order // chosen], offsets, bias)
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    rows = self.down_proj(inner, offsets, self.down_proj_bias if self.has_bias else None)
+    if getattr(self, "has_post_expert_norm", False):
+        rows = self.post_expert_norm(rows)
+    rows = rows * top_k_weights.reshape(-1)[order, None]
+    in_order = torch.empty_like(rows).index_copy(0, order, rows)
+    return in_order.view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)

@@ -1,0 +1,305 @@
+"""transformers' quantizer of packed weights: layers are placed before the library loads what is plain."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer
+
+import qdsl.models.transformers.moe as moe
+from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qdsl.checkpoint.detect import OWN
+from qdsl.checkpoint.guard import FIELD, REPLACED, is_guard, unguarded
+from qdsl.checkpoint.sources import FolderSource, Source
+from qdsl.models.dense import make_dense
+from qdsl.models.experts import Experts
+from qdsl.models.load import LoadReport, fill_model, held_bytes
+from qdsl.models.offloaded import onloaded
+from qdsl.models.origin import origin_in
+from qdsl.models.plan import SKIPPED, LoadError, listed
+from qdsl.models.save import save
+from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.contract import sentence
+from qdsl.models.transformers.conversions import Conversions, ignored, reverted
+from qdsl.runtime.module import PackedModule
+
+# What `AutoConfig.from_pretrained` takes of what a model's takes.
+HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
+
+
+class QdslHfQuantizer(HfQuantizer):
+    """Places a folder's packed layers in a model while `from_pretrained` loads it.
+
+    report: which layers are packed, as of `qdsl.load_weights_`.  transformers loads all plain tensors by itself.  Weights on a
+    CPU stay mapped from their files, so a `device_map` that names the disk keeps them there.
+    """
+
+    quantization_config: QdslConfig
+
+    def __init__(self, quantization_config: QdslConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})   # the files tell whether layers are packed
+        self.report: LoadReport | None = None
+        self._files: list[Path] = []
+        self._device_map: Any = None
+        self._loaded: list[str] = []                             # the model's configs as they were then
+
+    # -- before the model is built ------------------------------------------------------------------------------------
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """The same map with the CPU in place of the disk: mapped weights lie there anyway."""
+        if isinstance(device_map, Mapping):
+            device_map = {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
+        self._device_map = device_map
+        return device_map
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Take the disk out of a map that transformers has inferred, too."""
+        if isinstance(device_map, dict) and self.report is not None:
+            device_map.update(self.update_device_map(device_map))
+
+    # -- before weights are loaded ------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self._files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """The library's conversions, unchanged; the first time packed layers are placed, which takes their names from them."""
+        if self.report is None:
+            with _open(self._files) as checkpoint:
+                self._place(model, checkpoint, Conversions(model, weight_conversions))
+        return weight_conversions
+
+    def _place(self, model: Any, checkpoint: Checkpoint, names: Conversions) -> None:
+        """Put packed layers into a model on meta, and have transformers leave them alone until it has loaded the others."""
+        config, source = self.quantization_config, checkpoint.source
+        if config.format is None and not source.layers and not source.groups:
+            raise LoadError(f"{checkpoint.path} has no packed weights: name a format to quantize it in, as QdslConfig('q4_0')")
+        skip = [*config.ignore, *(SKIPPED + _kept_in_fp32(model) if config.format else ())]
+        before, devices = _tensors(model), self._device_map
+        device = devices[""] if isinstance(devices, Mapping) and list(devices) == [""] else None
+        self.report = fill_model(model, checkpoint, names.rename, device, skip=skip, plain=False,
+                                 stacks=names.stacks(_shapes(source, config.format)), format=config.format, **config.options)
+        if config.format is not None and not self.report.packed:
+            raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
+        old = {id(tensor) for tensor in before.values()}
+        after = _tensors(model)
+        placed = {name for name, tensor in after.items() if id(tensor) not in old and not tensor.is_meta}
+        for name in placed:
+            after[name]._is_hf_initialized = True                # type: ignore[attr-defined]
+        _untie(model)
+        hook = model.register_state_dict_post_hook(partial(_hide, placed))
+        origin = origin_in(model)                                # its unused tensors are small ones of packed layers
+        unused = {*self.report.unused, *source.plain} - (origin.unused.keys() if origin else set())
+        unexpected = {target for full in unused if (target := names.target(full)[0]) not in names.tensors}
+        model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, unexpected, placed)
+        if any(isinstance(module, Experts) for module in model.modules()):
+            model.set_experts_implementation(moe.NAME)
+
+    def _finish_loading(self, model: Any, hook: Any, unexpected: set[str], placed: set[str], loading_info: Any) -> None:
+        """What transformers calls when it has loaded all others: move packed tensors to their devices.
+
+        Raises LoadError for a matrix that would be left with random numbers.
+        """
+        hook.remove()
+        del model.mark_tied_weights_as_initialized
+        loading_info.unexpected_keys = unexpected                # the tensors of packed layers are not among them
+        missing = _missing_matrices(model, loading_info.missing_keys, self.quantization_config.ignore)
+        if missing:
+            unused = self.report.unused if self.report else []
+            hint = f"; the checkpoint has, and the model does not: {listed(unused)}" if unused else ""
+            raise LoadError(f"{len(missing)} weights of the model are not in the checkpoint: {listed(missing)}{hint}; "
+                            "name those that transformers shall initialise in QdslConfig(ignore=...)")
+        if isinstance(self._device_map, Mapping):
+            _move(model, placed, self._device_map)
+        model.mark_tied_weights_as_initialized(loading_info)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        origin = origin_in(model)
+        if origin is None or self.report is None or "mark_tied_weights_as_initialized" in vars(model):
+            raise RuntimeError(sentence("loads weights in another way"))
+        origin.revert = reverted
+        self._loaded = _configs(model)
+        self.report.device_bytes = held_bytes(model)             # of all weights
+        self.report.bytes_after = sum(self.report.device_bytes.values())
+        if any(isinstance(module, PackedModule) for module in (model.get_input_embeddings(), model.get_output_embeddings())):
+            model.resize_token_embeddings = _refuse_resize
+        return model
+
+    # -- what the model can do ----------------------------------------------------------------------------------------
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of plain numbers; bfloat16 where transformers took that of stored codes for it."""
+        return dtype if dtype.itemsize > 1 else torch.bfloat16
+
+    def save(self, model: Any, folder: Path) -> None:
+        """Write the files that a model came from; configs that were changed since as they are now."""
+        now = _configs(model)
+        with onloaded(model):
+            save(model, folder, None if now[:1] == self._loaded[:1] else json.loads(now[0]))
+        if now[1:] != self._loaded[1:]:
+            model.generation_config.save_pretrained(folder)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters can be trained; packed weights cannot."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        make_dense(model, dtype)
+        vars(model).pop("resize_token_embeddings", None)
+        for module in model.modules():
+            vars(module).pop("_tied_weights_keys", None)
+        model.tie_weights()
+        return model
+
+
+def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quantization_config: QdslConfig | None = None,
+                    **kwargs: Any) -> Any:
+    """Load a folder or repository with packed weights of any producer as a model of transformers.
+
+    It takes what `from_pretrained` of a class takes, and also folders that transformers does not dispatch to a quantizer: DF11,
+    ModelOpt, and those whose config states nothing.  model_class: by default that which the config names.
+    """
+    config = kwargs.pop("config", None)
+    if config is None:
+        config = AutoConfig.from_pretrained(ref, **{key: kwargs[key] for key in HUB if key in kwargs})
+    automatic = transformers.AutoModelForCausalLM
+    named = automatic if hasattr(config, "auto_map") else getattr(transformers, (config.architectures or [""])[0], automatic)
+    return (model_class or named).from_pretrained(ref, *args, config=config,
+                                                  quantization_config=quantization_config or QdslConfig(), **kwargs)
+
+
+def handed_over(config: Any, quantization_config: Any) -> Any:
+    """What `from_pretrained` takes for its quantization_config; a QdslConfig for folders that only qdsl reads.
+
+    config: of the model; for a QdslConfig what it states of a quantization is taken out of it, whoever's, and so is the sentence
+    that stops other loaders.  Raises ValueError for tensor parallelism.
+    """
+    stored = [getattr(holder, "quantization_config", None) for holder in (config, config.get_text_config(decoder=True))]
+    settings = next((dict(own) for own in stored if own is not None), None)
+    is_own = is_guard(getattr(config, FIELD, None)) or (settings is not None and settings.get("quant_method") == OWN)
+    if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == OWN:
+        quantization_config = QdslConfig(**quantization_config)
+    if quantization_config is None and is_own:
+        quantization_config = QdslConfig()
+    if not isinstance(quantization_config, QdslConfig):
+        return quantization_config
+    if getattr(config, "distributed_config", None) is not None:
+        raise ValueError("tp_plan: transformers shards plain weights alone, no packed ones; use device_map=")
+    _strip(config)
+    return quantization_config if settings is None else quantization_config.with_settings(settings)
+
+
+def _configs(model: Any) -> list[str]:
+    """The texts of a model's config and, where it generates, of that for generating."""
+    return [model.config.to_json_string(), *([model.generation_config.to_json_string()] if model.can_generate() else [])]
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("resize_token_embeddings: embeddings or the head are packed; load the model with "
+                     "quantization_config=QdslConfig(ignore=['embed_tokens', 'lm_head']), which makes them dense, then resize")
+
+
+def _open(files: Sequence[Path]) -> Checkpoint:
+    """The checkpoint of the files that transformers has resolved.  Raises LoadError for files of another kind."""
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        kinds = ", ".join(sorted({file.suffix for file in files})) or "no file"
+        raise LoadError(f"packed weights are read from .safetensors files, not from {kinds}")
+    checkpoint = open_checkpoint(files[0].parent)
+    source = checkpoint.source
+    shards = {shard.name for shard in source.folder.shards} if isinstance(source, FolderSource) else set()
+    if shards == {file.name for file in files}:
+        return checkpoint
+    checkpoint.close()
+    if len(files) > 1:
+        raise LoadError(f"{files[0].parent} holds other weights beside {files[0].name}: leave a variant in a folder of its own")
+    return open_checkpoint(files[0])
+
+
+def _shapes(source: Source, format: str | None) -> dict[str, tuple[int, ...]]:
+    """The shapes of weights that are packed, or that a format may pack, by the names of their layers."""
+    shapes: dict[str, tuple[int, ...]] = {name: layer.shape for name, layer in source.layers.items() if layer.experts is None}
+    for group in source.groups:
+        shapes |= {part.removesuffix(".weight"): (count,) for part, count in group.parts.items()}
+    plain = [name for name in source.plain if name.endswith(".weight")] if format is not None else []
+    return shapes | {name.removesuffix(".weight"): own for name in plain if len(own := source.shape(name)) == 2}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all their names."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _kept_in_fp32(model: Any) -> tuple[str, ...]:
+    """Names of modules that a model keeps in float32."""
+    return tuple(map(re.escape, (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))))
+
+
+def _hide(names: Iterable[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave tensors out of a state_dict, so that transformers does not look for them in the checkpoint."""
+    for name in names:
+        state.pop(prefix + name, None)
+
+
+def _untie(model: Any) -> None:
+    """Drop what is known of ties between weights that are packed now: those share their tensors."""
+    plain, modules = _tensors(model), dict(model.named_modules(remove_duplicate=False))
+    for prefix, module in modules.items():
+        for attribute in ("all_tied_weights_keys", "_tied_weights_keys") if isinstance(module, PreTrainedModel) else ():
+            ties = getattr(module, attribute, None) or {}
+            names = {name: f"{prefix}.{name}".lstrip(".") for tie in ties.items() for name in tie}
+            packed = {name for name, full in names.items() if full not in plain and full.rpartition(".")[0] in modules}
+            if packed:
+                setattr(module, attribute, {key: name for key, name in ties.items() if not packed & {key, name}})
+
+
+def _missing_matrices(model: Any, missing: set[str], ignore: Sequence[str]) -> list[str]:
+    """Parameters of two or more axes without numbers, and without one that they share."""
+    shared: dict[str, set[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        shared.setdefault(source, {source}).add(target)
+    loaded = {name for group in shared.values() if not group <= missing for name in group}
+    patterns = model._keys_to_ignore_on_load_missing or ()
+    tensors = _tensors(model)
+    return sorted(name for name in missing - loaded if name in tensors and tensors[name].dim() > 1
+                  and not ignored(name, ignore) and not any(re.search(pattern, name) for pattern in patterns))
+
+
+def _move(model: nn.Module, placed: Iterable[str], device_map: Mapping[str, Any]) -> None:
+    """Move tensors to the devices of a map; those of the CPU stay mapped."""
+    for name in {name.rpartition(".")[0] for name in placed}:
+        key = max((key for key in device_map if not key or f"{name}.".startswith(f"{key}.")), key=len, default=None)
+        device = "cpu" if key is None else device_map[key]
+        if str(device) != "cpu":
+            module: Any = model.get_submodule(name)
+            module._apply(lambda tensor, to=device: tensor if tensor.is_meta else tensor.to(to), recurse=False)
+
+
+def _strip(config: Any) -> None:
+    """Take settings of a quantization, and the sentence that stops loaders, out of a config and all that are nested in it."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _strip(value)
+        elif isinstance(value, dict):
+            vars(config)[name] = unguarded(value)
+    vars(config).pop("quantization_config", None)
+    if is_guard(getattr(config, FIELD, None)):
+        replaced = vars(config).pop(REPLACED, None)
+        delattr(config, FIELD) if replaced is None else setattr(config, FIELD, replaced)

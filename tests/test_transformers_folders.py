@@ -1,0 +1,70 @@
+"""Folders of every producer in transformers: loaded by the plug-in, run, and saved as the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qdsl
+from tests.support import language_models, producer_folders
+from tests.support.covering import ALL
+from tests.support.formats import same_bits
+from tests.support.producer_folders import KINDS, MXFP4
+
+transformers = pytest.importorskip("transformers")
+plugin = pytest.importorskip("qdsl.models.transformers")
+accelerate = pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+
+MODELS = ("qwen3", "tied", "moe")
+EVERY = [(kind, model) for kind in KINDS for model in MODELS]
+COVERING = [(kind, MODELS[place % len(MODELS)]) for place, kind in enumerate(KINDS)]
+CASES = [*(EVERY if ALL else COVERING), (MXFP4, "gpt_oss")]
+
+
+def load(folder: Path, kind: str, dtype: torch.dtype) -> Any:
+    """A folder as users load it: plainly, with a QdslConfig, or by the plug-in's own function."""
+    opens = KINDS[kind].opens if kind in KINDS else "config"
+    if opens == "function":
+        return plugin.from_pretrained(folder, dtype=dtype)
+    options = {"quantization_config": plugin.QdslConfig()} if opens == "config" else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+
+
+def check_saved(folder: Path, again: Path) -> None:
+    """The same files of weights and the same index; the same config."""
+    names = {path.name for path in folder.iterdir() if "safetensors" in path.name}
+    assert {path.name for path in again.iterdir() if "safetensors" in path.name} == names
+    for name in names:
+        assert (again / name).read_bytes() == (folder / name).read_bytes(), name
+    assert json.loads((again / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("kind", "model"), CASES)
+def test_a_folder_loads_runs_and_saves(kind: str, model: str, tmp_path: Path) -> None:
+    """Logits and greedy tokens are those of the decoded weights."""
+    decoded = producer_folders.write_folder(tmp_path / "in", kind, model)
+    loaded = load(tmp_path / "in", kind, torch.float32)
+    reference = language_models.filled(model, decoded, torch.float32)
+    assert same_bits(language_models.logits(loaded), language_models.logits(reference))
+    assert language_models.greedy(loaded).equal(language_models.greedy(reference))
+    loaded.save_pretrained(tmp_path / "out")
+    check_saved(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("kind", "model"), [
+    *((kind, MODELS[(place + 1) % len(MODELS)]) for place, kind in enumerate(KINDS)), (MXFP4, "gpt_oss")])
+def test_a_folder_fills_a_model(kind: str, model: str, tmp_path: Path) -> None:
+    """`load_weights_` in bfloat16, the dtype of most folders: the same bits as decoded weights, and the same files again."""
+    decoded = producer_folders.write_folder(tmp_path / "in", kind, model)
+    with accelerate.init_empty_weights(include_buffers=False):
+        filled = transformers.AutoModelForCausalLM.from_config(language_models.config(model), dtype=torch.bfloat16)
+    report = qdsl.load_weights_(filled.eval(), tmp_path / "in")
+    assert report.packed
+    reference = language_models.filled(model, decoded, torch.bfloat16)
+    assert same_bits(language_models.logits(filled), language_models.logits(reference))
+    assert qdsl.save_model(filled, tmp_path / "out").exact
