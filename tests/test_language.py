@@ -6,7 +6,6 @@ import json
 import math
 import string
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,30 +15,20 @@ from qdsl.cli import app
 from tests.support import language_models, producer_folders
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
 TEXT = "".join(f"{number} squared is {number * number}. " for number in range(60))
 
 
-def add_tokenizer(folder: Path, **options: Any) -> Path:
-    """A tokenizer of printable characters, one token each."""
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(string.printable)}, unk_token=" "))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    core.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token=" ", **options).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return add_tokenizer(language_models.write_plain(tmp_path_factory.mktemp("plain") / "model", "qwen3"))
+    return language_models.add_tokenizer(language_models.write_plain(tmp_path_factory.mktemp("plain") / "model", "qwen3"))
 
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp8") / "model"
     producer_folders.write_folder(folder, "fp8 block", "qwen3")
-    return add_tokenizer(folder)
+    return language_models.add_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +65,7 @@ def test_options_of_generating(plain: Path, tmp_path: Path) -> None:
     assert first["text"] == again["text"] != other["text"] and first["tokens"] == 16 and "int_group" in first["model"]
     for path in plain.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    add_tokenizer(tmp_path, chat_template="{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    language_models.add_tokenizer(tmp_path, chat_template="{% for message in messages %}<{{ message.content }}>{% endfor %}")
     chat, raw = (json.loads(run("generate", tmp_path, "1", "-n", 4, "--json", *more).stdout) for more in ((), ("--no-chat",)))
     assert (chat["prompt"], raw["prompt"]) == (3, 1)
 

@@ -39,8 +39,8 @@ def generate(model: Model, prompt: Annotated[str, typer.Argument(help="What to c
         return
     typer.echo()
     memory = f"{result.resident / 1e6:.0f} MB resident, {loaded.bits_per_weight:.2f} bits per weight"
-    speed = f"{result.tokens} tokens after {result.prompt} in {result.seconds:.1f} s, {result.tokens / result.seconds:.1f} per second"
-    typer.echo(f"loaded in {loaded.seconds:.1f} s, {memory}; {speed}", err=True)
+    speed = f"in {result.seconds:.1f} s, {result.tokens / result.seconds:.1f} per second"
+    typer.echo(f"loaded in {loaded.seconds:.1f} s, {memory}; {result.tokens} tokens after {result.prompt} {speed}", err=True)
 
 
 @app.command()
