@@ -25,7 +25,7 @@ GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
     "layout": set(), "numbers": set(), "files": set(), "places": set(), "processes": set(), "progress": set(),
-    "shapes": set(), "spilled": set(), "stored": {"shapes", "numbers"},
+    "drawing": set(), "shapes": set(), "spilled": set(), "stored": {"shapes", "numbers"},
     # the compiler, in its order
     "spec": {"numbers", "shapes"},
     "ir": {"spec", "layout", "numbers"},
@@ -38,18 +38,18 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
     "generated": set(),
     # what joins them for a user
-    "quantize": {"checkpoint", "runtime", "processes"},
+    "quantize": {"checkpoint", "drawing", "runtime", "processes"},
     "rewrite": {"checkpoint", "files", "processes", ""},
     "convert": {"rewrite", "checkpoint", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
-    "models": {"checkpoint", "convert", "files", "processes", "rewrite", "runtime", "stored"},
+    "models": {"checkpoint", "convert", "drawing", "files", "processes", "rewrite", "runtime", "stored"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime", "checkpoint", "models"},
     "analyze": {"runtime", "places", ""},
     "tune": {"runtime", "files"},
     "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
     "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "rewrite", "convert",
-            "compress", "entropy", "processes", "progress", ""},
+            "compress", "entropy", "models", "processes", "progress", "runtime", ""},
     "__main__": {"cli"},
 }
 # Other people's packages, in function bodies too.

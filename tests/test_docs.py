@@ -148,6 +148,14 @@ def test_python_of_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: py
     for block in blocks(ROOT / "docs" / "transformers.md", "python"):
         exec(compile(block, "transformers.md", "exec"), names)  # noqa: S102
     assert (tmp_path / "Qwen3-again/model.safetensors").read_bytes() == (tmp_path / "Qwen3-int4/model.safetensors").read_bytes()
+    for name in ("Qwen3", "Qwen3-GPTQ", "Qwen3-int4"):
+        language_models.add_tokenizer(tmp_path / name)
+    (tmp_path / "wiki.test.raw").write_text("A text of more than one chunk of tokens. " * 20)
+    [commands] = blocks(ROOT / "docs" / "transformers.md", "sh")
+    for line in commands.splitlines()[1:]:
+        result = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
+        assert result.exit_code == 0, (line, result.output)
+    assert (tmp_path / "kl.svg").is_file()
 
 
 @pytest.mark.filterwarnings("ignore")                            # of peft

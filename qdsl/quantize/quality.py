@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any
+
+from qdsl.drawing import drawing, text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,19 +69,12 @@ def svg(title: str, tensors: Sequence[Mapping[str, Any]]) -> str:
     most = max([each["snr_db"] for each in drawn] + [10.0])
     body = []
     for i, (type, fill) in enumerate(colours.items()):
-        body += [f'<rect x="{20 + 100 * i}" y="40" width="12" height="12" fill="{fill}"/>', _text(36 + 100 * i, 50, type)]
+        body += [f'<rect x="{20 + 100 * i}" y="40" width="12" height="12" fill="{fill}"/>', text(36 + 100 * i, 50, type)]
     for i, each in enumerate(drawn):
         y = 66 + 14 * i
         width = max(0.0, 400 * each["snr_db"] / most)
-        body += [_text(350, y + 10, each["name"], "end"),
+        body += [text(350, y + 10, each["name"], "end"),
                  f'<rect x="356" y="{y}" width="{width:.1f}" height="11" fill="{colours[each["type"]]}"/>',
-                 _text(360 + round(width), y + 10, f"{each['snr_db']:.1f} dB")]
+                 text(360 + round(width), y + 10, f"{each['snr_db']:.1f} dB")]
     width, height = max(840, 40 + 100 * len(colours)), 80 + 14 * len(drawn)
-    head = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="monospace">',
-            f"<title>{escape(title)}</title>", f'<rect width="{width}" height="{height}" fill="white"/>', _text(20, 24, title)]
-    return "\n".join([*head, *body, "</svg>"]) + "\n"
-
-
-def _text(x: int, y: int, text: str, anchor: str = "start") -> str:
-    plain = "".join(c if c.isprintable() else "?" for c in text)  # XML has no place for control characters
-    return f'<text x="{x}" y="{y}" font-size="11" text-anchor="{anchor}">{escape(plain)}</text>'
+    return drawing(title, width, height, body)

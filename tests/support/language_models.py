@@ -119,3 +119,17 @@ def write_plain(folder: Path, model: str) -> Path:
     config(model).save_pretrained(folder)
     write(folder / "model.safetensors", dict(weights(model)), {"format": "pt"})
     return folder
+
+
+def add_tokenizer(folder: Path, **options: Any) -> Path:
+    """A tokenizer of printable characters, one token each."""
+    import string
+
+    import tokenizers
+    import transformers
+
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(string.printable)}, unk_token=" "))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    core.decoder = tokenizers.decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token=" ", **options).save_pretrained(folder)
+    return folder

@@ -616,3 +616,6 @@ def _table(heads: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+from qdsl.cli import models as _models  # noqa: E402, F401          # its commands are those of this app

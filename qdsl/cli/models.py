@@ -1,0 +1,100 @@
+"""Commands that run language models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qdsl.cli import Json, _fail, _param, _reported, _table, app
+
+Model = Annotated[str, typer.Argument(help="A folder, a repository, or a GGUF file.", show_default=False)]
+Params = Annotated[list[str] | None, typer.Option("--param", help="Of --format, or an option of its quantizer, as key=value.")]
+Device = Annotated[str | None, typer.Option("--device", help="Such as cpu or cuda:1; by default a GPU where there is one.")]
+DType = Annotated[str, typer.Option("--dtype", help="Of products, such as float32; by default that of the model.")]
+
+
+@app.command()
+def generate(model: Model, prompt: Annotated[str, typer.Argument(help="What to continue, or to answer.", show_default=False)],
+             format: Annotated[str | None, typer.Option("--format", "-f", help="Quantize a plain model in this format.")] = None,
+             param: Params = None,
+             max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.")] = 128,
+             temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: the most probable token.")] = 0.0,
+             seed: Annotated[int, typer.Option("--seed", help="Of sampling.")] = 0,
+             chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Use the chat template, where there is one.")] = True,
+             device: Device = None, dtype: DType = "auto", as_json: Json = False) -> None:
+    """Run a language model on a prompt, with its weights packed, and print how fast it was and what memory it took."""
+    with _running() as language:
+        loaded = language.load_language_model(model, format, device, dtype, dict(map(_param, param or ())))
+        write = None if as_json else lambda text: typer.echo(text, nl=False)
+        result = language.generate(loaded, prompt, max_new_tokens, temperature, seed, chat, write)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "model": loaded.name, "load_seconds": loaded.seconds, **asdict(result)}))
+        return
+    typer.echo()
+    memory = f"{result.resident / 1e6:.0f} MB resident, {loaded.bits_per_weight:.2f} bits per weight"
+    speed = f"in {result.seconds:.1f} s, {result.tokens / result.seconds:.1f} per second"
+    typer.echo(f"loaded in {loaded.seconds:.1f} s, {memory}; {result.tokens} tokens after {result.prompt} {speed}", err=True)
+
+
+@app.command()
+def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, repositories or GGUF files.", show_default=False)],
+             text: Annotated[Path, typer.Option("--text", help="A file of text to score.", show_default=False)],
+             against: Annotated[str | None, typer.Option("--against", help="The model that others are compared with.")] = None,
+             format: Annotated[list[str] | None, typer.Option("--format", "-f", help="Also measure the model of --against in a "
+                                                              "format; may be repeated.")] = None,
+             context: Annotated[int, typer.Option("--context", "-c", min=4, help="Tokens of a chunk.")] = 512,
+             svg: Annotated[Path | None, typer.Option("--svg", help="Draw divergence over bits per weight.")] = None,
+             device: Device = None, dtype: DType = "auto", as_json: Json = False) -> None:
+    """Measure what quantizing cost: perplexity, and divergence from another model, as llama-perplexity defines them."""
+    if against is None and (format or svg):
+        _fail("error: --format and --svg compare with a model: name it with --against", 2)
+    with _running() as language:
+        from qdsl.files import write_text
+        from qdsl.models import evaluate as measure
+
+        content = text.read_text(encoding="utf-8")
+        base = None if against is None else language.load_language_model(against, None, device, dtype)
+        results = []
+        for name, form in [*((name, None) for name in models), *((str(against), form) for form in format or ())]:
+            loaded = language.load_language_model(name, form, device, dtype)
+            results.append(measure.evaluate(loaded, content, base, context))
+            del loaded
+        heads, rows = measure.table(results)
+        if svg is not None:
+            write_text(svg, measure.svg(f"{text.name}: divergence from {against}", results))
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "text": str(text), "context": context, "against": against,
+                               "models": [_finite(asdict(each)) for each in results]}))
+        return
+    _table(heads, rows)
+
+
+def _finite(value: Any) -> Any:
+    """The same for JSON, which has no infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def _running() -> Iterator[Any]:
+    """The module that loads language models, with its problems as messages; exit code 2 where transformers is not installed."""
+    from qdsl.runtime.errors import FormatError
+
+    try:
+        from qdsl.models import language
+        from qdsl.models.plan import LoadError
+    except ImportError as error:
+        _fail(f"error: {error}; language models need `pip install 'qdsl-formats[models]'`", 2)
+    try:
+        with _reported():
+            yield language
+    except (LoadError, FormatError, ValueError) as error:
+        _fail(f"error: {error}")

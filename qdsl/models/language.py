@@ -1,0 +1,113 @@
+"""A language model with its tokenizer, loaded by one name, and the text that it generates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import qdsl.models.transformers as plugin
+from qdsl.checkpoint.checkpoint import open_checkpoint
+from qdsl.models.plan import LoadError
+from qdsl.processes import resident_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModel:
+    """A model of transformers and its tokenizer.  name: how it was asked for.  seconds: wall time of loading."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    seconds: float
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of all parameters for each of their numbers."""
+        report = getattr(getattr(self.model, "hf_quantizer", None), "report", None)
+        stored = sum({tensor.data_ptr(): tensor.nbytes for tensor in self.model.parameters()}.values())
+        dense = stored if report is None else report.bytes_before
+        numbers = dense // int(self.model.dtype.itemsize)
+        return float(8 * stored / numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Generated text.  prompt, tokens: how many tokens were read and written.  seconds: for both.  resident: bytes of memory."""
+
+    text: str
+    prompt: int
+    tokens: int
+    seconds: float
+    resident: int
+
+
+def load_language_model(ref: str, format: str | None = None, device: str | None = None, dtype: str = "auto",
+                        params: Mapping[str, Any] | None = None) -> LanguageModel:
+    """Load a folder, a repository or a GGUF file: packed weights as they are, plain ones plain or quantized in a format.
+
+    device: by default a GPU where there is one.  params: of the format's quantizer.  Raises LoadError, CheckpointError, OSError.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    began = time.perf_counter()
+    path = Path(ref)
+    if not path.exists() and (path.suffix or ref.count("/") != 1):
+        raise LoadError(f"{ref}: no such folder or file")
+    options: dict[str, Any] = {"dtype": dtype, "device_map": device or ("cuda" if torch.cuda.is_available() else "cpu")}
+    if format is not None:
+        options["quantization_config"] = plugin.QdslConfig(format, **(params or {}))
+    if format is not None or _is_packed(path):
+        model = plugin.from_pretrained(ref, **options)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(ref, **options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ref)
+    return LanguageModel(ref if format is None else f"{ref} as {format}", model, tokenizer, time.perf_counter() - began)
+
+
+def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0,
+             chat: bool = True, write: Callable[[str], Any] | None = None) -> Generation:
+    """Continue a prompt, or answer it where the tokenizer has a chat template and `chat` is set.
+
+    temperature: 0 takes the most probable token each time.  write: is given the text piece by piece.
+    """
+    tokenizer, model = language.tokenizer, language.model
+    if chat and tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = inputs.to(model.device)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {
+        "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    torch.manual_seed(seed)
+    began = time.perf_counter()
+    streamer = None if write is None else _Writer(tokenizer, write)
+    tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)[0]
+    seconds, read = time.perf_counter() - began, inputs["input_ids"].shape[1]
+    text = tokenizer.decode(tokens[read:], skip_special_tokens=True)
+    return Generation(text, read, len(tokens) - read, seconds, resident_bytes())
+
+
+class _Writer(transformers.TextStreamer):
+    """Hands text on as it is generated, without the prompt."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], Any]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._write(text)
+
+
+def _is_packed(path: Path) -> bool:
+    """Whether a folder or file holds packed weights; a repository is asked for its config alone, by transformers."""
+    if not path.exists():
+        config = transformers.AutoConfig.from_pretrained(str(path))
+        return getattr(config, "quantization_config", None) is not None
+    with open_checkpoint(path) as checkpoint:
+        return bool(checkpoint.layers or checkpoint.groups)

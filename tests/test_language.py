@@ -1,0 +1,110 @@
+"""Language models from the command line: what they generate, and what quantizing cost them."""
+
+from __future__ import annotations
+
+import json
+import math
+import string
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from qdsl.cli import app
+from tests.support import language_models, producer_folders
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+TEXT = "".join(f"{number} squared is {number * number}. " for number in range(60))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return language_models.add_tokenizer(language_models.write_plain(tmp_path_factory.mktemp("plain") / "model", "qwen3"))
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fp8") / "model"
+    producer_folders.write_folder(folder, "fp8 block", "qwen3")
+    return language_models.add_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "squares.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+def expected_tokens(folder: Path, prompt: str, count: int) -> str:
+    from qdsl.models.transformers import from_pretrained
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    tokens = from_pretrained(folder).generate(**inputs, max_new_tokens=count, do_sample=False)[0]
+    return str(tokenizer.decode(tokens[len(prompt):]))
+
+
+def test_text_is_streamed_and_figures_follow(fp8: Path) -> None:
+    result = run("generate", fp8, "12 squared", "--max-new-tokens", 12)
+    assert result.exit_code == 0 and result.stdout.rstrip("\n") == expected_tokens(fp8, "12 squared", 12).rstrip("\n")
+    assert "MB resident" in result.stderr and "12 tokens after 10" in result.stderr
+
+
+def test_options_of_generating(plain: Path, tmp_path: Path) -> None:
+    """Quantized on the way, sampled the same by the same seed, and with the chat template where there is one."""
+    first, again, other = (json.loads(run("generate", plain, "1", "-f", "int_group", "--param", "bits=4", "--param", "group=32",
+                                          "--temperature", 1.5, "--seed", seed, "-n", 16, "--json").stdout)
+                           for seed in (1, 1, 2))
+    assert first["text"] == again["text"] != other["text"] and first["tokens"] == 16 and "int_group" in first["model"]
+    for path in plain.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    language_models.add_tokenizer(tmp_path, chat_template="{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    chat, raw = (json.loads(run("generate", tmp_path, "1", "-n", 4, "--json", *more).stdout) for more in ((), ("--no-chat",)))
+    assert (chat["prompt"], raw["prompt"]) == (3, 1)
+
+
+def test_perplexity_is_that_of_the_second_halves(plain: Path, text: Path) -> None:
+    """As llama-perplexity counts: chunks that know nothing of each other, of which the second half is scored."""
+    data = json.loads(run("evaluate", plain, "--text", text, "--context", 64, "--dtype", "float32", "--json").stdout)
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    tokens = torch.tensor([string.printable.index(c) for c in TEXT])
+    losses = []
+    for chunk in tokens[:len(tokens) // 64 * 64].view(-1, 64):
+        with torch.no_grad():
+            logits = model(chunk[None]).logits[0]
+        losses += [torch.nn.functional.cross_entropy(logits[place], chunk[place + 1]) for place in range(32, 63)]
+    [figures] = data["models"]
+    assert figures["tokens"] == len(losses) and figures["divergence"] is None
+    assert figures["perplexity"] == pytest.approx(math.exp(torch.stack(losses).double().mean()), rel=1e-5)
+
+
+def test_divergence_from_a_base(plain: Path, fp8: Path, text: Path, tmp_path: Path) -> None:
+    """Formats without loss diverge by nothing; coarser ones by more, with less signal to noise."""
+    svg = tmp_path / "kl.svg"
+    result = run("evaluate", fp8, "--text", text, "--against", plain, "-f", "hlane", "-f", "q8_0", "-f", "q4_0", "-c", 64,
+                 "--json", "--svg", svg)
+    by_name = {each["name"].rpartition(" ")[2]: each for each in json.loads(result.stdout)["models"]}
+    lossless, q8, q4, other = (by_name[name] for name in ("hlane", "q8_0", "q4_0", str(fp8)))
+    assert (lossless["divergence"], lossless["percentile"], lossless["agreement"]) == (0.0, 0.0, 1.0)
+    assert 0 < q8["divergence"] < other["divergence"] < q4["divergence"] < q4["percentile"]
+    assert set(lossless["snr"].values()) == {None} and min(q8["snr"].values()) > 40 > 25 > max(q4["snr"].values()) > 15
+    assert len(q8["snr"]) == 14 and lossless["bits_per_weight"] > q8["bits_per_weight"] > q4["bits_per_weight"]
+    assert svg.read_text().count("<circle") == 4
+    table = run("evaluate", "--text", text, "--against", plain, "-c", 64, plain).stdout
+    assert "100.00%" in table and "0.000000" in table
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    ("generate nowhere x", 1, "no such folder"), ("evaluate {plain} --text {text} -f q4_0", 2, "--against"),
+    ("evaluate {plain} --text {text} -c 5000", 1, "give more text"), ("generate {plain} x -f q9", 1, "no format 'q9'"),
+    ("generate {fp8} x -f q4_0", 1, "contradicts")])
+def test_errors_are_sentences(plain: Path, fp8: Path, text: Path, arguments: str, code: int, message: str) -> None:
+    result = run(*arguments.format(plain=plain, fp8=fp8, text=text).split())
+    assert result.exit_code == code and message in result.stderr and "Traceback" not in result.stderr
