@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -144,7 +145,8 @@ def _aqlm(books: int, bits: int) -> dict[str, Any]:
 _DYNAMIC = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True}
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
 _NF4 = {"load_in_4bit": True, "_load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-_FP4_BLOCKS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+_FP4_BLOCKS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+                               "scale_dtype": "torch.float8_e4m3fn"}
 _MX_BLOCKS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _MODELOPT = {"producer": {"name": "modelopt", "version": "0.37.0"}}
 
@@ -344,3 +346,9 @@ def _write_stacks(path: Path, plain: Mapping[str, Tensor], config: dict[str, Any
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
     write_files(path, tensors, {"config.json": {**config, "quantization_config": settings}}, "gpt_oss")
     return decoded
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether a folder has safetensors files, and another one the same bytes in files of these names."""
+    names = [path.name for path in one.glob("*.safetensors")]
+    return bool(names) and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)
