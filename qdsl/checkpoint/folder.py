@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -26,11 +27,12 @@ class Folder:
     """A checkpoint folder, or a single .safetensors file with the config.json beside it.
 
     The headers of all files are read at once, the tensors when asked for.  partial: files that the index names may be missing;
-    `missing` then says which tensor lies in which of them.
+    `missing` then says which tensor lies in which of them.  files: names of the files to read; by default those of the index, or
+    all where there is none.
     Raises CheckpointError for anything that is wrong in the files, OSError when they cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, partial: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, partial: bool = False, files: Collection[str] = ()) -> None:
         self.path = Path(path)
         self.partial = partial
         self.missing: dict[str, str] = {}
@@ -38,7 +40,9 @@ class Folder:
         self.index_name = self._index_name()
         self.index: dict[str, Any] = {}                          # what its file holds
         placed = self._index()
-        self.shards = [self.root / name for name in sorted(set(placed.values()))] or self._found()
+        if files and set(files) != set(placed.values()):         # an index of others, or none
+            self.index, self.missing, placed = {}, {}, {}
+        self.shards = [self.root / name for name in sorted(set(files or placed.values()))] or self._found()
         self._files: dict[str, TensorFile] = {}
         with ExitStack() as stack:
             for shard in self.shards:

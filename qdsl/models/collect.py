@@ -143,12 +143,16 @@ class Collector:
             first = stack.weight(0)
         except FormatError as error:
             raise SaveError(f"experts {shown(name)} have several weights each, which no file of stacks has: {error}") from None
+        sizes = {tuple(tensor.shape for tensor in part.packed.tensors.values()) for part in stack._linears()}
+        if len(sizes) > 1:
+            raise SaveError(f"experts {shown(name)}: the tensors of {first.format.name} differ in size from expert to expert, "
+                            "and a stack in a file has one size; leave the experts out when you quantize the model")
         layer, storage = self._record(name, first, record)
         weight = self._convert(name, first, storage, record)
         for tensor, value in weight.tensors.items():
             full = self._full_name(layer, weight, tensor)
             own = (stack.experts, *(value.t().shape if layer.turned else value.shape))
-            shape = self._kinds[full][1] if full in self._kinds else own
+            shape = self._stored_shape(full, value.dtype, own)
             self._add(full, value.dtype, shape, partial(self._stacked, name, stack, tensor, layer.turned, storage, shape))
         self._add_settings(layer, weight)
 
@@ -273,8 +277,13 @@ class Collector:
     def _add(self, full: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
         if full in self.tensors:
             raise SaveError(f"two tensors of the model are called {shown(full)}")
-        _, known = self._kinds.get(full, (dtype, shape))
+        known = self._stored_shape(full, dtype, shape)
         self.tensors[full] = Stored(dtype, known if math.prod(known) == math.prod(shape) else shape, read)
+
+    def _stored_shape(self, full: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that the checkpoint has of a tensor in this dtype, else `shape`: one that was plain had other axes."""
+        known, stored = self._kinds.get(full, (dtype, shape))
+        return stored if known == dtype else shape
 
 
 def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:

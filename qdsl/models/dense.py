@@ -32,6 +32,15 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     vars(model).pop(ATTRIBUTE, None)
 
 
+def embeddings(model: Any) -> list[nn.Module]:
+    """The input embedding and the head of a model of transformers; none of a model without text, which refuses to name them."""
+    try:
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    except NotImplementedError:
+        return []
+    return [module for module in ends if module is not None]
+
+
 def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None, shared: dict[tuple[int, ...], nn.Parameter],
              ) -> None:
     """Put a dense layer in place of a packed one, with its bias, mode and hooks."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qdsl.models.offloaded import onloaded_by_hooks
 from qdsl.runtime.layers import QuantizedLinear
 from qdsl.runtime.packed import FormatError, PackedWeight
 
@@ -85,7 +86,8 @@ class Experts(nn.Module):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """All weights, dense: [E, N, K], or [E, K, N] where they are transposed."""
-        rows = torch.cat([part.dequantize(dtype or self.dtype) for part in self._linears()])
+        with onloaded_by_hooks(self._linears()):
+            rows = torch.cat([part.dequantize(dtype or self.dtype) for part in self._linears()])
         dense = rows.view(self.experts, -1, rows.shape[1])
         return dense.transpose(1, 2) if self.transposed else dense
 
@@ -110,7 +112,8 @@ class Experts(nn.Module):
         """
         parts = self._linears()
         if len(parts) == 1:
-            return parts[0].format.grouped_linear(x, parts[0].packed, offsets, bias)
+            with onloaded_by_hooks(parts):
+                return parts[0].format.grouped_linear(x, parts[0].packed, offsets, bias)
         borders = offsets.tolist() if isinstance(offsets, Tensor) else list(offsets)
         rises = all(start <= stop for start, stop in pairwise([0, *borders]))
         if len(borders) != self.experts + 1 or borders[0] or borders[-1] != len(x) or not rises:
@@ -127,7 +130,8 @@ class Experts(nn.Module):
         """x [M, K] times the transpose of one expert's weights, which stayed apart, plus bias [N]: [M, N]."""
         parts = self._linears_of(expert)
         biases = [None] * len(parts) if bias is None else torch.split(bias, [part.out_features for part in parts])
-        return torch.cat([part.format.linear(x, part.packed, own) for part, own in zip(parts, biases, strict=True)], -1)
+        with onloaded_by_hooks(parts):
+            return torch.cat([part.format.linear(x, part.packed, own) for part, own in zip(parts, biases, strict=True)], -1)
 
     def __getattr__(self, name: str) -> Any:
         """A module's attribute; else a tensor's, of the dense weights."""
@@ -161,6 +165,7 @@ class Experts(nn.Module):
         packed = self._linears()[0].packed
         if len(self.parts) == 1 and packed.shape[0] // self.experts % packed.step("N"):
             return self.dequantize(dtype)[expert]                # streams, whose rows are decoded together
-        rows = [weight.format.dequantize(weight, dtype or self.dtype) for weight in self.weights(expert)]
+        with onloaded_by_hooks(self._linears_of(expert) if len(self.parts) > 1 else self._linears()):
+            rows = [weight.format.dequantize(weight, dtype or self.dtype) for weight in self.weights(expert)]
         dense = torch.cat(rows) if len(rows) > 1 else rows[0]
         return dense.t() if self.transposed else dense

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +27,23 @@ def onloaded(model: nn.Module) -> Iterator[None]:
     finally:
         for own, name, tensor in replaced:
             own[name] = tensor
+
+
+def onloaded_by_hooks(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Have accelerate's hooks load modules whose weights are used without a call of the modules themselves."""
+    hooked = [(module, module._hf_hook) for module in modules if hasattr(module, "_hf_hook")]
+    return _hooks_run(hooked) if hooked else nullcontext()
+
+
+@contextmanager
+def _hooks_run(hooked: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
+    try:
+        for module, hook in hooked:
+            hook.pre_forward(module)
+        yield
+    finally:
+        for module, hook in hooked:
+            hook.post_forward(module, None)
 
 
 def _offloaded_weights(module: nn.Module) -> Any:

@@ -17,6 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from qdsl.models.dense import embeddings
 from qdsl.models.lora import AdapterError as AdapterError
 from qdsl.models.lora import is_packed, register
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
@@ -192,8 +193,7 @@ def _forget_adapters(model: Any, report: MergeReport) -> None:
         model._hf_peft_config_loaded = False
     config: Any = getattr(model, "config", None)
     if getattr(config, "tie_word_embeddings", False):
-        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-        shared = [{tensor.data_ptr() for tensor in end.parameters()} for end in ends if end is not None]
+        shared = [{tensor.data_ptr() for tensor in end.parameters()} for end in embeddings(model)]
         if len(shared) == 2 and not shared[0] & shared[1]:
             config.tie_word_embeddings = False
             report.notes.append("the head is no longer tied to the embedding: pass a config with tie_word_embeddings=False "

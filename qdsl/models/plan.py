@@ -21,9 +21,10 @@ from qdsl.stored import OF_X
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 SHOWN = 20                                                       # names that an error lists
-# Modules that online quantization leaves dense, by a part of their names: heads, embeddings, norms and routers.
+# Modules that online quantization leaves dense, by a part of their names: heads, embeddings, norms, routers, and the dt_proj of
+# Mamba, which multiplies by the weight itself.
 SKIPPED = ("lm_head", "output_projection", "embed.*", ".*embed(ding|dings|_tokens)?", "wte", "wpe", ".*norm.*", "ln_.*",
-           "gate", "router", "shared_expert_gate", "score", "classifier")
+           "gate", "router", "shared_expert_gate", "score", "classifier", "dt_proj")
 
 
 SKIP = "left out by a pattern"

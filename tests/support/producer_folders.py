@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -345,3 +346,9 @@ def _write_stacks(path: Path, plain: Mapping[str, Tensor], config: dict[str, Any
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
     write_files(path, tensors, {"config.json": {**config, "quantization_config": settings}}, "gpt_oss")
     return decoded
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether a folder has safetensors files, and another one the same bytes in files of these names."""
+    names = [path.name for path in one.glob("*.safetensors")]
+    return bool(names) and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)

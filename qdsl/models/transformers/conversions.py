@@ -40,7 +40,10 @@ class Conversions:
             target, converter = self.target(name + suffix)
             if converter is None and target in self.tensors:
                 return target.removesuffix(suffix)
-        module = self.target(f"{name}.weight")[0].removesuffix(".weight")
+        weight, converter = self.target(f"{name}.weight")
+        if converter is not None:                                # it may permute rows, as for rotary embeddings
+            return None
+        module = weight.removesuffix(".weight")
         prefix = f"{self.model.base_model_prefix}."
         places = (module, module.removeprefix(prefix), prefix + module)
         return next((place for place in places if place in self.modules and place), None)

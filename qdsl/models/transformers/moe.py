@@ -16,10 +16,10 @@ NAME = "qdsl"                                                    # of the implem
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What experts make of tokens [T, K], by the experts [T, k] and weights [T, k] that the router chose: [T, K].
 
-    Experts of plain weights run in the library's own implementation.
+    The library's own implementation runs experts of plain weights, and decodes those whose rows are the columns of the product.
     """
     up = self.gate_up_proj if self.has_gate else self.up_proj
-    if not (isinstance(up, Experts) and isinstance(self.down_proj, Experts)):
+    if not all(isinstance(stack, Experts) and stack.transposed == self.is_transposed for stack in (up, self.down_proj)):
         plain: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         return plain
     tokens, chosen = top_k_index.shape

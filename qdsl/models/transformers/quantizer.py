@@ -16,15 +16,17 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
 import qdsl.models.transformers.moe as moe
-from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect import OWN
+from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.guard import FIELD, REPLACED, is_guard, unguarded
+from qdsl.checkpoint.safetensors import shown
 from qdsl.checkpoint.sources import FolderSource, Source
-from qdsl.models.dense import make_dense
+from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
 from qdsl.models.load import LoadReport, fill_model, held_bytes
 from qdsl.models.offloaded import onloaded
-from qdsl.models.origin import origin_in
+from qdsl.models.origin import Origin, origin_in
 from qdsl.models.plan import SKIPPED, LoadError, listed
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
@@ -50,7 +52,8 @@ class QdslHfQuantizer(HfQuantizer):
         self.report: LoadReport | None = None
         self._files: list[Path] = []
         self._device_map: Any = None
-        self._loaded: list[str] = []                             # the model's configs as they were then
+        self._stated = ""                                        # the config from which the model is built
+        self._loaded: list[str] = []                             # the model's configs as they were loaded
 
     # -- before the model is built ------------------------------------------------------------------------------------
 
@@ -65,6 +68,11 @@ class QdslHfQuantizer(HfQuantizer):
         """Take the disk out of a map that transformers has inferred, too."""
         if isinstance(device_map, dict) and self.report is not None:
             device_map.update(self.update_device_map(device_map))
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The config, unchanged: it is noted before a model adds to it, to tell whether the caller has edited it."""
+        self._stated = config.to_json_string()
+        return config
 
     # -- before weights are loaded ------------------------------------------------------------------------------------
 
@@ -91,8 +99,11 @@ class QdslHfQuantizer(HfQuantizer):
                                  stacks=names.stacks(_shapes(source, config.format)), format=config.format, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
+        if config.format is not None:
+            _report_converted(model, self.report)
         old = {id(tensor) for tensor in before.values()}
         after = _tensors(model)
+        _check_codes(source, names, {name for name, tensor in after.items() if tensor.is_meta and id(tensor) in old})
         placed = {name for name, tensor in after.items() if id(tensor) not in old and not tensor.is_meta}
         for name in placed:
             after[name]._is_hf_initialized = True                # type: ignore[attr-defined]
@@ -129,11 +140,22 @@ class QdslHfQuantizer(HfQuantizer):
             raise RuntimeError(sentence("loads weights in another way"))
         origin.revert = reverted
         self._loaded = _configs(model)
+        if self._is_edited(model.config, origin):
+            self._loaded[0] = ""
         self.report.device_bytes = held_bytes(model)             # of all weights
         self.report.bytes_after = sum(self.report.device_bytes.values())
-        if any(isinstance(module, PackedModule) for module in (model.get_input_embeddings(), model.get_output_embeddings())):
+        if any(isinstance(module, PackedModule) for module in embeddings(model)):
             model.resize_token_embeddings = _refuse_resize
         return model
+
+    def _is_edited(self, config: Any, origin: Origin) -> bool:
+        """Whether the caller loaded the model with another config than that of the folder, but for its dtype."""
+        stored = json.loads(origin.config or "{}")
+        if stored.get("model_type") != config.model_type:        # a part of a composite model
+            return False
+        folder = type(config).from_dict(stored)
+        _strip(folder)
+        return _settings(json.loads(folder.to_json_string())) != _settings(json.loads(self._stated))
 
     # -- what the model can do ----------------------------------------------------------------------------------------
 
@@ -222,24 +244,35 @@ def _open(files: Sequence[Path]) -> Checkpoint:
     if not files or any(file.suffix != ".safetensors" for file in files):
         kinds = ", ".join(sorted({file.suffix for file in files})) or "no file"
         raise LoadError(f"packed weights are read from .safetensors files, not from {kinds}")
-    checkpoint = open_checkpoint(files[0].parent)
-    source = checkpoint.source
-    shards = {shard.name for shard in source.folder.shards} if isinstance(source, FolderSource) else set()
-    if shards == {file.name for file in files}:
-        return checkpoint
-    checkpoint.close()
-    if len(files) > 1:
-        raise LoadError(f"{files[0].parent} holds other weights beside {files[0].name}: leave a variant in a folder of its own")
-    return open_checkpoint(files[0])
+    folder = Folder(files[0].parent, files=[file.name for file in files])        # others may lie there, such as a variant
+    return Checkpoint(folder.path, {"": FolderSource(folder)})
 
 
 def _shapes(source: Source, format: str | None) -> dict[str, tuple[int, ...]]:
     """The shapes of weights that are packed, or that a format may pack, by the names of their layers."""
-    shapes: dict[str, tuple[int, ...]] = {name: layer.shape for name, layer in source.layers.items() if layer.experts is None}
+    shapes: dict[str, tuple[int, ...]] = {name: layer.shape for name, layer in source.layers.items()
+                                          if layer.experts is None and all(layer.shape)}
     for group in source.groups:
         shapes |= {part.removesuffix(".weight"): (count,) for part, count in group.parts.items()}
     plain = [name for name in source.plain if name.endswith(".weight")] if format is not None else []
     return shapes | {name.removesuffix(".weight"): own for name in plain if len(own := source.shape(name)) == 2}
+
+
+def _report_converted(model: nn.Module, report: LoadReport) -> None:
+    """State matrices that stay dense because no single tensor of the checkpoint is theirs."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and parameter.dim() > 1 and not {name, name.removesuffix(".weight")} & report.dense.keys():
+            report.dense[name] = "transformers makes it of other tensors of the checkpoint"
+
+
+def _check_codes(source: Source, names: Conversions, empty: set[str]) -> None:
+    """Raises LoadError where transformers would load the codes of a packed layer as the numbers of a parameter."""
+    codes = [f"{shown(full)} of {target}{f': {layer.why}' if layer.why else ''}" for layer in source.layers.values()
+             for full in (*layer.tensors.values(), *(layer.others.values() if layer.why else ()))
+             if (target := names.target(full)[0]) in empty]
+    if codes:
+        raise LoadError(f"{source.path}: transformers makes parameters of these tensors, and cannot of packed ones: "
+                        f"{listed(codes)}")
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -290,6 +323,12 @@ def _move(model: nn.Module, placed: Iterable[str], device_map: Mapping[str, Any]
         if str(device) != "cpu":
             module: Any = model.get_submodule(name)
             module._apply(lambda tensor, to=device: tensor if tensor.is_meta else tensor.to(to), recurse=False)
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config states at any depth, without dtypes and the settings of a quantization."""
+    return {name: _settings(value) if isinstance(value, dict) else value for name, value in config.items()
+            if name not in ("dtype", "quantization_config")}
 
 
 def _strip(config: Any) -> None:
