@@ -23,10 +23,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 MODELS = ("qwen3", "tied", "moe")
 EVERY = [(kind, model) for kind in KINDS for model in MODELS]
 COVERING = [(kind, MODELS[place % len(MODELS)]) for place, kind in enumerate(KINDS)]
-# DF11 codes the experts of a block one by one and together with all else of it; the model has them in one parameter.
-REFUSED = pytest.mark.xfail(strict=True, reason="a DF11 group does not fill experts in one parameter")
-CASES = [pytest.param(*case, marks=REFUSED) if case == ("df11", "moe") else case
-         for case in (*(EVERY if ALL else COVERING), (MXFP4, "gpt_oss"))]
+CASES = [*(EVERY if ALL else COVERING), (MXFP4, "gpt_oss")]
 
 
 def load(folder: Path, kind: str, dtype: torch.dtype) -> Any:
