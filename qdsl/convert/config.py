@@ -20,6 +20,7 @@ from qdsl.checkpoint.ignored import expression, rules
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, dialects, in_headers, quantization
 from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.convert.plain import SUFFIX, is_matrix
 from qdsl.convert.plan import Plan, description
 from qdsl.stored import OF_X, Description
 
@@ -34,6 +35,21 @@ IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NES
            "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", "mxfp4": "modules_to_not_convert",
            "bitnet": "modules_to_not_convert", "hqq": "skip_modules", "blockwise_int8": "ignored_layers",
            OWN: "modules_to_not_convert"}
+
+# Which packages load a producer's settings; those of models with diffusers' own key know fewer.
+READERS = {"fp8": "transformers, vLLM", NESTED: "compressed-tensors, transformers with it, vLLM", "gptq": "gptqmodel, vLLM",
+           "awq": "gptqmodel, vLLM", "modelopt": "vLLM, TensorRT-LLM", "bitsandbytes": "transformers with bitsandbytes, vLLM",
+           "torchao": "transformers with torchao, vLLM", "mxfp4": "transformers, vLLM", "bitnet": "transformers"}
+OF_DIFFUSERS = {"bitsandbytes": "diffusers with bitsandbytes", "torchao": "diffusers with torchao"}
+DIFFUSERS = "_class_name"
+HEAD, EMBEDDING = "lm_head", "embed_tokens"
+
+
+def readers(folder: Folder, plan: Plan, layers: Layers) -> str:
+    """The packages that read a folder in the new storage, qdsl first."""
+    method = _settings(folder, {}, "", plan, layers)[0].get("quant_method", OWN)
+    others = (OF_DIFFUSERS if DIFFUSERS in folder.config else READERS).get(method)
+    return f"qdsl, {others}" if others else "qdsl alone"
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
@@ -60,7 +76,7 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
             del place[keys[-1]]
             wholes[file] = whole if file == CONFIG else {}
     headers = [settings for _, settings in in_headers(folder)]
-    there = touched or headers or (folder.root / CONFIG).exists()
+    there = touched or headers or plan.aim.is_from_plain or (folder.root / CONFIG).exists()
     if there and all(_at(wholes[CONFIG], keys)[0] is None for file, keys, _ in PLACES if file == CONFIG):
         old = headers[0] if headers else {}
         new, more = _settings(folder, old, quantization(old, CONFIG, "").method, plan, layers)
@@ -273,8 +289,11 @@ def _made(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
 
 def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], list[str]]:
     """What the producer's list says of modules with a plain matrix, and those of them that it cannot name to all readers."""
-    plain = [name.removesuffix(".weight") for name in layers.plain
-             if name.endswith(".weight") and len(folder.entry(name).shape) == 2]
+    plain = [name.removesuffix(SUFFIX) if len(folder.entry(name).shape) == 2 else name.rpartition(".")[0]
+             for name in layers.plain if is_matrix(name, folder.entry(name))]
+    if any(name.endswith(EMBEDDING) for name in plain) and not any(name.endswith(HEAD) for name in plain):
+        plain.append(HEAD)                                       # a head that has the weight of the embedding
+    plain = list(dict.fromkeys(plain))
     if method not in IGNORED:
         return plain, []
     read = dialects(IGNORED[method], method)

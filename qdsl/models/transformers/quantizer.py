@@ -19,13 +19,14 @@ import qdsl.models.transformers.moe as moe
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.guard import FIELD, REPLACED, is_guard, unguarded
+from qdsl.checkpoint.ignored import SKIPPED
 from qdsl.checkpoint.sources import FolderSource, Source
 from qdsl.models.dense import make_dense
 from qdsl.models.experts import Experts
 from qdsl.models.load import LoadReport, fill_model
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import origin_in
-from qdsl.models.plan import SKIPPED, LoadError, listed
+from qdsl.models.plan import LoadError, listed
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
