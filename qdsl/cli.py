@@ -319,7 +319,8 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
     if wrong := [name for name, value in (of_format if format is None else of_type).items() if value]:
         _fail(f"error: {wrong[0]} is for {'--format' if format is None else '--type'}", 2)
     if format is not None:
-        _quantize_folder(file, f"{format}.{storage}" if storage else format, out, param, ignore, component, jobs, shard, svg, as_json)
+        to = f"{format}.{storage}" if storage else format
+        _quantize_folder(file, to, out, param, ignore, component, jobs, shard, svg, as_json)
         return
     from qdsl.quantize import mixes, plan, quality
     from qdsl.quantize.imatrix import read

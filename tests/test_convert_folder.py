@@ -292,6 +292,8 @@ def test_compressed_tensors_is_told_how_bytes_are_stored(tmp_path: Path, to: str
     requantized(path, tmp_path / "out", to)
     found, group = group_of(tmp_path / "out")
     assert (found["format"], group["format"], group["weights"]) == (format, format, {"num_bits": 8, **says})
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    assert group["input_activations"] == (inputs if says["type"] == "int" else None)         # vLLM has no W8A16 of such bytes
 
 
 @pytest.mark.parametrize(("group", "says"), [(32, {"strategy": "group", "group_size": 32}), (-1, {"strategy": "channel"})])

@@ -30,6 +30,8 @@ NESTED = "compressed-tensors"                                    # whose setting
 OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic",
               "scale_dtype")
 NOT_OF_WEIGHTS = ("kv_cache_scheme", "kv_cache_quant_algo", "input_activations", "output_activations")
+GPTQ = "gptq"                                                    # which names layers that are left in a map of patterns
+OF_INPUTS = "input_activations"
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
            "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", "mxfp4": "modules_to_not_convert",
@@ -47,8 +49,10 @@ HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
 def readers(folder: Folder, plan: Plan, layers: Layers) -> str:
     """The packages that read a folder in the new storage, qdsl first."""
-    method = _settings(folder, {}, "", plan, layers)[0].get("quant_method", OWN)
-    others = (OF_DIFFUSERS if DIFFUSERS in folder.config else READERS).get(method)
+    settings = _settings(folder, {}, "", plan, layers)[0]
+    others = (OF_DIFFUSERS if DIFFUSERS in folder.config else READERS).get(settings.get("quant_method", OWN))
+    if settings.get("sym") is False and others:
+        others = others.removesuffix(", vLLM")                   # which takes GPTQ's symmetric codes alone
     return f"qdsl, {others}" if others else "qdsl alone"
 
 
@@ -281,9 +285,13 @@ def _made(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
     method = flat["quant_method"]
     if method == NESTED:
         weights = {key: flat.pop(key) for key in OF_WEIGHTS if key in flat}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None,
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": flat.pop(OF_INPUTS, None),
+                 "output_activations": None,
                  **({"format": flat["format"]} if "format" in flat else {})}
         return {**flat, "quantization_status": "compressed", "config_groups": {"group_0": group}, "ignore": plain}
+    if method == GPTQ:                                           # which quantizes no head and no embedding by default
+        inside = [name for name in plain if not name.endswith((HEAD, EMBEDDING))]
+        return {**flat, **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {})}
     return {**flat, **({IGNORED[method]: plain} if method in IGNORED and plain else {})}
 
 

@@ -24,7 +24,8 @@ def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer
     `is_skipped` reads them.
     """
     formats = {each.detect["safetensors"]: each for each in descriptions() if "safetensors" in each.detect}
-    matrices = {name: entry for name in folder.names() if (entry := folder.entry(name)).dtype in formats and is_matrix(name, entry)}
+    entries = {name: folder.entry(name) for name in folder.names()}
+    matrices = {name: entry for name, entry in entries.items() if entry.dtype in formats and is_matrix(name, entry)}
     stacks = _orientations({name: entry.shape for name, entry in matrices.items() if len(entry.shape) == 3})
     transposed = _transposed(folder, matrices)
     vocabularies = {*_vocabularies(folder.config)}

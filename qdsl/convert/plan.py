@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _Named = list[tuple[str, str, tuple[str, tuple[int, ...]]]]       # new tensors: names in the storage and in files, dtypes, shapes
 WHOLE = ("modelopt",)                                            # storages with 'down_proj_weight_scale', not 'down_proj_scale'
+OF_LINEARS = "compressed-tensors"                                # whose settings are of Linear modules alone
 SAID = 8                                                         # problems, of those that there are
 LONGEST = -1.1754943508222875e-38                                # a float32 with as many letters as any
 
@@ -68,8 +69,9 @@ class Aim:
         return f"{self.format}.{self.storage}".removeprefix(".")
 
     def data(self) -> dict[str, Any]:
-        """All fields as JSON gives them back."""
-        return {**asdict(self), "ignore": None if self.ignore is None else list(self.ignore), "only": list(self.only)}
+        """The fields as JSON gives them back, those of plain layers where it is of them."""
+        found = {name: value for name, value in asdict(self).items() if name not in ("ignore", "only")}
+        return found if self.ignore is None else {**found, "ignore": list(self.ignore), "only": list(self.only)}
 
     def meant(self, layer: Layer) -> bool:
         return self.requantize or self.format in ("", layer.format)
@@ -284,6 +286,8 @@ def _named(folder: Folder, layer: Layer, aim: Aim) -> _Named:
     aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
     format, params = target(layer, aim).name, params_in(layer, aim)
     stated = header.rule(format, aim.storage, params) is not None
+    if aim.is_from_plain and layer.experts is not None and producer(format, aim.storage) == OF_LINEARS:
+        raise RewriteError(f"{OF_LINEARS} has no names for experts in one tensor")
     tensors = tensors_in(folder, layer, aim)
     if wrong := header.unsaid(layer, format, aim.storage, params, list(tensors)):
         raise RewriteError(wrong)
@@ -355,6 +359,13 @@ def description(name: str) -> Description:
     return next(each for each in descriptions() if each.name == name)
 
 
+def producer(format: str, storage: str) -> str:
+    """Whose settings state a storage, '' where no page knows any."""
+    rules = description(format).detect.get("config", [])
+    return next((rule["quant_method"] for rule in (rules if isinstance(rules, list) else [rules])
+                 if rule.get("storage", storage) == storage and "quant_method" in rule), "")
+
+
 def _settings(folder: Folder, format: Format) -> dict[str, Any]:
     """What the config has of the settings that small tensors beside a weight have, too."""
     return {name: folder.config[name] for name in choices(description(format.name)) if name in folder.config}
@@ -414,7 +425,7 @@ def _stored(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str
 @cache
 def _quantized(format: Format, storage: str, shape: tuple[int, int], options: tuple[tuple[str, Any], ...],
                ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The tensors of a quantized weight, which are the same for all numbers.  Raises FormatError for a shape that does not fit."""
+    """The tensors of a quantized weight, the same for all numbers.  Raises FormatError for a shape that does not fit."""
     import torch
 
     params = {name: value for name, value in options if name in format.params}
@@ -481,7 +492,7 @@ def _said(step: Step) -> list[Any]:
         return [step.path.name, step.start, step.nbytes]
     assert isinstance(step, Change)
     layer = step.layer
-    aim = {name: value for name, value in asdict(step.aim).items() if name not in ("ignore", "only")}
+    aim = replace(step.aim, ignore=None).data()
     return [module_of(layer).FORMAT.key, target(layer, step.aim).key, aim, layer.storage, dict(layer.params),
             layer.shape, layer.experts, layer.turned, dict(layer.tensors),
             {name: entry.start for name, entry in step.to.items()}, dict(step.settings)]

@@ -19,7 +19,7 @@ def relative_rms(decibels: float | None) -> float:
 
 def table(report: Mapping[str, Any]) -> list[list[str]]:
     """The cells under HEADS for what `run.quantize` returns; the last row is of all layers."""
-    alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    alike: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in report["quantized"]:
         shape = " x ".join(map(str, row["shape"]))
         alike.setdefault((escaped(re.sub(r"\d+", "*", row["name"])), shape, row["from"]), []).append(row)

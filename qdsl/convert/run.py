@@ -116,7 +116,7 @@ def merge(out: Path) -> dict[str, Any]:
     Raises RewriteError where shards are missing, or are not of the input as it is now.
     """
     asked = stage.asked(out)
-    aim, path = Aim(**{each.name: asked[each.name] for each in fields(Aim)}), Path(str(asked.get("from")))
+    aim, path = Aim(**{each.name: asked[each.name] for each in fields(Aim) if each.name in asked}), Path(str(asked.get("from")))
     with ExitStack() as opened:
         if aim.is_from_plain:
             models = _quantized(path, opened.enter_context(components.opened(path)), aim)
@@ -163,7 +163,7 @@ def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shar
 
 def _of_plain(models: Sequence[_Model], steps: Mapping[str, Change], sums: Mapping[str, Sums]) -> dict[str, Any]:
     """What else is said of a folder that was plain: the layers, what stays plain and why, and who reads it."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, step in steps.items():
         decibels = sums[name].data()["snr_db"]
         experts = [] if step.layer.experts is None else [step.layer.experts]

@@ -16,7 +16,7 @@ from qdsl.quantize.quality import Sums, measured
 from qdsl.rewrite import RewriteError
 from qdsl.runtime.packed import FormatError, PackedWeight
 
-CHUNK = 1 << 18                                                  # weights that are decoded at a time to be compared
+CHUNK = 1 << 19                                                  # weights that are decoded at a time to be compared
 
 def change(step: Change, out: BinaryIO) -> Sums | None:
     """What that cost, signal and noise; None where it is exact.
@@ -51,8 +51,7 @@ def error_of(before: PackedWeight, after: PackedWeight) -> Sums:
     least = math.lcm(before.step("N"), after.step("N"))
     rows = max(1, CHUNK // max(1, before.shape[1]) // least) * least
     for start in range(0, before.shape[0], rows):
-        stop = min(start + rows, before.shape[0])
-        parts = (each if rows >= each.shape[0] else each.cut("N", start, stop) for each in (before, after))
+        parts = (each.cut("N", start, min(start + rows, each.shape[0])) for each in (before, after))
         cost += measured(*(each.format.dequantize(each, torch.float32) for each in parts))
     return cost
 
