@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -850,31 +849,6 @@ def test_only_what_is_missing_or_old_is_done_again(sharded: Path, tmp_path: Path
     assert Folder(out).tensor("head").equal(head + 1)
 
 
-EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
-
-
-def killed(path: Path, out: Path, after: int) -> bool:
-    """Whether a process that converts a folder was killed, before the operation on the output that comes after so many."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    count = 0
-
-    def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event in EVENTS and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(str(out)):
-            count += 1
-            if count > after:
-                os._exit(9)
-
-    try:
-        torch.set_num_threads(1)                                 # the threads of the parent are not here
-        sys.addaudithook(watch)
-        convert(path, out)
-    finally:
-        os._exit(0)
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("index", [True, False])
@@ -888,7 +862,7 @@ def test_killed_at_any_moment(tmp_path: Path, index: bool, monkeypatch: pytest.M
     convert(path, tmp_path / "whole")
     whole = folders.files(tmp_path / "whole")
     after = 0
-    while killed(path, out := tmp_path / f"out{after}", after):
+    while folders.killed(lambda: convert(path, out), out := tmp_path / f"out{after}", after):
         left = folders.files(out) if out.exists() else {}
         try:
             Folder(out).close()

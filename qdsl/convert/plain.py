@@ -36,7 +36,7 @@ def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer
         is_stack = len(entry.shape) == 3
         if is_skipped(module, ignore):
             left[module] = "a pattern names it"
-        elif is_skipped(module, (*SKIPPED, *EMBEDDINGS)) or entry.shape[0] in vocabularies:
+        elif is_skipped(module, (*SKIPPED, *EMBEDDINGS)) or entry.shape[0] in vocabularies and not _is_in_block(module):
             left[module] = "heads, embeddings, norms and routers stay plain"
         elif not entry.nbytes:
             left[module] = "it has no numbers"
@@ -51,6 +51,11 @@ def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer
             layers.append(Layer(module, formats[entry.dtype].name, storage, {}, (n, k), entry.shape[0] if is_stack else None,
                                 {tensor: name}, turned=turned))
     return layers, left
+
+
+def _is_in_block(module: str) -> bool:
+    """Whether a module is in a numbered block, where no embedding and no head is."""
+    return any(part.isdecimal() for part in module.split("."))
 
 
 def is_matrix(name: str, entry: Entry) -> bool:
