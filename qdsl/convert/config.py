@@ -129,7 +129,8 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
     """The settings of the new storage, and a note, or ''."""
     rules = _rules(folder, plan, method)
     own = [rule for rule in rules if _is_own(rule, method, plan)]
-    rule = next(iter(own or [rule for rule in rules if all(params == plan.params[0] for params in plan.params)]), None)
+    first, *others = plan.params
+    rule = next(iter(own or (rules if all(params == first for params in others) else [])), None)
     if rule is None:
         alike = len({*plan.storages}) == 1
         why = f"layers differ in {'parameters' if alike else 'format'}" if rules or not alike else \
@@ -140,12 +141,11 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
         return _ours(folder, plan, layers), (
             f"x is to be multiplied by {scaled[0]}, and so of {len(scaled)} layers, which loaders of {rule['quant_method']} "
             "do not: the config says qdsl")
-    params = plan.params[0]
     if _is_own(rule, method, plan):
-        return _changed(old, rule, params), ""
+        return _changed(old, rule, first), ""
     plain, wrong = ignored(folder, layers, rule["quant_method"])
     note = f"{IGNORED[rule['quant_method']]} of the config cannot name {', '.join(wrong)} to all readers" if wrong else ""
-    return _made(dict(_given(rule, params)), plain), note
+    return _made(dict(_given(rule, first)), plain), note
 
 
 def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
@@ -171,13 +171,13 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     """The rules for the storage that say the parameters of the first layer; none where formats or storages are several."""
     if len({*plan.storages}) > 1:
         return []
-    format = description(plan.format)
+    format, params = description(plan.format), plan.params[0]
     rules: Any = format.detect.get("config", [])
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
            if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule
-           and rule.get("where", {}).items() <= plan.params[0].items()]
-    return [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, plan.params[0]))
+           and rule.get("where", {}).items() <= params.items()]
+    return [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, params))
             if (found := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
 
 

@@ -36,7 +36,7 @@ def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer
         is_stack = len(entry.shape) == 3
         if is_skipped(module, ignore):
             left[module] = "a pattern names it"
-        elif is_skipped(module, (*SKIPPED, *EMBEDDINGS)) or entry.shape[0] in vocabularies and not _is_in_block(module):
+        elif is_skipped(module, (*SKIPPED, *EMBEDDINGS)) or (entry.shape[0] in vocabularies and not _is_in_block(module)):
             left[module] = "heads, embeddings, norms and routers stay plain"
         elif not entry.nbytes:
             left[module] = "it has no numbers"

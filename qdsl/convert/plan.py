@@ -147,7 +147,11 @@ class Plan:
     @property
     def params(self) -> list[Mapping[str, int | str]]:
         """Of all layers, when they have changed."""
-        return [params_in(layer, self.aim) for layer in (*self.changed, *self.kept)]
+        known: dict[str, Mapping[str, int | str]] = {}            # thousands of layers have the same
+        for layer in self.changed:
+            if not self.aim.exact(layer) and self.aim.format not in known:
+                known[self.aim.format] = params_in(layer, self.aim)
+        return [layer.params if self.aim.exact(layer) else known[self.aim.format] for layer in (*self.changed, *self.kept)]
 
     @property
     def tensors(self) -> list[Collection[str]]:
