@@ -1,5 +1,5 @@
-"""`python -m bench.folders kill` and `python -m bench.folders memory`: whole checkpoints converted, or with --format compressed
-and decompressed again, on a disk with room for them.
+"""`python -m bench.folders kill` and `python -m bench.folders memory`: whole checkpoints converted, with --format compressed
+and decompressed again, or with --quantize quantized, on a disk with room for them.
 
 kill: the work is killed at random moments and taken up again; every time the bytes must be those of one that was not.
 memory: what a process holds at most that no file could give back, with several processes.
@@ -41,6 +41,9 @@ def main() -> int:
             work = ["compress", "--format", options.format]
             unit = plain(source, options.megabytes, options.shard, options.columns, options.format == "df11")
             bound = 100_000_000 + 5 * unit // 2
+        elif options.quantize:
+            work = ["quantize", "--format", options.quantize]
+            bound = 350_000_000 + plain(source, options.megabytes, options.shard, options.columns, False)
         else:
             work = ["convert", "--to", "awq"]
             bound = 350_000_000 + 2 * made(source, options.megabytes, options.shard, options.columns)
@@ -61,6 +64,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shard", type=int, default=50, help="megabytes of a shard")
     parser.add_argument("--columns", type=int, default=4096, help="of a layer, which has as many rows")
     parser.add_argument("--format", choices=("hlane", "fix4", "df11"), help="compress to this")
+    parser.add_argument("--quantize", metavar="FORMAT", help="quantize to this")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

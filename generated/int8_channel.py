@@ -11,7 +11,7 @@
     torchao: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec int8_channel (sha256 91a01597a422cb42) by qdsl 0.1.0.
+Built from the spec int8_channel (sha256 b7cb33a6d72233cc) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -659,14 +659,16 @@ FORMAT = Format(
     params={"scale_type": ("bf16", "f32", "f16")},
     detect={"config": [{"quant_method": "compressed-tensors", "format": ["int-quantized", "naive-quantized", "null"],
         "type": "int", "num_bits": 8, "strategy": "channel", "symmetric": {"weight_zero_point": [False, True]},
-        "storage": "safetensors"},
+        "storage": "safetensors",
+        "with": {"input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
+        "dynamic": True}}},
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
         "header": [{"_type": "Int8Tensor", "_data.block_size": [1, "K"], "storage": "torchao",
         "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}},
         {"_type": "IntxUnpackedToInt8Tensor", "_data.block_size": [1, "K"], "storage": "torchao"}]},
-    digest="91a01597a422cb42",
+    digest="b7cb33a6d72233cc",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -42,10 +42,10 @@ def compressed(format: str, type: str) -> dict[str, Any]:
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": format}}}
 
 
-def tiny() -> Any:
+def tiny(tied: bool = False) -> Any:
     """A Qwen3 of two layers, with sizes that blocks of 32 divide."""
     config = transformers.Qwen3Config(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32,
-                                      num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
+                                      num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied)
     torch.manual_seed(0)
     return transformers.Qwen3ForCausalLM(config).eval()
 
@@ -87,12 +87,24 @@ def check_converted(path: Path, aim: Aim, dtype: torch.dtype = torch.float32, **
     model = quantized(path / "gptq", int_group, {"storage": "gptq_v2", **options}, said)
     with Folder(path / "gptq") as folder:
         run.convert(folder, layers(folder), aim, path / "out")
-    with Folder(path / "out") as folder:
+    check_decoded(path / "out", model, dtype)
+
+
+def check_decoded(path: Path, model: Any, dtype: torch.dtype = torch.float32) -> None:
+    """A folder is the model with the weights that it stands for; inputs are not quantized for this, where its config says so."""
+    with Folder(path) as folder:
         for layer in layers(folder).layers:
             [weight] = weights(folder, layer)
             model.get_submodule(layer.name).weight.data.copy_(weight.format.dequantize(weight, torch.float32))
-    model.save_pretrained(path / "plain")
-    assert logits(loaded(path / "out", dtype)).equal(logits(loaded(path / "plain", dtype)))
+    model.save_pretrained(path.parent / "decoded")
+    config = json.loads((path / "config.json").read_text())
+    for group in config["quantization_config"].get("config_groups", {}).values():
+        if group["input_activations"] is not None:               # of int8: what vLLM needs; transformers loads it, too
+            scheme = loaded(path, dtype).model.layers[0].mlp.up_proj.quantization_scheme
+            assert scheme.input_activations.dynamic and scheme.input_activations.strategy == "token"
+            group["input_activations"] = None
+            (path / "config.json").write_text(json.dumps(config))
+    assert logits(loaded(path, dtype)).equal(logits(loaded(path.parent / "decoded", dtype)))
 
 
 @pytest.mark.parametrize(("module", "options", "settings"), [
@@ -127,6 +139,22 @@ def test_a_converted_folder_loads(tmp_path: Path, to: str, params: dict[str, Any
     """With the config that `convert` writes."""
     pytest.importorskip("compressed_tensors")
     check_converted(tmp_path, aimed(to, True, params))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("to", "params", "dtype"), [
+    ("fp8_block", {"bn": 32, "bk": 32}, torch.float32), ("fp8_channel", {"scale_type": "f32"}, torch.float32),
+    ("int8_channel", {"scale_type": "f32"}, torch.float32), ("nvfp4_ct", {}, torch.bfloat16),
+    ("int_group.pack_quantized", {"symmetric": True, "group": 32, "scale_type": "f32"}, torch.float32),
+    ("int_group.pack_quantized", {"symmetric": True, "group": -1, "bits": 8, "scale_type": "f32"}, torch.float32)])
+def test_a_plain_folder_quantized(tmp_path: Path, to: str, params: dict[str, Any], dtype: torch.dtype, tied: bool) -> None:
+    """By transformers' own loaders, with the config that `qdsl quantize` writes; a tied head has no weight of its own."""
+    pytest.importorskip("compressed_tensors")
+    model = tiny(tied)
+    model.save_pretrained(tmp_path / "plain")
+    report = run.quantize(tmp_path / "plain", aimed(to, True, params, ()), tmp_path / "out")
+    assert len(report["quantized"]) == 14 and report["readers"][""].startswith("qdsl, ")
+    check_decoded(tmp_path / "out", model, dtype)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

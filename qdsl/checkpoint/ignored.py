@@ -16,7 +16,7 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -26,6 +26,10 @@ from qdsl.checkpoint.safetensors import CheckpointError, shown
 LONGEST = 1000                                                   # characters of a pattern
 BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"                               # where transformers lets a part of a name end
 COST = 1 << 24                                                   # steps that a pattern may take on a name of 64 characters
+# Modules that quantizing leaves plain, by a part of their names: heads, embeddings, norms, routers, and the dt_proj of Mamba,
+# which multiplies by the weight itself.
+SKIPPED = ("lm_head", "output_projection", "embed.*", ".*embed(ding|dings|_tokens)?", "wte", "wpe", ".*norm.*", "ln_.*",
+           "gate", "router", "shared_expert_gate", "score", "classifier", "dt_proj")
 _parser: Any = importlib.import_module("re._parser")
 
 
@@ -92,6 +96,17 @@ def rules(dialect: str, patterns: object) -> Rules:
     others = [each for each in found if not isinstance(each, str)]
     return Rules([Rule(dialect, name) for name in names if name],
                  [f"{shown(str(each))} stands for the name of a layer, and is none" for each in others])
+
+
+def is_skipped(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a regular expression is the whole name of a module, or of a part of it between dots."""
+    names = {name, *name.split(".")}
+    return any(pattern.fullmatch(part) for pattern in _compiled(tuple(patterns)) for part in names)
+
+
+@cache
+def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    return tuple(map(re.compile, patterns))
 
 
 @cache

@@ -19,6 +19,11 @@ def start(*paths: Path) -> None:
     torch.set_num_threads(1)
 
 
+def opened(path: Path) -> Folder:
+    """The checkpoint that was opened from a path."""
+    return next(folder for folder in there if folder.path == path)
+
+
 def finish() -> None:
     """Let go of them, where the process that asked did the work."""
     import torch

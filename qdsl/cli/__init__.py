@@ -273,11 +273,22 @@ def dequantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the fi
 
 
 @app.command()
-def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the first of a split one; of a diffusion model a "
-                                                       ".safetensors file, or a folder of them.", show_default=False)],
-             mix: Annotated[str, typer.Option("--type", "-t", help="A mix of llama-quantize's, such as Q4_K_M, or COPY.",
-                                              show_default=False)],
-             out: Annotated[Path | None, typer.Option("--out", "-o", help="The GGUF file to write.")] = None,
+def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the first of a split one; a .safetensors file, or a "
+                                                       "folder of them; for --type, of a diffusion model.", show_default=False)],
+             mix: Annotated[str | None, typer.Option("--type", "-t", help="Write a GGUF file: a mix of llama-quantize's, such as "
+                                                     "Q4_K_M, or COPY.", show_default=False)] = None,
+             format: Annotated[str | None, typer.Option("--format", "-f", help="Write a folder of safetensors: a format, such as "
+                                                        "fp8_block, or FORMAT.STORAGE.", show_default=False)] = None,
+             out: Annotated[Path | None, typer.Option("--out", "-o", help="The GGUF file or the folder to write.")] = None,
+             storage: Annotated[str | None, typer.Option("--storage", help="Of the format; its first by default.")] = None,
+             param: Annotated[list[str] | None, typer.Option("--param", help="Of the format, or an option of its quantizer, as "
+                                                                             "key=value.")] = None,
+             ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A regular expression for layers that stay plain: "
+                                                              "whole names, or parts between dots.")] = None,
+             component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
+                                  "that is quantized; the others stay plain.")] = None,
+             shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Of a folder write the I-th of N parts "
+                                                       "alone, from 1; `merge-index` completes it when all are there.")] = None,
              imatrix: Annotated[Path | None, typer.Option("--imatrix", help="How much columns matter, as llama-imatrix "
                                                                             "writes it.")] = None,
              pure: Annotated[bool, typer.Option("--pure", help="One type for all matrices.")] = False,
@@ -295,7 +306,22 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
              dry_run: Annotated[bool, typer.Option("--dry-run", help="Show types and sizes; write nothing.")] = False,
              svg: Annotated[Path | None, typer.Option("--svg", help="Draw what quantizing cost into this file.")] = None,
              as_json: Json = False) -> None:
-    """Write a model in smaller types, with llama-quantize's mixes, and say what that cost in quality."""
+    """Write a model in smaller types, as a GGUF file or as a folder, and say what that cost in quality.
+
+    --type takes llama-quantize's mixes.  --format takes qdsl's formats; re-run the same command to resume.
+    """
+    if (mix is None) == (format is None):
+        _fail("error: give --type to write a GGUF file, or --format to write a folder of safetensors", 2)
+    of_type = {"--imatrix": imatrix, "--pure": pure, "--tensor-type": tensor_type, "--output-tensor-type": output_type,
+               "--token-embedding-type": embedding_type, "--leave-output-tensor": leave_output,
+               "--allow-requantize": requantize, "--arch": arch, "--dry-run": dry_run}
+    of_format = {"--storage": storage, "--param": param, "--ignore": ignore, "--component": component, "--shard": shard}
+    if wrong := [name for name, value in (of_format if format is None else of_type).items() if value]:
+        _fail(f"error: {wrong[0]} is for {'--format' if format is None else '--type'}", 2)
+    if format is not None:
+        to = f"{format}.{storage}" if storage else format
+        _quantize_folder(file, to, out, param, ignore, component, jobs, shard, svg, as_json)
+        return
     from qdsl.quantize import mixes, plan, quality
     from qdsl.quantize.imatrix import read
     from qdsl.quantize.source import open_source
@@ -305,7 +331,7 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
     if svg is not None and dry_run:
         _fail("error: --svg draws what quantizing cost, which a --dry-run does not know", 2)
     with _reported():
-        options = mixes.Options(mixes.mix_of(mix), imatrix is not None, pure, leave_output,
+        options = mixes.Options(mixes.mix_of(mix or ""), imatrix is not None, pure, leave_output,
                                 output=output_type and mixes.type_named(output_type),
                                 embedding=embedding_type and mixes.type_named(embedding_type),
                                 overrides=tuple(map(mixes.override_of, tensor_type or ())))
@@ -335,6 +361,37 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
     bits = report["bits_per_weight"]
     typer.echo(f"{'would write' if dry_run else 'written'}  {out or ''}  {report['nbytes']} bytes of weights"
                + ("" if bits is None else f", {bits:.3f} bits per weight"))
+
+
+def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, ignore: list[str] | None,
+                     component: list[str] | None, jobs: int | None, shard: str | None, svg: Path | None, as_json: bool) -> None:
+    """Write a folder of plain safetensors with its Linear layers in a format."""
+    import re
+    from functools import partial
+
+    from qdsl.convert import run
+    from qdsl.convert.plan import aimed
+    from qdsl.processes import processors
+    from qdsl.progress import progress
+
+    if out is None:
+        _fail("error: say with --out which folder to write", 2)
+    for pattern in ignore or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            _fail(f"error: --ignore '{pattern}' is no regular expression: {error}", 2)
+    part = None if shard is None else _part(shard)
+    with _reported(), _ended_by_exit():
+        aim = aimed(to, True, dict(map(_param, param or [])), tuple(ignore or ()), tuple(component or ()))
+        report = run.quantize(path, aim, out, jobs=jobs or processors(), part=part, tell=partial(progress, unit="B"))
+    if svg is not None:
+        from qdsl.files import write_text
+        from qdsl.quantize import quality
+
+        rows = [{**row, "type": to} for row in report["quantized"]]
+        write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))
+    _converted(report, as_json, "" if part is None else f"part {shard} of ")
 
 
 @contextmanager
@@ -426,13 +483,20 @@ def _converted(found: dict[str, Any], as_json: bool, part: str = "") -> None:
         return
     for note in found["notes"][:SHOWN]:
         typer.echo(f"note: {note}")
+    if "quantized" in found:
+        from qdsl.convert import report
+
+        _table(report.HEADS, report.table(found))
+        typer.echo("\n".join(report.plain_lines(found)))
     for each in found["layers"]:
         typer.echo(f"{each['count']} layers from {each['from']} to {each['to']}")
     if found["requantized"]:
         ratios = {name: _ratio(cost["snr_db"]) for name, cost in found["requantized"].items()}
         worst = min(ratios, key=ratios.__getitem__)
-        typer.echo(f"requantized: signal to noise {_ratio(found['snr_db']):.2f} dB, the least of {worst!r}, "
-                   f"{ratios[worst]:.2f} dB")
+        typer.echo(f"{'quantized' if 'quantized' in found else 'requantized'}: signal to noise {_ratio(found['snr_db']):.2f} dB, "
+                   f"the least of {worst!r}, {ratios[worst]:.2f} dB")
+    for model, names in found.get("readers", {}).items():
+        typer.echo(f"read by{f' ({model})' if model else ''}: {names}")
     typer.echo(f"written  {part}{found['out']}: {len(found['shards'])} files of tensors, {found['nbytes']} bytes")
 
 

@@ -20,6 +20,7 @@ from qdsl.checkpoint.ignored import expression, rules
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, dialects, in_headers, quantization
 from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.convert.plain import SUFFIX, is_matrix
 from qdsl.convert.plan import Plan, description
 from qdsl.stored import OF_X, Description
 
@@ -29,11 +30,30 @@ NESTED = "compressed-tensors"                                    # whose setting
 OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic",
               "scale_dtype")
 NOT_OF_WEIGHTS = ("kv_cache_scheme", "kv_cache_quant_algo", "input_activations", "output_activations")
+GPTQ = "gptq"                                                    # which names layers that are left in a map of patterns
+OF_INPUTS = "input_activations"
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
            "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", "mxfp4": "modules_to_not_convert",
            "bitnet": "modules_to_not_convert", "hqq": "skip_modules", "blockwise_int8": "ignored_layers",
            OWN: "modules_to_not_convert"}
+
+# Which packages load a producer's settings; those of models with diffusers' own key know fewer.
+READERS = {"fp8": "transformers, vLLM", NESTED: "compressed-tensors, transformers with it, vLLM", "gptq": "gptqmodel, vLLM",
+           "awq": "gptqmodel, vLLM", "modelopt": "vLLM, TensorRT-LLM", "bitsandbytes": "transformers with bitsandbytes, vLLM",
+           "torchao": "transformers with torchao, vLLM", "mxfp4": "transformers, vLLM", "bitnet": "transformers"}
+OF_DIFFUSERS = {"bitsandbytes": "diffusers with bitsandbytes", "torchao": "diffusers with torchao"}
+DIFFUSERS = "_class_name"
+HEAD, EMBEDDING = "lm_head", "embed_tokens"
+
+
+def readers(folder: Folder, plan: Plan, layers: Layers) -> str:
+    """The packages that read a folder in the new storage, qdsl first."""
+    settings = _settings(folder, {}, "", plan, layers)[0]
+    others = (OF_DIFFUSERS if DIFFUSERS in folder.config else READERS).get(settings.get("quant_method", OWN))
+    if settings.get("sym") is False and others:
+        others = others.removesuffix(", vLLM")                   # which takes GPTQ's symmetric codes alone
+    return f"qdsl, {others}" if others else "qdsl alone"
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
@@ -60,7 +80,7 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
             del place[keys[-1]]
             wholes[file] = whole if file == CONFIG else {}
     headers = [settings for _, settings in in_headers(folder)]
-    there = touched or headers or (folder.root / CONFIG).exists()
+    there = touched or headers or plan.aim.is_from_plain or (folder.root / CONFIG).exists()
     if there and all(_at(wholes[CONFIG], keys)[0] is None for file, keys, _ in PLACES if file == CONFIG):
         old = headers[0] if headers else {}
         new, more = _settings(folder, old, quantization(old, CONFIG, "").method, plan, layers)
@@ -109,7 +129,8 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
     """The settings of the new storage, and a note, or ''."""
     rules = _rules(folder, plan, method)
     own = [rule for rule in rules if _is_own(rule, method, plan)]
-    rule = next(iter(own or [rule for rule in rules if all(params == plan.params[0] for params in plan.params)]), None)
+    first, *others = plan.params
+    rule = next(iter(own or (rules if all(params == first for params in others) else [])), None)
     if rule is None:
         alike = len({*plan.storages}) == 1
         why = f"layers differ in {'parameters' if alike else 'format'}" if rules or not alike else \
@@ -120,12 +141,11 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
         return _ours(folder, plan, layers), (
             f"x is to be multiplied by {scaled[0]}, and so of {len(scaled)} layers, which loaders of {rule['quant_method']} "
             "do not: the config says qdsl")
-    params = plan.params[0]
     if _is_own(rule, method, plan):
-        return _changed(old, rule, params), ""
+        return _changed(old, rule, first), ""
     plain, wrong = ignored(folder, layers, rule["quant_method"])
     note = f"{IGNORED[rule['quant_method']]} of the config cannot name {', '.join(wrong)} to all readers" if wrong else ""
-    return _made(dict(_given(rule, params)), plain), note
+    return _made(dict(_given(rule, first)), plain), note
 
 
 def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
@@ -151,13 +171,13 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     """The rules for the storage that say the parameters of the first layer; none where formats or storages are several."""
     if len({*plan.storages}) > 1:
         return []
-    format = description(plan.format)
+    format, params = description(plan.format), plan.params[0]
     rules: Any = format.detect.get("config", [])
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
            if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule
-           and rule.get("where", {}).items() <= plan.params[0].items()]
-    return [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, plan.params[0]))
+           and rule.get("where", {}).items() <= params.items()]
+    return [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, params))
             if (found := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
 
 
@@ -265,16 +285,23 @@ def _made(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
     method = flat["quant_method"]
     if method == NESTED:
         weights = {key: flat.pop(key) for key in OF_WEIGHTS if key in flat}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None,
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": flat.pop(OF_INPUTS, None),
+                 "output_activations": None,
                  **({"format": flat["format"]} if "format" in flat else {})}
         return {**flat, "quantization_status": "compressed", "config_groups": {"group_0": group}, "ignore": plain}
+    if method == GPTQ:                                           # which quantizes no head and no embedding by default
+        inside = [name for name in plain if not name.endswith((HEAD, EMBEDDING))]
+        return {**flat, **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {})}
     return {**flat, **({IGNORED[method]: plain} if method in IGNORED and plain else {})}
 
 
 def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], list[str]]:
     """What the producer's list says of modules with a plain matrix, and those of them that it cannot name to all readers."""
-    plain = [name.removesuffix(".weight") for name in layers.plain
-             if name.endswith(".weight") and len(folder.entry(name).shape) == 2]
+    plain = [name.removesuffix(SUFFIX) if len(folder.entry(name).shape) == 2 else name.rpartition(".")[0]
+             for name in layers.plain if is_matrix(name, folder.entry(name))]
+    if any(name.endswith(EMBEDDING) for name in plain) and not any(name.endswith(HEAD) for name in plain):
+        plain.append(HEAD)                                       # a head that has the weight of the embedding
+    plain = list(dict.fromkeys(plain))
     if method not in IGNORED:
         return plain, []
     read = dialects(IGNORED[method], method)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from qdsl.checkpoint.components import within
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.detect import EXPERTS, choices, numbers, saying, says_extents, says_numbers
 from qdsl.checkpoint.folder import Folder
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     from qdsl.runtime.packed import PackedWeight
 
 
+_Named = list[tuple[str, str, tuple[str, tuple[int, ...]]]]       # new tensors: names in the storage and in files, dtypes, shapes
 WHOLE = ("modelopt",)                                            # storages with 'down_proj_weight_scale', not 'down_proj_scale'
+OF_LINEARS = "compressed-tensors"                                # whose settings are of Linear modules alone
 SAID = 8                                                         # problems, of those that there are
 LONGEST = -1.1754943508222875e-38                                # a float32 with as many letters as any
 
@@ -42,13 +46,32 @@ LONGEST = -1.1754943508222875e-38                                # a float32 wit
 class Aim:
     """What layers are to become: a storage, of the format that they have ('' if of any), or, requantized, of that one.
 
-    params: of the format that weights are requantized in; others have their defaults.
+    params: of the format that weights are requantized in; others have their defaults.  ignore: where plain layers are quantized,
+    patterns of those that stay plain; None where quantized layers are converted.  only: the models of a pipeline that are
+    quantized, none for all.
     """
 
     format: str
     storage: str
     requantize: bool = False
     params: Mapping[str, int | str] = field(default_factory=dict)
+    ignore: Sequence[str] | None = None
+    only: Sequence[str] = ()
+
+    @property
+    def is_from_plain(self) -> bool:
+        """Whether plain layers are quantized."""
+        return self.ignore is not None
+
+    @property
+    def label(self) -> str:
+        """The storage that layers are to have, and the format where one is meant."""
+        return f"{self.format}.{self.storage}".removeprefix(".")
+
+    def data(self) -> dict[str, Any]:
+        """The fields as JSON gives them back, those of plain layers where it is of them."""
+        found = {name: value for name, value in asdict(self).items() if name not in ("ignore", "only")}
+        return found if self.ignore is None else {**found, "ignore": list(self.ignore), "only": list(self.only)}
 
     def meant(self, layer: Layer) -> bool:
         return self.requantize or self.format in ("", layer.format)
@@ -65,13 +88,21 @@ class Aim:
 class Change:
     """A layer that becomes something else; where its tensors, named as there, go in the new file.
 
-    settings: words that small tensors beside it have, as the config has them.
+    settings: words that small tensors beside it have, as the config has them.  source: the folder that has the layer.
+    model: that of a pipeline, ''.
     """
 
     layer: Layer
     aim: Aim
     to: Mapping[str, Entry]
     settings: Mapping[str, Any]
+    source: Path
+    model: str = ""
+
+    @property
+    def label(self) -> str:
+        """The layer's name in the folder of all models."""
+        return within(self.model, self.layer.name)
 
     @property
     def nbytes(self) -> int:
@@ -86,17 +117,21 @@ class Change:
         from qdsl.convert.steps import change
 
         cost = change(self, out)
-        return None if cost is None else (self.layer.name, asdict(cost))
+        return None if cost is None else (self.label, asdict(cost))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The files of a folder, the layers that change, as they are now, and those that do not."""
+    """The files of a folder, the layers that change, as they are now, and those that do not.
+
+    left: plain layers that the format cannot hold, and why.
+    """
 
     aim: Aim
     shards: tuple[Shard, ...]
     changed: tuple[Layer, ...]
     kept: tuple[Layer, ...]
+    left: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def format(self) -> str:
@@ -112,7 +147,11 @@ class Plan:
     @property
     def params(self) -> list[Mapping[str, int | str]]:
         """Of all layers, when they have changed."""
-        return [layer.params if self.aim.exact(layer) else dict(self.aim.params) for layer in (*self.changed, *self.kept)]
+        known: dict[str, Mapping[str, int | str]] = {}            # thousands of layers have the same
+        for layer in self.changed:
+            if not self.aim.exact(layer) and self.aim.format not in known:
+                known[self.aim.format] = params_in(layer, self.aim)
+        return [layer.params if self.aim.exact(layer) else known[self.aim.format] for layer in (*self.changed, *self.kept)]
 
     @property
     def tensors(self) -> list[Collection[str]]:
@@ -131,8 +170,11 @@ class _File:
     layers: list[tuple[Layer, dict[str, str]]] = field(default_factory=list)
 
 
-def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None) -> Aim:
+def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None, ignore: Sequence[str] | None = None,
+          only: Sequence[str] = ()) -> Aim:
     """What 'STORAGE', or 'FORMAT.STORAGE' for the layers of that format alone, means; to requantize 'FORMAT' is enough.
+
+    ignore, only: as of Aim, for plain layers that are quantized.
 
     Raises RewriteError for a format or parameters that there are not, and for storages that are held in entropy codes.
     """
@@ -152,45 +194,65 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     if format.storage(storage, chosen)[1].streams:
         raise RewriteError(f"{name}.{storage} holds bfloat16 in an entropy code, as long as the numbers want it: "
                            f"`qdsl compress --format {name}` writes plain matrices so, without loss")
-    return Aim(name, storage, True, {**chosen, **rest})
+    if ignore is not None and "safetensors" in description(name).detect:
+        raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
+    return Aim(name, storage, True, {**chosen, **rest}, ignore, only)
 
 
-def plan(folder: Folder, layers: Layers, aim: Aim) -> Plan:
-    """Every quantized layer that is meant as it is to become, and all else as it is.
+def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
+    """Every layer that is meant as it is to become, and all else as it is.  model: that of a pipeline, ''.
 
-    Nothing but headers is read, indices of columns, and of each layer some rows, to see that it can be converted.
-    Raises RewriteError with everything that cannot.
+    Nothing but headers is read, indices of columns, and of each quantized layer some rows, to see that it can be converted.
+    Raises RewriteError with every quantized layer that cannot; plain ones are left.
     """
     known = layers.layers
     wanted = [layer for layer in known if aim.meant(layer)]
     changed = [layer for layer in wanted if not aim.reached(layer)]
     _refuse(folder, [(layer, layer.why) for layer in known if not layer.format])
-    if not wanted:
-        raise RewriteError(f"{folder.path}: no layer of format {aim.format}" if known else f"{folder.path}: no quantized layer")
+    if not wanted and not aim.is_from_plain:
+        raise RewriteError(f"{folder.path}: no layer of format {aim.format}" if known else
+                           f"{folder.path}: no quantized layer; `qdsl quantize FOLDER --format FORMAT` quantizes plain ones")
+    named: dict[str, _Named] = {}
+    problems: list[tuple[Layer, str]] = []
+    for layer in changed:
+        try:
+            named[layer.name] = _named(folder, layer, aim)
+        except RewriteError as error:
+            problems.append((layer, str(error)))
+    if not aim.is_from_plain:
+        _refuse(folder, [(layer, f"{layer.format}.{layer.storage} cannot be {aim.storage}: {why}") for layer, why in problems],
+                "" if aim.requantize else "--requantize FORMAT writes other numbers, and says how far they are from these")
+    changed = [layer for layer in changed if layer.name in named]
+    files = _files(folder, [(layer, named[layer.name]) for layer in changed])
+    kept = tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer))
+    said = _stated(folder, files.values(), kept, aim)
+    sources = {path: identity(path) for path in folder.shards}
+    shards = tuple(_shard(folder, file, said[path], aim, sources, model) for path, file in files.items() if file.tensors)
+    return Plan(aim, shards, tuple(changed), kept, {layer.name: why for layer, why in problems})
+
+
+def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]]) -> dict[Path, _File]:
+    """The files with the new tensors of layers and all tensors of others.  Raises RewriteError where two have one name."""
     files = {file.path: _File(file) for file in folder.files()}
-    gone = {full for layer in changed for full in (*layer.tensors.values(), *layer.settings)}
+    gone = {full for layer, _ in layers for full in (*layer.tensors.values(), *layer.settings)}
     for name in folder.names():
         if name not in gone:
             file = files[folder.file(name).path]
             file.copied.append(name)
             file.tensors[name] = (folder.entry(name).dtype, folder.entry(name).shape)
-    problems: list[tuple[Layer, str]] = []
-    for layer in changed:
-        try:
-            _place(files, folder, layer, aim)
-        except RewriteError as error:
-            problems.append((layer, f"{layer.format}.{layer.storage} cannot be {aim.storage}: {error}"))
-    _refuse(folder, problems,
-            "" if aim.requantize else "--requantize FORMAT writes other numbers, and says how far they are from these")
+    for layer, named in layers:
+        largest = max(layer.tensors.values(), key=lambda name: folder.entry(name).nbytes)
+        file = files[folder.file(largest).path]
+        for _, full, kind in named:
+            if full in file.tensors:
+                raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: there is a tensor {shown(full)} already")
+            file.tensors[full] = kind
+        file.layers.append((layer, {name: full for name, full, _ in named}))
     names = [name for file in files.values() for name in file.tensors]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise RewriteError(f"{folder.path}: two tensors would be called {shown(twice)}")
-    kept = tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer))
-    said = _stated(folder, files.values(), kept, aim)
-    sources = {path: identity(path) for path in folder.shards}
-    shards = tuple(_shard(folder, file, said[path], aim, sources) for path, file in files.items() if file.tensors)
-    return Plan(aim, shards, tuple(changed), kept)
+    return files
 
 
 def _stated(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim: Aim) -> dict[Path, dict[str, str]]:
@@ -218,27 +280,28 @@ def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], advice: str =
     raise RewriteError("\n".join([*lines[:SAID], *more, *([advice] if advice else [])]))
 
 
-def _place(files: Mapping[Path, _File], folder: Folder, layer: Layer, aim: Aim) -> None:
-    """Give a layer's new tensors names, dtypes, shapes and a file.  Raises RewriteError where the storage cannot hold it."""
-    largest = max(layer.tensors.values(), key=lambda name: folder.entry(name).nbytes)
-    file = files[folder.file(largest).path]
+def _named(folder: Folder, layer: Layer, aim: Aim) -> _Named:
+    """A layer's new tensors: their names in the storage and in files, dtypes and shapes.
+
+    Raises RewriteError where the storage cannot hold the layer.
+    """
     dtypes = {dtype: name for name, dtype in torch_dtypes().items()}
     layouts = [layout for storages in description(target(layer, aim).name).variants.values() for layout in storages.values()]
     aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
     format, params = target(layer, aim).name, params_in(layer, aim)
     stated = header.rule(format, aim.storage, params) is not None
+    if aim.is_from_plain and layer.experts is not None and producer(format, aim.storage) == OF_LINEARS:
+        raise RewriteError(f"{OF_LINEARS} has no names for experts in one tensor")
     tensors = tensors_in(folder, layer, aim)
     if wrong := header.unsaid(layer, format, aim.storage, params, list(tensors)):
         raise RewriteError(wrong)
-    names = {}
+    named = []
     for name, (dtype, shape) in tensors.items():
         shape = header.seen(format, aim.storage, name, layer.shape) or shape
-        names[name] = header.called(layer, format, aim.storage, name) if stated else \
+        full = header.called(layer, format, aim.storage, name) if stated else \
             full_name(layer, name, aliases.get(name, ()), aim.storage in WHOLE)
-        if names[name] in file.tensors:
-            raise RewriteError(f"there is a tensor {shown(names[name])} already")
-        file.tensors[names[name]] = (dtypes[dtype], shape)
-    file.layers.append((layer, names))
+        named.append((name, full, (dtypes[dtype], shape)))
+    return named
 
 
 def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -257,7 +320,8 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
                            f"{format.name} has no such storage; it has {', '.join(written)}")
     try:
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
-        stored = [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
+        stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.params.items()))] if aim.is_from_plain else \
+            [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
     except FormatError as error:
         raise RewriteError(str(error)) from None
     if any(each != stored[0] for each in stored):
@@ -297,6 +361,13 @@ def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> No
 def description(name: str) -> Description:
     """A format, as readers of checkpoints know it."""
     return next(each for each in descriptions() if each.name == name)
+
+
+def producer(format: str, storage: str) -> str:
+    """Whose settings state a storage, '' where no page knows any."""
+    rules = description(format).detect.get("config", [])
+    return next((rule["quant_method"] for rule in (rules if isinstance(rules, list) else [rules])
+                 if rule.get("storage", storage) == storage and "quant_method" in rule), "")
 
 
 def _settings(folder: Folder, format: Format) -> dict[str, Any]:
@@ -355,14 +426,30 @@ def _stored(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str
     return {name: every[name] for name in every if name in names}
 
 
+@cache
+def _quantized(format: Format, storage: str, shape: tuple[int, int], options: tuple[tuple[str, Any], ...],
+               ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors of a quantized weight, the same for all numbers.  Raises FormatError for a shape that does not fit."""
+    import torch
+
+    params = {name: value for name, value in options if name in format.params}
+    whole = format.empty(shape, storage, "meta", (), **params)
+    rows = min(shape[0], whole.step("N"))
+    return _stored(whole, format.quantize(torch.ones(rows, shape[1]), storage, **dict(options)), False)
+
+
 def become(weight: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
-    """A weight of a layer as it will be.  Raises FormatError where it cannot."""
+    """A weight of a layer as it will be; of a plain one as `quantize` makes it.  Raises FormatError where it cannot."""
     import torch
 
     if aim.exact(layer):
         return weight.format.convert(weight, aim.storage)
     options: dict[str, Any] = dict(aim.params)
-    return target(layer, aim).quantize(weight.format.dequantize(weight, torch.float32), aim.storage, **options)
+    if aim.is_from_plain:
+        [values] = weight.tensors.values()
+    else:
+        values = weight.format.dequantize(weight, torch.float32)
+    return target(layer, aim).quantize(values, aim.storage, **options)
 
 
 def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool = False) -> str:
@@ -385,15 +472,16 @@ def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool 
     raise RewriteError(f"nobody says what '{name}' is called beside experts in one tensor")
 
 
-def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, known: Mapping[Path, list[Any]]) -> Shard:
+def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, known: Mapping[Path, list[Any]], model: str,
+           ) -> Shard:
     path = file.old.path
     start, head = laid_out(path, file.tensors, metadata)
     places = head.tensors
     steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
-    steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}, _settings(folder, target(layer, aim)))
-              for layer, names in file.layers]
+    steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}, _settings(folder, target(layer, aim)),
+                     folder.path, model) for layer, names in file.layers]
     ordered = in_order(steps)
-    return Shard(path.name, start, head.size, tuple(places), ordered, _key(folder, file, start, ordered, known))
+    return Shard(within(model, path.name), start, head.size, tuple(places), ordered, _key(folder, file, start, ordered, known))
 
 
 def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], known: Mapping[Path, list[Any]]) -> str:
@@ -408,6 +496,7 @@ def _said(step: Step) -> list[Any]:
         return [step.path.name, step.start, step.nbytes]
     assert isinstance(step, Change)
     layer = step.layer
-    return [module_of(layer).FORMAT.key, target(layer, step.aim).key, asdict(step.aim), layer.storage, dict(layer.params),
+    aim = replace(step.aim, ignore=None).data()
+    return [module_of(layer).FORMAT.key, target(layer, step.aim).key, aim, layer.storage, dict(layer.params),
             layer.shape, layer.experts, layer.turned, dict(layer.tensors),
             {name: entry.start for name, entry in step.to.items()}, dict(step.settings)]

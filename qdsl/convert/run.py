@@ -5,23 +5,39 @@ A shard is written into the stage (qdsl/rewrite); when all are there, they are m
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from qdsl.checkpoint import worker
+from qdsl.checkpoint import components, worker
+from qdsl.checkpoint.components import within
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.safetensors import shown
-from qdsl.convert.config import rewritten
+from qdsl.convert.config import readers, rewritten
+from qdsl.convert.plain import plain_layers
 from qdsl.convert.plan import Aim, Change, Plan, plan
+from qdsl.convert.report import relative_rms
 from qdsl.quantize.quality import Sums
-from qdsl.rewrite import stage
+from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
 from qdsl.rewrite.shards import Shard, index, share
 from qdsl.rewrite.work import Telling, quiet, write
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A folder that is rewritten: by itself, '', or a model of a pipeline.  left: matrices that stay plain, and why."""
+
+    name: str
+    folder: Folder
+    layers: Layers
+    plan: Plan
+    left: Mapping[str, str] = field(default_factory=dict)
 
 
 def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None,
@@ -36,21 +52,62 @@ def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1
     Raises RewriteError, CheckpointError and OSError.
     """
     stage.check_apart(folder.path, out)
-    planned = plan(folder, known, aim)
+    return _rewrite(folder.path, [_Model("", folder, known, plan(folder, known, aim))], aim, out, jobs, part, tell)
+
+
+def quantize(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None, tell: Telling = quiet,
+             ) -> dict[str, Any]:
+    """Write a checkpoint whose plain Linear layers are quantized, and all else is as it was.
+
+    path: a folder, one of several models, or a .safetensors file.  aim: of `aimed` with `ignore`.  part, tell: as of `convert`,
+    which says what holds after an interruption, too.
+    Memory: the largest quantized tensor for each process, beside torch, and some float32 weights.
+    Raises RewriteError for folders that are quantized already or that have nothing to quantize, CheckpointError and OSError.
+    """
+    stage.check_apart(path, out)
+    with components.opened(path) as models:
+        return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, tell)
+
+
+def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Model]:
+    """The models, those that are meant with their plain layers quantized."""
+    if unknown := [name for name in aim.only if name not in models]:
+        raise RewriteError(f"{path}: no model {shown(unknown[0])}: there are {', '.join(filter(None, models)) or 'not several'}")
+    found = []
+    for name, folder in models.items():
+        known = layers(folder)
+        is_meant = name in aim.only or not aim.only
+        if is_meant and (known.layers or known.groups):
+            what = f"layer {shown(known.layers[0].name)} is quantized" if known.layers else "it is compressed"
+            raise RewriteError(f"{folder.path}: {what} already; `qdsl convert --requantize` writes another format")
+        chosen, left = plain_layers(folder, aim.ignore or ()) if is_meant else ([], {})
+        planned = plan(folder, replace(known, layers=chosen), aim, name)
+        used = {full for layer in planned.changed for full in layer.tensors.values()}
+        known = replace(known, layers=[*planned.changed], plain=[full for full in folder.names() if full not in used])
+        found.append(_Model(name, folder, known, planned, {**left, **planned.left}))
+    if not any(model.plan.changed for model in found):
+        why = next(iter(dict.fromkeys(why for model in found for why in model.plan.left.values())), "no plain Linear layer")
+        raise RewriteError(f"{path}: nothing to quantize: {why}")
+    return found
+
+
+def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int, part: tuple[int, int] | None, tell: Telling,
+             ) -> dict[str, Any]:
+    shards = [shard for model in models for shard in model.plan.shards]
     if stage.was_ended(out):
-        return _report(planned, out, planned.shards, 0, [], {})
-    what = f"a conversion to {f'{aim.format}.{aim.storage}'.removeprefix('.')}"
-    place = stage.begin(out, {"command": "convert", "work": what, "from": str(folder.path.resolve()), **asdict(aim)})
-    mine = planned.shards if part is None else share(planned.shards, *part)
+        return _report(models, aim, out, shards, 0, [], {})
+    what = f"a quantization to {aim.label}" if aim.is_from_plain else f"a conversion to {aim.label}"
+    place = stage.begin(out, {"command": "convert", "work": what, "from": str(path.resolve()), **aim.data()})
+    mine = shards if part is None else share(shards, *part)
     todo = [shard for shard in mine if not stage.is_whole(shard, out)]
     with tell(sum(shard.nbytes for shard in todo)) as done:
         try:
-            write(todo, place, jobs, done, worker.start, (folder.path,))
+            write(todo, place, jobs, done, worker.start, tuple(model.folder.path for model in models))
         finally:
             worker.finish()
     costs = stage.said(mine, out)
-    notes = [] if part else _complete(folder, planned, known, out)
-    return _report(planned, out, mine, len(todo), notes, costs)
+    notes = [] if part else _complete(path, models, shards, out)
+    return _report(models, aim, out, mine, len(todo), notes, costs)
 
 
 def merge(out: Path) -> dict[str, Any]:
@@ -59,33 +116,60 @@ def merge(out: Path) -> dict[str, Any]:
     Raises RewriteError where shards are missing, or are not of the input as it is now.
     """
     asked = stage.asked(out)
-    with Folder(str(asked.get("from"))) as folder:
-        known = layers(folder)
-        planned = plan(folder, known, Aim(asked["format"], asked["storage"], asked["requantize"], asked["params"]))
-        costs = stage.said(planned.shards, out)
-        return _report(planned, out, planned.shards, 0, _complete(folder, planned, known, out), costs)
+    aim, path = Aim(**{each.name: asked[each.name] for each in fields(Aim) if each.name in asked}), Path(str(asked.get("from")))
+    with ExitStack() as opened:
+        if aim.is_from_plain:
+            models = _quantized(path, opened.enter_context(components.opened(path)), aim)
+        else:
+            folder = opened.enter_context(Folder(path))
+            known = layers(folder)
+            models = [_Model("", folder, known, plan(folder, known, aim))]
+        shards = [shard for model in models for shard in model.plan.shards]
+        costs = stage.said(shards, out)
+        return _report(models, aim, out, shards, 0, _complete(path, models, shards, out), costs)
 
 
-def _complete(folder: Folder, planned: Plan, known: Layers, out: Path) -> list[str]:
-    said, notes = rewritten(folder, planned, known)
-    if folder.index or len(planned.shards) > 1:
-        said[folder.index_name] = index(planned.shards, folder.index)
-    return [*notes, *complete(folder.path, folder.shards, planned.shards, said, out)]
+def _complete(path: Path, models: Sequence[_Model], shards: Sequence[Shard], out: Path) -> list[str]:
+    notes: list[str] = []
+    texts: dict[str, str | None] = {}
+    for model in models:
+        changed, more = rewritten(model.folder, model.plan, model.layers)
+        if model.folder.index or len(model.plan.shards) > 1:
+            changed[model.folder.index_name] = index(model.plan.shards, model.folder.index)
+        texts |= {within(model.name, name): text for name, text in changed.items()}
+        notes += [f"{model.name}: {note}" if model.name else note for note in more]
+    read = [file for model in models for file in model.folder.shards]
+    return [*notes, *complete(path, read, shards, texts, out)]
 
 
-def _report(planned: Plan, out: Path, shards: Sequence[Shard], written: int, notes: Sequence[str], costs: Mapping[str, Any],
-            ) -> dict[str, Any]:
+def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shard], written: int, notes: Sequence[str],
+            costs: Mapping[str, Any]) -> dict[str, Any]:
     """What is in these shards, of which so many were written now."""
-    done = {step.layer.name for shard in shards for step in shard.steps if isinstance(step, Change)}
-    made = [layer for layer in planned.changed if layer.name in done]
+    steps = {step.label: step for shard in shards for step in shard.steps if isinstance(step, Change)}
+    made = [step.layer for step in steps.values()]
     changed = Counter((layer.format, layer.storage) for layer in made)
     there = {name for shard in shards for name in shard.tensors}
-    kept = sum(next(iter(layer.tensors.values())) in there for layer in planned.kept)
-    aim, sums = planned.aim, {name: Sums(**cost) for name, cost in costs.items()}
+    kept = sum(next(iter(layer.tensors.values())) in there for model in models for layer in model.plan.kept)
+    sums = {name: Sums(**cost) for name, cost in costs.items()}
     notes = [*(f"layer {shown(layer.name)}: {problem}" for layer in made for problem in layer.problems), *notes]
     return {"out": str(out), "shards": [shard.name for shard in shards], "shards_written": written,
             "nbytes": sum(shard.size for shard in shards), "notes": notes, "layers_kept": kept,
             "layers": [{"from": f"{format}.{storage}", "to": f"{aim.format if aim.requantize else format}.{aim.storage}",
                         "count": count} for (format, storage), count in changed.items()],
             "requantized": {name: each.data() for name, each in sums.items()},
-            "snr_db": sum(sums.values(), Sums()).data()["snr_db"]}
+            "snr_db": sum(sums.values(), Sums()).data()["snr_db"],
+            **(_of_plain(models, steps, sums) if aim.is_from_plain else {})}
+
+
+def _of_plain(models: Sequence[_Model], steps: Mapping[str, Change], sums: Mapping[str, Sums]) -> dict[str, Any]:
+    """What else is said of a folder that was plain: the layers, what stays plain and why, and who reads it."""
+    rows: list[dict[str, Any]] = []
+    for name, step in steps.items():
+        decibels = sums[name].data()["snr_db"]
+        experts = [] if step.layer.experts is None else [step.layer.experts]
+        rows.append({"name": name, "from": step.layer.format, "shape": [*experts, *step.layer.shape], "nbytes": step.nbytes,
+                     "snr_db": decibels, "relative_rms": relative_rms(decibels)})
+    weights = sum(math.prod(row["shape"]) for row in rows)
+    return {"quantized": rows, "bits_per_weight": 8 * sum(row["nbytes"] for row in rows) / weights if weights else None,
+            "left": {within(model.name, name): why for model in models for name, why in model.left.items()},
+            "readers": {model.name: readers(model.folder, model.plan, model.layers) for model in models if model.plan.changed}}

@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from typing import BinaryIO
 
 import torch
 
+from qdsl.checkpoint import worker
 from qdsl.checkpoint.detect import numbers, says_extents
 from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.safetensors import bytes_of, shown
-from qdsl.checkpoint.worker import there
 from qdsl.convert.plan import Change, become, beside, description
 from qdsl.quantize.quality import Sums, measured
 from qdsl.rewrite import RewriteError
 from qdsl.runtime.packed import FormatError, PackedWeight
 
+CHUNK = 1 << 19                                                  # weights that are decoded at a time to be compared
 
 def change(step: Change, out: BinaryIO) -> Sums | None:
     """What that cost, signal and noise; None where it is exact.
 
     Raises RewriteError where a storage cannot hold a layer after all, CheckpointError and OSError.
     """
-    folder = there[0]
+    folder, layer = worker.opened(step.source), step.layer
     cost = Sums()
-    for expert, weight in enumerate(weights(folder, step.layer)):
+    for expert, weight in enumerate(weights(folder, layer)):
         try:
-            found = become(weight, step.layer, step.aim)
+            found = become(weight, layer, step.aim)
         except FormatError as error:
-            layer = step.layer
+            hint = f"; `--ignore {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "
-                               f"{step.aim.storage}: {error}") from None
+                               f"{step.aim.storage}: {error}{hint}") from None
         own, small = _bytes(step, found)
-        assert own.keys() | small.keys() == step.to.keys(), step.layer.name
+        assert own.keys() | small.keys() == step.to.keys(), layer.name
         for name, data in own.items():
-            assert data.nbytes * (step.layer.experts or 1) == step.to[name].nbytes, (step.layer.name, name)
+            assert data.nbytes * (layer.experts or 1) == step.to[name].nbytes, (layer.name, name)
             _put(out, step.to[name].start + expert * data.nbytes, data)
         for name, data in small.items() if expert == 0 else ():
-            assert data.nbytes == step.to[name].nbytes, (step.layer.name, name)
+            assert data.nbytes == step.to[name].nbytes, (layer.name, name)
             _put(out, step.to[name].start, data)
-        if not step.aim.exact(step.layer):
-            before, after = (each.format.dequantize(each, torch.float32) for each in (weight, found))
-            cost += measured(before, after)
-    return None if step.aim.exact(step.layer) else cost
+        if not step.aim.exact(layer):
+            cost += error_of(weight, found)
+    return None if step.aim.exact(layer) else cost
+
+
+def error_of(before: PackedWeight, after: PackedWeight) -> Sums:
+    """What requantizing cost, decoded some rows at a time where both can be cut."""
+    cost = Sums()
+    least = math.lcm(before.step("N"), after.step("N"))
+    rows = max(1, CHUNK // max(1, before.shape[1]) // least) * least
+    for start in range(0, before.shape[0], rows):
+        parts = (each.cut("N", start, min(start + rows, each.shape[0])) for each in (before, after))
+        cost += measured(*(each.format.dequantize(each, torch.float32) for each in parts))
+    return cost
 
 
 def _put(out: BinaryIO, place: int, data: memoryview) -> None:

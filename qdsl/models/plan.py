@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from qdsl.checkpoint.groups import Group
+from qdsl.checkpoint.ignored import SKIPPED, is_skipped
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import shown
 from qdsl.checkpoint.sources import Source
@@ -21,12 +21,6 @@ from qdsl.stored import OF_X
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 SHOWN = 20                                                       # names that an error lists
-# Modules that online quantization leaves dense, by a part of their names: heads, embeddings, norms, routers, and the dt_proj of
-# Mamba, which multiplies by the weight itself.
-SKIPPED = ("lm_head", "output_projection", "embed.*", ".*embed(ding|dings|_tokens)?", "wte", "wpe", ".*norm.*", "ln_.*",
-           "gate", "router", "shared_expert_gate", "score", "classifier", "dt_proj")
-
-
 SKIP = "left out by a pattern"
 
 
@@ -460,11 +454,6 @@ class _Planner:
                         rename = {prefix: ""} if way == "remove" else {"": prefix}
                         return f"; names of the checkpoint differ in a prefix: pass rename={rename!r}"
         return "; tie a parameter that shares the weight of another before loading" if len(missing) == 1 else ""
-
-
-def is_skipped(name: str, skip: Sequence[str]) -> bool:
-    """Whether a pattern is the whole name of a module, or of a part of it between dots."""
-    return any(re.fullmatch(pattern, part) for pattern in skip for part in (name, *name.split(".")))
 
 
 def listed(names: Sequence[str]) -> str:

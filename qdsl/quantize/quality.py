@@ -49,17 +49,25 @@ def measured(weight: Tensor, stored: Tensor, importance: Tensor | None = None) -
     """
     import torch
 
-    def squared(values: Tensor) -> float:
-        return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
     error = stored - weight
-    found = (squared(weight), squared(error))
+    found = (_squared(weight), _squared(error))
     if importance is None or not weight.numel():
         return Sums(*found)
     columns = weight.shape[1]
     groups = weight.square().view(weight.shape[0], -1, GROUP if columns % GROUP == 0 else columns)
     matter = (importance * torch.sqrt(groups.mean(2, keepdim=True) + groups).view_as(weight)).sqrt_()
-    return Sums(*found, squared(matter * weight), squared(matter * error))
+    return Sums(*found, _squared(matter * weight), _squared(matter * error))
+
+
+def _squared(values: Tensor) -> float:
+    """The sum of the squares of float32 [N, K], rows in float32 where no square leaves its range."""
+    import torch
+
+    rows = torch.linalg.vector_norm(values, dim=1)
+    total = float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
+    if 1e-20 < total < 1e35:
+        return total
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
 def svg(title: str, tensors: Sequence[Mapping[str, Any]]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,28 @@ def folder(path: Path, *shards: Mapping[str, torch.Tensor], config: Mapping[str,
 def files(path: Path) -> dict[str, bytes]:
     """Every file below a folder."""
     return {str(each.relative_to(path)): each.read_bytes() for each in sorted(path.rglob("*")) if each.is_file()}
+
+
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+
+
+def killed(work: Callable[[], object], out: Path, after: int) -> bool:
+    """Whether a process that writes a folder was killed, before the operation on the output that comes after so many."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    count = 0
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in EVENTS and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(str(out)):
+            count += 1
+            if count > after:
+                os._exit(9)
+
+    try:
+        torch.set_num_threads(1)                                 # the threads of the parent are not here
+        sys.addaudithook(watch)
+        work()
+    finally:
+        os._exit(0)

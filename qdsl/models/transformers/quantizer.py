@@ -20,6 +20,7 @@ from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.guard import FIELD, REPLACED, is_guard, unguarded
+from qdsl.checkpoint.ignored import SKIPPED
 from qdsl.checkpoint.safetensors import shown
 from qdsl.checkpoint.sources import FolderSource, Source
 from qdsl.models.dense import embeddings, make_dense
@@ -27,7 +28,7 @@ from qdsl.models.experts import Experts
 from qdsl.models.load import LoadReport, fill_model, held_bytes
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import Origin, origin_in
-from qdsl.models.plan import SKIPPED, LoadError, listed
+from qdsl.models.plan import LoadError, listed
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
