@@ -12,7 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,21 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from qdsl.models.gguf_maps import BLOCK, FOLDER, VALUES, GgufMap, LoadError, TensorRule, joined_shape, pattern_of, row_order
+from qdsl.checkpoint.gguf import GgufFile
+from qdsl.models.gguf_maps import FOLDER, LATENT, VALUES, GgufMap, LoadError, TensorRule, joined_shape, pattern_of, row_order
+from qdsl.models.transformers.gguf import config_of
 from tests.support import llama_cpp
-from tests.support.tiny_models import tiny_config, tiny_model
+from tests.support.gguf_models import logits
+from tests.support.tiny_models import TOKENS, tiny_config, tiny_model, unusual
 
 STEP = 2.0 ** -22                                                # between the values of two elements, exact in float32
 FORWARD = {"": lambda tensor: tensor, "minus_one": lambda tensor: tensor + 1, "log_of_negative": lambda tensor: -torch.exp(tensor)}
 # Numbers of configs by which rows may be ordered, those that are likelier first.
 AXES = ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts", "num_heads",
         "n_head", "mamba_n_heads", "linear_num_key_heads", "linear_num_value_heads", "2", "3")
+SECTIONS = ("by num_kv_heads: num_attention_heads num_kv_heads num_kv_heads",
+            "by linear_num_key_heads: linear_num_key_heads*linear_key_head_dim linear_num_key_heads*linear_key_head_dim "
+            "linear_num_value_heads*linear_value_head_dim linear_num_value_heads*linear_value_head_dim")
 SCALED = ({"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64},
           {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
@@ -44,7 +50,7 @@ class Trace:
     """What the converter made of one tiny model.
 
     places: of every tensor of the file, the numbers of the elements that it has, and the name of their change.  starts: of every
-    parameter, the number of its first element, and its shape.
+    parameter, the number of its first element, and its shape.  orders: rules by the orders of rows that they give.
     """
 
     config: Any
@@ -53,6 +59,7 @@ class Trace:
     places: Mapping[str, tuple[np.ndarray, str]]
     unexplained: tuple[str, ...]
     starts: Mapping[str, tuple[int, tuple[int, ...]]]
+    orders: dict[bytes, list[str]] = field(default_factory=dict)
 
 
 def traced(model_type: str, size: int, **changes: Any) -> Trace:
@@ -116,6 +123,9 @@ def _explanations(trace: Trace, names: list[str], owner: np.ndarray, place: np.n
     sources = tuple(pattern_of(name)[0] if block else name for name in full)
     if len(changes) > 1 or any(block and pattern_of(name)[1] not in ("", block) for name in full):
         return
+    if len(full) == 2 and _is_latent(trace, full, owner, place, names):
+        yield TensorRule(sources, LATENT)
+        return
     shapes = [trace.places[name][0].shape for name in full]
     base = dict(zip(owners, np.cumsum([0, *(np.prod(shape, dtype=int) for shape in shapes[:-1])]).tolist(), strict=True))
     flat = place + np.vectorize(base.get)(owner)                 # the place in the tensors, one after the other
@@ -128,8 +138,21 @@ def _explanations(trace: Trace, names: list[str], owner: np.ndarray, place: np.n
                 continue
             rows = taken.reshape(-1, columns)
             if (rows == rows[:, :1] + np.arange(columns)).all() and (rows[:, 0] % columns == 0).all():
-                for order in _orders(trace.config, rows[:, 0] // columns):
+                wanted = rows[:, 0] // columns
+                if wanted.tobytes() not in trace.orders:
+                    trace.orders[wanted.tobytes()] = list(_orders(trace.config, wanted))
+                for order in trace.orders[wanted.tobytes()]:
                     yield TensorRule(sources, order, elements and bool(order), transposed, change)
+
+
+def _is_latent(trace: Trace, full: list[str], owner: np.ndarray, place: np.ndarray, names: list[str]) -> bool:
+    """Whether heads of a parameter consist of transposed keys and of values."""
+    keys, values = (np.arange(trace.places[name][0].size).reshape(trace.places[name][0].shape) for name in full)
+    if keys.ndim != 3 or values.ndim != 3 or keys.shape[::2] != (values.shape[0], keys.shape[2]) or keys.shape[1] != values.shape[2]:
+        return False
+    places = np.concatenate([keys.swapaxes(1, 2), values], 1)
+    owners = np.concatenate([np.full_like(keys.swapaxes(1, 2), names.index(full[0])), np.full_like(values, names.index(full[1]))], 1)
+    return np.array_equal(places.ravel(), place.ravel()) and np.array_equal(owners.ravel(), owner.ravel())
 
 
 def _orders(config: Any, wanted: np.ndarray) -> Iterator[str]:
@@ -137,8 +160,10 @@ def _orders(config: Any, wanted: np.ndarray) -> Iterator[str]:
     if (wanted == np.arange(wanted.size)).all():
         yield ""
         return
-    for first in AXES:
-        for second in ("2", "3", *AXES[:-2]):
+    yield from (order for order in SECTIONS if _gives(order, config, wanted))
+    axes = [axis for axis in AXES if axis.isdecimal() or isinstance(getattr(config, axis, None), int)]
+    for first in axes:
+        for second in ("2", "3", *axes[:-2]):
             for left in (f"{first} * {second}", f"{first} {second} *"):
                 for right in permutations(left.split()):
                     order = f"{left} -> {' '.join(right)}"
@@ -175,7 +200,38 @@ def recorded(model_type: str) -> GgufMap:
             print(f"  {model_type}: {changes}: no common rule for {[name for name, rule in both.items() if not rule]}")
     unused = sorted({pattern_of(name)[0] for trace in traces for name in trace.unexplained})
     return GgufMap(model_type, first.architecture, first.model_class, llama_cpp.release(),
-                   {name: own[0] for name, own in rules.items()}, tuple(unused))
+                   {name: own[0] for name, own in rules.items()}, tuple(unused), reads_config(model_type))
+
+
+def reads_config(model_type: str) -> bool:
+    """Whether transformers computes the same by the config that it reads from the files of tiny models."""
+    for size in (0, 1):
+        model = tiny_model(model_type, size, **unusual(model_type))
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                config = _read_config(model, Path(folder))
+            other = type(model)(config).float().eval()
+            other.load_state_dict(model.state_dict())
+            vocabulary = model.config.vocab_size
+            if config.model_type != model_type or not torch.equal(logits(other, vocabulary), logits(model, vocabulary)):
+                print(f"  {model_type}: the config from a file is another one")
+                return False
+        except Exception as error:
+            print(f"  {model_type}: no config from a file: {type(error).__name__}: {str(error)[:120]!r}")
+            return False
+    return True
+
+
+def _read_config(model: Any, folder: Path) -> Any:
+    """The config that transformers reads from a model's file, with the numbers of tokens that stand in the vocabulary."""
+    model.save_pretrained(folder)
+    llama_cpp.add_tokenizer(folder, model.config.vocab_size)
+    path = llama_cpp.converted(folder)
+    with GgufFile(path) as file:
+        config = config_of(file, path)
+    for key, value in TOKENS.items():
+        setattr(config, key, value)
+    return config
 
 
 def variants(config: Any) -> Iterator[dict[str, Any]]:
@@ -183,6 +239,8 @@ def variants(config: Any) -> Iterator[dict[str, Any]]:
     for flag in FLAGS:
         if isinstance(getattr(config, flag, None), bool):
             yield {flag: not getattr(config, flag)}
+    if getattr(config, "q_lora_rank", None):
+        yield {"q_lora_rank": None}
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and "rope_type" in rope:
         yield from ({"rope_parameters": {**rope, **scaled}} for scaled in SCALED)

@@ -2,7 +2,9 @@
 
 A map is the inverse of llama.cpp's converter for one model type, one JSON file in qdsl/models/maps.  It names rules, not numbers:
 `num_attention_heads * 2 -> num_attention_heads 2 *` takes rows, viewed as the axes on the left, in the order of the axes on the
-right.  An axis is a number, an attribute of the model's config, or `*` for what remains.
+right.  An axis is a number, an attribute of the model's config, a product of them as `heads*width`, or `*` for what remains.
+`by num_kv_heads: num_attention_heads num_kv_heads num_kv_heads` divides rows into sections of these sizes, and each section among
+the groups; it takes all that belongs to the first group, then the second.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from qdsl.models.plan import LoadError
 
 FOLDER = Path(__file__).parent / "maps"
 BLOCK = "{block}"
+GROUPED = "by "                                                  # begins a rule of groups
+LATENT = "latent_kv"                                             # rows of keys, transposed in the file, and values, by head
 # Numbers of a parameter by those of the file, where the converter changes them.
 VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "minus_one": lambda tensor: tensor - 1,                      # norms of weight + 1
@@ -35,7 +39,8 @@ VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
 class TensorRule:
     """How a parameter consists of tensors of a GGUF file.
 
-    sources: names of tensors, whose rows follow one another.  rows: the order in which they are taken, '' for as they are.
+    sources: names of tensors, whose rows follow one another.  rows: the order in which they are taken, '' for as they are;
+    or LATENT, for keys [heads, rank, n] and values [heads, m, rank] of which each head has n + m rows.
     elements: the order is that of single numbers.  transposed: the parameter has its last two axes the other way round.
     values: a name of VALUES, '' for unchanged numbers.
     """
@@ -68,7 +73,8 @@ class GgufMap:
 
     architecture: as `general.architecture` of files names it.  model_class: the class of transformers whose parameters the names
     are.  recorded: the release of llama.cpp's converter.  rules: by the names of parameters, with {block} for the number of a
-    layer.  unused: tensors of files that the model computes itself.
+    layer.  unused: tensors of files that the model computes itself.  reads_config: whether transformers reads the config of files
+    of this model type as it was.
     """
 
     model_type: str
@@ -77,19 +83,21 @@ class GgufMap:
     recorded: str
     rules: Mapping[str, TensorRule]
     unused: tuple[str, ...] = ()
+    reads_config: bool = False
 
     @classmethod
     def read(cls, path: Path) -> GgufMap:
         """The map of a JSON file."""
         record = json.loads(path.read_text())
         rules = {name: TensorRule.of(rule) for name, rule in record["tensors"].items()}
-        return cls(path.stem, record["architecture"], record["class"], record["recorded"], rules, tuple(record["unused"]))
+        return cls(path.stem, record["architecture"], record["class"], record["recorded"], rules, tuple(record["unused"]),
+                   record["reads_config"])
 
     def text(self) -> str:
         """The JSON file of the map."""
         rules = {name: rule.record() for name, rule in self.rules.items()}
         return json.dumps({"architecture": self.architecture, "class": self.model_class, "recorded": self.recorded,
-                           "tensors": rules, "unused": list(self.unused)}, indent=1) + "\n"
+                           "reads_config": self.reads_config, "tensors": rules, "unused": list(self.unused)}, indent=1) + "\n"
 
     def rule(self, name: str) -> TensorRule | None:
         """The rule of a parameter, its sources with the number of its layer; None where none is recorded."""
@@ -135,19 +143,32 @@ def row_order(rows: str, config: object, count: int) -> Tensor:
 
     Raises LoadError where the axes of the rule do not divide `count` rows.
     """
+    if rows.startswith(GROUPED):
+        return _grouped_order(rows, config, count)
     left, right = (side.split() for side in rows.split(" -> "))
     sizes = [_axis(axis, config) for axis in left]
     known = math.prod(size for size in sizes if size > 0)
     if count % known or (-1 not in sizes and count != known):
-        raise LoadError(f"{count} rows do not divide by '{rows}', where the config has "
-                        f"{', '.join(f'{axis} = {size}' for axis, size in zip(left, sizes, strict=True) if not axis.isdecimal())}")
+        raise LoadError(f"{count} rows do not divide by '{rows}', whose axes are {sizes} in the config")
     return torch.arange(count).view(sizes).permute([left.index(axis) for axis in right]).flatten()
+
+
+def _grouped_order(rows: str, config: object, count: int) -> Tensor:
+    """The same of a rule of sections that are divided among groups."""
+    groups, *sections = (_axis(axis, config) for axis in rows.removeprefix(GROUPED).replace(":", "").split())
+    unit, left = divmod(count, sum(sections))
+    if left or any(section * unit % groups for section in sections):
+        raise LoadError(f"{count} rows do not divide by '{rows}', whose {groups} groups have sections of {sections} in the config")
+    parts = torch.arange(count).split([section * unit for section in sections])
+    return torch.cat([part.view(groups, -1) for part in parts], 1).flatten()
 
 
 def _axis(axis: str, config: object) -> int:
     """The size of an axis; -1 for `*`."""
     if axis == "*":
         return -1
+    if "*" in axis:
+        return math.prod(_axis(own, config) for own in axis.split("*"))
     size = int(axis) if axis.isdecimal() else getattr(config, axis, None)
     if not isinstance(size, int) or size < 1:
         raise LoadError(f"the config has no number {axis!r}, by which rows of the GGUF file are ordered")

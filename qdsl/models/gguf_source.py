@@ -13,7 +13,7 @@ from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 from qdsl.checkpoint.sources import GgufSource, Shapes
-from qdsl.models.gguf_maps import VALUES, GgufMap, TensorRule, joined_shape, row_order
+from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, joined_shape, row_order
 from qdsl.models.plan import LoadError, Names, listed
 from qdsl.runtime.algebra import concatenated
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -79,7 +79,7 @@ class GgufModelSource:
         """A parameter as a packed layer; None for one that takes numbers: plain, changed, or of several formats."""
         own = [layer for source in rule.sources if (layer := self._file_layer(source)) is not None]
         shape = self._shapes[name]
-        if len(own) < len(rule.sources) or rule.values or rule.elements or (rule.transposed and len(shape) != 3):
+        if len(own) < len(rule.sources) or rule.values or rule.elements or rule.rows == LATENT or (rule.transposed and len(shape) != 3):
             return None
         if wrong := next((layer for layer in own if layer.why), None):
             return Layer(name.removesuffix(".weight"), others=wrong.others, why=wrong.why)
@@ -159,7 +159,9 @@ class GgufModelSource:
         rule, shape = self._known(name), self._shapes[name]
         parts = [self._numbers(source) for source in rule.sources]
         tensor = parts[0]
-        if len(parts) > 1 or rule.rows:
+        if rule.rows == LATENT:
+            tensor = torch.cat([tensor.transpose(1, 2), parts[1]], 1)
+        elif len(parts) > 1 or rule.rows:
             count, columns = joined_shape([tuple(part.shape) for part in parts], rule.elements)
             tensor = torch.cat([part.reshape(-1, columns) for part in parts])
             tensor = tensor[row_order(rule.rows, self.config, count)] if rule.rows else tensor

@@ -31,8 +31,8 @@ def release() -> str:
     return f"{name.replace('_', '-')} {version}"
 
 
-def converter(model: Path) -> Any:
-    """The converter for a folder of transformers, without its vocabulary."""
+def converter(model: Path, type: str = "ALL_F32") -> Any:
+    """The converter for a folder of transformers, without its vocabulary.  type: of the file, as gguf names it."""
     place = folder()
     assert place is not None
     if str(place) not in sys.path:
@@ -46,8 +46,12 @@ def converter(model: Path) -> Any:
     logging.getLogger("gguf.gguf_writer").setLevel(logging.ERROR)
     numbers = conversion.ModelBase.load_hparams(model, False)
     kind = conversion.get_model_class(conversion.get_model_architecture(numbers, conversion.ModelType.TEXT))
-    kind.set_vocab = lambda self: None
-    return kind(model, gguf.LlamaFileType.ALL_F32, model / "model.gguf", eager=True)
+    if hasattr(kind, "no_mtp"):
+        kind.no_mtp = True                                       # transformers' models have no layers of that kind
+    run = kind(model, gguf.LlamaFileType[type], model / "model.gguf", eager=True, model_name=numbers["model_type"])
+    run = getattr(run, "impl", run)                              # a class that chooses another
+    run.set_vocab = lambda: None
+    return run
 
 
 def tensors(model: Path) -> tuple[str, Mapping[str, Any]]:
@@ -60,9 +64,11 @@ def tensors(model: Path) -> tuple[str, Mapping[str, Any]]:
     return gguf.MODEL_ARCH_NAMES[run.model_arch], arrays
 
 
-def converted(model: Path) -> Path:
-    """The GGUF file of a folder of transformers, of float32 tensors."""
-    run = converter(model)
+def converted(model: Path, type: str = "ALL_F32") -> Path:
+    """The GGUF file of a folder of transformers; type: as `converter` takes it."""
+    run = converter(model, type)
+    write = run.gguf_writer.write_tensors_to_file
+    run.gguf_writer.write_tensors_to_file = lambda progress: write()         # without its bar
     run.write()
     return Path(run.fname_out)
 
