@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.models.gguf_maps import FOLDER, GgufMap, TensorRule, map_of, model_types, pattern_of, row_order
 from qdsl.models.plan import LoadError
 from tests.support import gguf_models
@@ -27,22 +28,13 @@ tiny_models = pytest.importorskip("tests.support.tiny_models")
 pytestmark = pytest.mark.filterwarnings("default")
 
 # One model type for each kind of rule; `make test-all` and `make live` take all.
-KINDS = ("llama", "mixtral", "gemma3_text", "gpt_oss", "bloom", "gpt2", "falcon", "deepseek_v2", "mamba2", "qwen3_next", "granitemoeshared")
-
-
-def written(folder: Path, model_type: str, size: int = 1, type: str = "Q8_0", **changes: Any) -> tuple[Path, Any]:
-    """A GGUF file of a tiny model in a folder with its config; and the model, with the numbers that the file holds."""
-    model = tiny_models.tiny_model(model_type, size, **changes)
-    recorded = GgufMap.read(FOLDER / f"{model_type}.json")
-    model.config.save_pretrained(folder)
-    types = gguf_models.types_of(model, recorded, type)
-    path = gguf_models.write_file(folder / "model.gguf", recorded.architecture, gguf_models.file_tensors(model, recorded), types)
-    return path, gguf_models.decode_(model, recorded, types)
+KINDS = ("llama", "mixtral", "gemma3_text", "gpt_oss", "bloom", "gpt2", "falcon", "deepseek_v2", "mamba2", "qwen3_next",
+         "granitemoeshared")
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    return written(tmp_path_factory.mktemp("llama"), "llama")
+    return gguf_models.written(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def check_same(model: Any, reference: Any) -> None:
@@ -63,7 +55,8 @@ class Numbers:
 def test_rows_are_ordered_by_axes_of_the_config() -> None:
     heads = torch.arange(24).view(4, 3, 2)
     assert row_order("heads * 2 -> heads 2 *", Numbers, 24).equal(heads.transpose(1, 2).flatten())
-    assert row_order("2 heads*width * -> heads*width 2 *", Numbers, 48).equal(torch.arange(48).view(2, 12, 2).transpose(0, 1).flatten())
+    pairs = torch.arange(48).view(2, 12, 2)
+    assert row_order("2 heads*width * -> heads*width 2 *", Numbers, 48).equal(pairs.transpose(0, 1).flatten())
     grouped = row_order("by groups: heads groups groups", Numbers, 16)               # 2 rows for each head
     assert grouped.tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
 
@@ -95,7 +88,7 @@ def test_a_map_is_written_as_it_is_read(model_type: str) -> None:
 
 
 def test_architectures_without_a_map_are_refused() -> None:
-    with pytest.raises(LoadError, match="no map from GGUF is recorded for model type 'qwen9'.*there are .*llama, "):
+    with pytest.raises(LoadError, match=r"no map from GGUF is recorded for model type 'qwen9'.*there are .*llama, "):
         map_of("qwen9", "qwen9")
     with pytest.raises(LoadError, match="model type 'gemma' is architecture 'gemma' in GGUF files, and this file has 'gemma2'"):
         map_of("gemma", "gemma2")
@@ -107,7 +100,7 @@ def test_architectures_without_a_map_are_refused() -> None:
 @pytest.mark.parametrize("model_type", model_types() if ALL else KINDS)
 def test_a_file_gives_the_numbers_that_it_holds(model_type: str, tmp_path: Path) -> None:
     """Logits of the packed model are those of transformers' model of the decoded weights; matrices are packed."""
-    path, reference = written(tmp_path, model_type)
+    path, reference = gguf_models.written(tmp_path, model_type)
     model = plugin.from_pretrained(path, base=tmp_path, dtype=torch.float32)
     assert set(model.hf_quantizer.report.packed.values()) == {"q8_0.gguf"}
     check_same(model, reference)
@@ -115,19 +108,50 @@ def test_a_file_gives_the_numbers_that_it_holds(model_type: str, tmp_path: Path)
 
 @pytest.mark.parametrize("type", ["Q4_0", "Q5_1", "F16"])
 def test_other_types(type: str, tmp_path: Path) -> None:
-    path, reference = written(tmp_path, "llama", type=type)
+    path, reference = gguf_models.written(tmp_path, "llama", type=type)
     model = plugin.from_pretrained(path, base=tmp_path, dtype=torch.float32)
     assert set(model.hf_quantizer.report.packed.values()) == ({f"{type.lower()}.gguf"} if type != "F16" else set())
     check_same(model, reference)
 
 
 def test_tied_embeddings_and_heads_share_packed_tensors(tmp_path: Path) -> None:
-    path, reference = written(tmp_path, "qwen3", tie_word_embeddings=True)
+    path, reference = gguf_models.written(tmp_path, "qwen3", tie_word_embeddings=True)
     model = plugin.from_pretrained(path, base=tmp_path, dtype=torch.float32)
     assert {"model.embed_tokens", "lm_head"} <= model.hf_quantizer.report.packed.keys()
     assert len({parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)
                 if name.startswith(("lm_head", "model.embed_tokens"))}) == 1
     check_same(model, reference)
+
+
+def test_the_config_comes_from_the_file(tmp_path: Path) -> None:
+    """Also the width of heads, which is not hidden_size / heads here, the base of rotary embeddings and their divisors."""
+    changes = {"rms_norm_eps": 0.01, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    path, reference = gguf_models.written(tmp_path, "qwen3", has_settings=True, **changes)
+    (tmp_path / "config.json").unlink()
+    model = plugin.from_pretrained(path)
+    check_same(model, reference)
+    assert model.dtype == torch.float32 and model.config.head_dim == 32 and model.config.vocab_size == 128
+
+
+def test_divisors_of_rotary_frequencies_come_from_the_file(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16}
+    model = tiny_models.tiny_model("llama", 1, rope_parameters=rope)
+    recorded = GgufMap.read(FOLDER / "llama.json")
+    plain = 500.0 ** -(torch.arange(0, 32, 2).float() / 32)
+    tensors = gguf_models.file_tensors(model, recorded) | {"rope_freqs.weight": plain / model.model.rotary_emb.inv_freq}
+    path = gguf_models.write_file(tmp_path / "model.gguf", "llama", tensors, dict.fromkeys(tensors, "F32"),
+                                  gguf_models.settings_of(model.config, "llama"))
+    loaded = plugin.from_pretrained(path)
+    torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+
+
+def test_scaling_that_a_config_has_no_place_for_needs_a_base(tmp_path: Path) -> None:
+    model = tiny_models.tiny_model("llama", 1)
+    settings = gguf_models.settings_of(model.config, "llama") | {"llama.rope.scaling.type": Value.of("string", "yarn")}
+    path = gguf_models.write_file(tmp_path / "model.gguf", "llama", {}, {}, settings)
+    with pytest.raises(LoadError, match="does not read the scaling of rotary embeddings from GGUF files: pass base="):
+        plugin.from_pretrained(path)
 
 
 def test_options_reach_the_model(llama: tuple[Path, Any]) -> None:
@@ -154,7 +178,7 @@ def test_a_saved_model_is_a_folder_of_qdsls_own(llama: tuple[Path, Any], tmp_pat
 
 
 def test_saved_experts(tmp_path: Path) -> None:
-    path, reference = written(tmp_path, "mixtral")
+    path, reference = gguf_models.written(tmp_path, "mixtral")
     plugin.from_pretrained(path, base=tmp_path, dtype=torch.float32).save_pretrained(tmp_path / "saved")
     check_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32), reference)
 
@@ -196,7 +220,7 @@ def test_a_file_of_half_the_experts_is_refused(tmp_path: Path) -> None:
 
 def test_configs_that_a_file_does_not_hold_need_a_base(llama: tuple[Path, Any], tmp_path: Path) -> None:
     """A model type whose config transformers misreads is refused without a base, and so is one of another architecture."""
-    path, _ = written(tmp_path, "bloom")
+    gguf_models.written(tmp_path, "bloom")
     with pytest.raises(LoadError, match="architecture 'bloom' in GGUF files, and this file has 'llama'"):
         plugin.from_pretrained(llama[0], base=tmp_path)
     other = gguf_models.write_file(tmp_path / "olmo.gguf", "olmo", {}, {})
@@ -213,7 +237,8 @@ def test_arguments_that_a_file_does_not_take(llama: tuple[Path, Any], tmp_path: 
 
 def test_rules_are_records() -> None:
     rule = TensorRule(("a", "b"), "2 * -> * 2", elements=True, values="minus_one")
-    assert TensorRule.of(rule.record()) == rule and TensorRule.of("a") == TensorRule(("a",)) and TensorRule(("a",)).record() == "a"
+    assert TensorRule.of(rule.record()) == rule
+    assert TensorRule.of("a") == TensorRule(("a",)) and TensorRule(("a",)).record() == "a"
 
 
 # -- a trained model -------------------------------------------------------------------------------------------------------

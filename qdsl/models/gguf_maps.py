@@ -127,8 +127,8 @@ def map_of(model_type: str, architecture: str) -> GgufMap:
                         f"there are {', '.join(model_types())}")
     recorded = GgufMap.read(FOLDER / f"{model_type}.json")
     if recorded.architecture != architecture:
-        raise LoadError(f"the config's model type {shown(model_type)} is architecture {shown(recorded.architecture)} in GGUF files, "
-                        f"and this file has {shown(architecture)}: pass base=, a folder with the model's config")
+        raise LoadError(f"the config's model type {shown(model_type)} is architecture {shown(recorded.architecture)} in GGUF "
+                        f"files, and this file has {shown(architecture)}: pass base=, a folder with the model's config")
     return recorded
 
 
@@ -158,8 +158,9 @@ def _grouped_order(rows: str, config: object, count: int) -> Tensor:
     groups, *sections = (_axis(axis, config) for axis in rows.removeprefix(GROUPED).replace(":", "").split())
     unit, left = divmod(count, sum(sections))
     if left or any(section * unit % groups for section in sections):
-        raise LoadError(f"{count} rows do not divide by '{rows}', whose {groups} groups have sections of {sections} in the config")
-    parts = torch.arange(count).split([section * unit for section in sections])
+        raise LoadError(f"{count} rows do not divide by '{rows}', whose {groups} groups have sections of {sections} in the "
+                        "config")
+    parts = torch.split(torch.arange(count), [section * unit for section in sections])
     return torch.cat([part.view(groups, -1) for part in parts], 1).flatten()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,8 @@ class GgufModelSource:
         """A parameter as a packed layer; None for one that takes numbers: plain, changed, or of several formats."""
         own = [layer for source in rule.sources if (layer := self._file_layer(source)) is not None]
         shape = self._shapes[name]
-        if len(own) < len(rule.sources) or rule.values or rule.elements or rule.rows == LATENT or (rule.transposed and len(shape) != 3):
+        is_changed = rule.values or rule.elements or rule.rows == LATENT or (rule.transposed and len(shape) != 3)
+        if len(own) < len(rule.sources) or is_changed:
             return None
         if wrong := next((layer for layer in own if layer.why), None):
             return Layer(name.removesuffix(".weight"), others=wrong.others, why=wrong.why)
@@ -129,7 +131,7 @@ class GgufModelSource:
         if len(starts) - 1 > RUNS:
             return []
         cuts: list[PackedWeight] = []
-        for start, stop in zip(starts, starts[1:], strict=False):
+        for start, stop in pairwise(starts):
             first, last = int(rows[start]), int(rows[stop - 1]) + 1
             base = 0
             for part in parts:

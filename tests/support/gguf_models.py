@@ -14,7 +14,9 @@ from torch import Tensor
 from qdsl.checkpoint.ggml_types import BY_NAME
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.gguf_write import NewTensor, write
+from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GROUPED, LATENT, GgufMap, TensorRule, row_order
+from tests.support.tiny_models import tiny_model
 
 UNCHANGED = ("norm", "conv", "router", "A_log")                  # in names of parameters that converters do not quantize
 INVERSE = {"minus_one": lambda tensor: tensor + 1, "log_of_negative": lambda tensor: -torch.exp(tensor)}
@@ -78,15 +80,26 @@ def types_of(model: Any, recorded: GgufMap, type: str) -> dict[str, str]:
         assert rule is not None, name
         plain = tensor.dim() < 2 or rule.elements or rule.values or rule.rows == LATENT or any(part in name for part in UNCHANGED)
         columns = rows_of(name, tensor, rule).shape[1]
-        types |= {source: "F32" if plain or columns % BY_NAME[type].elements else type for source in rule.sources}
+        types |= dict.fromkeys(rule.sources, "F32" if plain or columns % BY_NAME[type].elements else type)
     return types
 
 
-def write_file(path: Path, architecture: str, tensors: Mapping[str, Tensor], types: Mapping[str, str]) -> Path:
-    """Write a GGUF file without settings besides its architecture, encoded by the package gguf."""
+def settings_of(config: Any, architecture: str) -> dict[str, Value]:
+    """The settings of a file that models such as Llama and Qwen3 need."""
+    numbers = {"context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+               "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+               "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+               "attention.key_length": config.head_dim}
+    real = {"attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.rope_parameters["rope_theta"]}
+    return {f"{architecture}.{key}": Value.of("f32" if key in real else "u32", value) for key, value in (numbers | real).items()}
+
+
+def write_file(path: Path, architecture: str, tensors: Mapping[str, Tensor], types: Mapping[str, str],
+               settings: Mapping[str, Value] | None = None) -> Path:
+    """Write a GGUF file of these settings besides its architecture, encoded by the package gguf."""
     new = [NewTensor(name, BY_NAME[types[name]], tuple(tensor.shape), [_encoded(tensor, types[name]).tobytes()])
            for name, tensor in tensors.items()]
-    write(path, {"general.architecture": Value.of("string", architecture)}, new)
+    write(path, {"general.architecture": Value.of("string", architecture), **(settings or {})}, new)
     return path
 
 
@@ -109,6 +122,18 @@ def _rounded(tensor: Tensor, type: str) -> Tensor:
     """The numbers of a tensor in a type, of which the last axis is encoded."""
     decoded = quants.dequantize(_encoded(tensor, type), GGMLQuantizationType[type])
     return torch.from_numpy(decoded.copy()).reshape(tensor.shape)
+
+
+def written(folder: Path, model_type: str, size: int = 1, type: str = "Q8_0", has_settings: bool = False,
+            **changes: Any) -> tuple[Path, Any]:
+    """A GGUF file of a tiny model in a folder with its config; and the model, with the numbers that the file holds."""
+    model = tiny_model(model_type, size, **changes)
+    recorded = GgufMap.read(MAPS / f"{model_type}.json")
+    model.config.save_pretrained(folder)
+    types = types_of(model, recorded, type)
+    path = write_file(folder / "model.gguf", recorded.architecture, file_tensors(model, recorded), types,
+                      settings_of(model.config, recorded.architecture) if has_settings else None)
+    return path, decode_(model, recorded, types)
 
 
 def _encoded(tensor: Tensor, type: str) -> Any:

@@ -15,6 +15,12 @@ from tests.support.formats import ROOT
 # The folder with `conversion` and `gguf-py`; the folder above its name states the release.
 PLACES = sorted(ROOT.glob(".venv-live/llama_cpp_python-*/vendor/llama.cpp"))
 
+# Numbers that the converter wants in configs, and that transformers no longer writes; no tensor depends on them.
+LACKING: dict[str, dict[str, Any]] = {
+    "cohere2": {"rotary_pct": 1.0}, "gpt_neox": {"rotary_pct": 0.25}, "minimax_m2": {"rotary_dim": 16},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [160], "moe_topk": [2], "num_shared_expert": [1]},
+}
+
 
 def folder() -> Path | None:
     """Where the converter lies; None where it is not there."""
@@ -50,8 +56,16 @@ def converter(model: Path, type: str = "ALL_F32") -> Any:
         kind.no_mtp = True                                       # transformers' models have no layers of that kind
     run = kind(model, gguf.LlamaFileType[type], model / "model.gguf", eager=True, model_name=numbers["model_type"])
     run = getattr(run, "impl", run)                              # a class that chooses another
-    run.set_vocab = lambda: None
+    run.hparams |= LACKING.get(numbers["model_type"], {})
+    run.set_vocab = lambda: _add_tokens(run.gguf_writer)
     return run
+
+
+def _add_tokens(writer: Any) -> None:
+    """What stands in the vocabulary of a file and belongs to the config."""
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
 
 
 def tensors(model: Path) -> tuple[str, Mapping[str, Any]]:

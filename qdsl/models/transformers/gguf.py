@@ -10,11 +10,11 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, MixtralConfig
 
+from qdsl.checkpoint.ggml_types import BY_NAME
 from qdsl.checkpoint.gguf import GgufFile
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.gguf_write import NewTensor
 from qdsl.checkpoint.gguf_write import write as write_gguf
-from qdsl.checkpoint.ggml_types import BY_NAME
 from qdsl.models.gguf_maps import map_of, model_types
 from qdsl.models.plan import LoadError
 from qdsl.models.transformers.config import QdslConfig
@@ -25,10 +25,11 @@ FREQUENCIES = "rope_freqs.weight"                                # divisors of t
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}                    # layers of models whose attention is scaled by another number
 BASE = "pass base=, a folder with the model's config.json"
-# Numbers that transformers leaves out or reads wrongly for some model types: keys after the architecture -> attributes of configs.
+# Numbers that transformers leaves out or misreads for some model types: keys after the architecture -> attributes of configs.
 CORRECTED = {"expert_feed_forward_length": "moe_intermediate_size", "attention.key_length": "head_dim",
              "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-             "expert_used_count": "num_experts_per_tok", "expert_weights_norm": "norm_topk_prob", "final_logit_softcapping": "final_logit_softcapping",
+             "expert_used_count": "num_experts_per_tok", "expert_weights_norm": "norm_topk_prob",
+             "final_logit_softcapping": "final_logit_softcapping",
              "attn_logit_softcapping": "attn_logit_softcapping", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
              "logit_scale": "logit_scale", "context_length": "n_positions"}
 
@@ -45,8 +46,8 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         config = config_of(file, path, base) if config is None else config
         own = map_of(config.model_type, architecture)
         if is_read and not own.reads_config:
-            raise LoadError(f"{path}: transformers does not read all of the config of model type {own.model_type!r} from GGUF files: "
-                            f"{BASE}")
+            raise LoadError(f"{path}: transformers does not read all of the config of model type {own.model_type!r} from GGUF "
+                            f"files: {BASE}")
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
     config.architectures = [own.model_class]
@@ -114,7 +115,7 @@ def _add_scaling(config: Any, file: GgufFile, path: Path, architecture: str) -> 
     if kind is None:
         return
     base = file.metadata.get(f"{architecture}.rope.freq_base")
-    config.rope_parameters = rope = {**rope, **({} if base is None else {"rope_theta": base})}
+    config.rope_parameters = rope = dict(rope or {}) | ({} if base is None else {"rope_theta": base})
     if scaling["type"] not in (None, "none"):
         rope |= {"factor": scaling["factor"], "original_max_position_embeddings": scaling["original_context_length"]}
     if FREQUENCIES in file.tensors:
