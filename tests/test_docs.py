@@ -33,14 +33,14 @@ from qdsl.generated import fp8_block, int_group, q4_0
 from qdsl.passes import compile_spec
 from qdsl.quantize.mixes import Model
 from qdsl.spec.schema import parse
-from tests.support import folders, language_models, producer_folders
+from tests.support import folders, gguf_models, language_models, producer_folders
 from tests.support.formats import ROOT
 from tests.support.ggufs import framed, info
 from tests.support.models import Made, written
 from tests.support.tables import TABLES
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md", "docs/models.md", "docs/transformers.md",
-                                      "docs/peft.md")]
+                                      "docs/gguf_models.md", "docs/peft.md")]
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -156,6 +156,18 @@ def test_python_of_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: py
         result = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
         assert result.exit_code == 0, (line, result.output)
     assert (tmp_path / "kl.svg").is_file()
+
+
+@pytest.mark.filterwarnings("default")
+def test_python_of_the_page_on_gguf_models_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    gguf_models.written(tmp_path, "qwen3", has_settings=True)[0].rename("Qwen3-Q8_0.gguf")
+    (tmp_path / "Olmo").mkdir()
+    gguf_models.written(tmp_path / "Olmo", "olmo")[0].rename("olmo-Q8_0.gguf")
+    names: dict[str, object] = {}
+    for block in blocks(ROOT / "docs" / "gguf_models.md", "python"):
+        exec(compile(block, "gguf_models.md", "exec"), names)  # noqa: S102
+    assert (tmp_path / "Olmo-packed/model.safetensors").is_file()
 
 
 @pytest.mark.filterwarnings("ignore")                            # of peft

@@ -61,11 +61,12 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     options: dict[str, Any] = {"dtype": dtype, "device_map": device or ("cuda" if torch.cuda.is_available() else "cpu")}
     if format is not None:
         options["quantization_config"] = plugin.QdslConfig(format, **(params or {}))
-    if format is not None or _is_packed(path):
+    is_gguf = path.suffix == ".gguf"
+    if is_gguf or format is not None or _is_packed(path):
         model = plugin.from_pretrained(ref, **options)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(ref, **options)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ref)
+    tokenizer = plugin.tokenizer(ref) if is_gguf else transformers.AutoTokenizer.from_pretrained(ref)
     return LanguageModel(ref if format is None else f"{ref} as {format}", model, tokenizer, time.perf_counter() - began)
 
 
@@ -105,7 +106,7 @@ class _Writer(transformers.TextStreamer):
 
 
 def _is_packed(path: Path) -> bool:
-    """Whether a folder or file holds packed weights; a repository is asked for its config alone, by transformers."""
+    """Whether a folder holds packed weights; a repository is asked for its config alone, by transformers."""
     if not path.exists():
         config = transformers.AutoConfig.from_pretrained(str(path))
         return getattr(config, "quantization_config", None) is not None

@@ -83,6 +83,8 @@ def origin_of(source: Source) -> Origin:
         origin.files = {file.path.name: (file.start_bytes(), file.header) for file in folder.files()}
         origin.config = _text(folder.root / "config.json") if folder.path.is_dir() else None
         origin.index = (folder.index_name, _text(folder.root / folder.index_name) or "") if folder.index else None
+    elif not isinstance(source, FolderSource):
+        origin.changed = True                                    # a file of other names and shapes than the model's
     return origin
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from qdsl import places
 from qdsl.emit.page import summary
+from qdsl.models.gguf_maps import FOLDER as MAPS
+from qdsl.models.gguf_maps import GgufMap, model_types
 from qdsl.numbers import FLOATS
 from qdsl.passes import PASSES, choose_variants, compile_spec, read_records
 from qdsl.passes.schemes import SCHEMES
@@ -151,6 +153,14 @@ def _speed(expected: dict[str, Any] | None, found: dict[str, Any] | None) -> str
     return "; ".join(cells) or "-"
 
 
+def gguf_maps() -> list[str]:
+    """The model types that have a map from GGUF files."""
+    maps = [GgufMap.read(MAPS / f"{name}.json") for name in model_types()]
+    return rows(["model type", "architecture in files", "class", "config", "converter of"], (
+        [f"`{own.model_type}`", f"`{own.architecture}`", f"`{own.model_class}`", "file" if own.reads_config else "`base=`",
+         own.recorded] for own in maps))
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
-        keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, figures, speeds)}
+        keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, figures, speeds, gguf_maps)}

@@ -9,6 +9,7 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qdsl.checkpoint.detect import OWN
+from qdsl.models.transformers.gguf_weights import GgufWeights
 
 
 class QdslConfig(QuantizationConfigMixin):
@@ -17,11 +18,11 @@ class QdslConfig(QuantizationConfigMixin):
     format, storage, params: in which plain Linear layers are quantized, as `qdsl.load_weights_` takes them; none for a folder
     whose layers are packed, of any producer.  ignore: patterns of modules that become dense or stay so, such as "lm_head"; and
     of parameters that transformers may initialise, such as the "score" of a new classifier.  settings: what the folder's config
-    states, which is also what `to_dict` gives then.
+    states, which is also what `to_dict` gives then.  gguf: the weights of a GGUF file, in place of those of a folder.
     """
 
     def __init__(self, format: str | None = None, storage: str | None = None, ignore: Sequence[str] = (), *,
-                 settings: Mapping[str, Any] | None = None, **params: Any) -> None:
+                 settings: Mapping[str, Any] | None = None, gguf: GgufWeights | None = None, **params: Any) -> None:
         self.quant_method = params.pop("quant_method", OWN)
         if self.quant_method != OWN:
             raise ValueError(f"quant_method of a QdslConfig is {OWN!r}, not {self.quant_method!r}")
@@ -30,6 +31,7 @@ class QdslConfig(QuantizationConfigMixin):
         if isinstance(ignore, str):
             raise ValueError(f"QdslConfig: ignore is a list of patterns: give [{ignore!r}]")
         self.format, self.storage, self.ignore, self.params = format, storage, list(ignore), params
+        self.gguf = gguf
         self.settings = None if settings is None else copy.deepcopy(dict(settings))
 
     @property

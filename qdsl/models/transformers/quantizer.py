@@ -33,6 +33,7 @@ from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
 from qdsl.models.transformers.conversions import Conversions, ignored, reverted
+from qdsl.models.transformers.gguf import load_gguf
 from qdsl.runtime.module import PackedModule
 
 # What `AutoConfig.from_pretrained` takes of what a model's takes.
@@ -83,28 +84,38 @@ class QdslHfQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """The library's conversions, unchanged; the first time packed layers are placed, which takes their names from them."""
-        if self.report is None:
+        gguf = self.quantization_config.gguf
+        if self.report is None and gguf is not None:
+            with gguf.open(model, model.config) as checkpoint:
+                self._place(model, checkpoint, None)
+                gguf.state.update({name: checkpoint.source.tensor(name) for name in checkpoint.plain})
+        elif self.report is None:
             with _open(self._files) as checkpoint:
                 self._place(model, checkpoint, Conversions(model, weight_conversions))
         return weight_conversions
 
-    def _place(self, model: Any, checkpoint: Checkpoint, names: Conversions) -> None:
-        """Put packed layers into a model on meta, and have transformers leave them alone until it has loaded the others."""
+    def _place(self, model: Any, checkpoint: Checkpoint, names: Conversions | None) -> None:
+        """Put packed layers into a model on meta, and have transformers leave them alone until it has loaded the others.
+
+        names: those of the model for those of the checkpoint; None where they are the same.
+        """
         config, source = self.quantization_config, checkpoint.source
-        if config.format is None and not source.layers and not source.groups:
+        if config.format is None and not source.layers and not source.groups and names is not None:
             raise LoadError(f"{checkpoint.path} has no packed weights: name a format to quantize it in, as QdslConfig('q4_0')")
         skip = [*config.ignore, *(SKIPPED + _kept_in_fp32(model) if config.format else ())]
         before, devices = _tensors(model), self._device_map
         device = devices[""] if isinstance(devices, Mapping) and list(devices) == [""] else None
-        self.report = fill_model(model, checkpoint, names.rename, device, skip=skip, plain=False,
-                                 stacks=names.stacks(_shapes(source, config.format)), format=config.format, **config.options)
+        stacks = None if names is None else names.stacks(_shapes(source, config.format))
+        self.report = fill_model(model, checkpoint, None if names is None else names.rename, device, skip=skip, plain=False,
+                                 stacks=stacks, format=config.format, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
         if config.format is not None:
             _report_converted(model, self.report)
         old = {id(tensor) for tensor in before.values()}
         after = _tensors(model)
-        _check_codes(source, names, {name for name, tensor in after.items() if tensor.is_meta and id(tensor) in old})
+        if names is not None:
+            _check_codes(source, names, {name for name, tensor in after.items() if tensor.is_meta and id(tensor) in old})
         placed = {name for name, tensor in after.items() if id(tensor) not in old and not tensor.is_meta}
         for name in placed:
             after[name]._is_hf_initialized = True                # type: ignore[attr-defined]
@@ -112,8 +123,8 @@ class QdslHfQuantizer(HfQuantizer):
         hook = model.register_state_dict_post_hook(partial(_hide, placed))
         origin = origin_in(model)                                # its unused tensors are small ones of packed layers
         unused = {*self.report.unused, *source.plain} - (origin.unused.keys() if origin else set())
-        unexpected = {target for full in unused if (target := names.target(full)[0]) not in names.tensors}
-        model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, unexpected, placed)
+        targets = set() if names is None else {names.target(full)[0] for full in unused} - names.tensors.keys()
+        model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, targets, placed)
         if any(isinstance(module, Experts) for module in model.modules()):
             model.set_experts_implementation(moe.NAME)
 
@@ -169,7 +180,7 @@ class QdslHfQuantizer(HfQuantizer):
         now = _configs(model)
         with onloaded(model):
             save(model, folder, None if now[:1] == self._loaded[:1] else json.loads(now[0]))
-        if now[1:] != self._loaded[1:]:
+        if now[1:] != self._loaded[1:] or (self.quantization_config.gguf is not None and model.can_generate()):
             model.generation_config.save_pretrained(folder)
 
     def is_serializable(self) -> bool:
@@ -194,12 +205,19 @@ class QdslHfQuantizer(HfQuantizer):
 
 
 def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quantization_config: QdslConfig | None = None,
-                    **kwargs: Any) -> Any:
-    """Load a folder or repository with packed weights of any producer as a model of transformers.
+                    base: str | Path | None = None, **kwargs: Any) -> Any:
+    """Load a GGUF file, or a folder or repository with packed weights of any producer as a model of transformers.
 
     It takes what `from_pretrained` of a class takes, and also folders that transformers does not dispatch to a quantizer: DF11,
     ModelOpt, and those whose config states nothing.  model_class: by default that which the config names.
+
+    A path that ends in .gguf is a GGUF file, or the first of a split set.  base: a folder or repository with config.json, for
+    files of which transformers reads no config; its generation settings are taken, too.
     """
+    if Path(ref).suffix == ".gguf":
+        return load_gguf(Path(ref), *args, base=base, model_class=model_class, quantization_config=quantization_config, **kwargs)
+    if base is not None:
+        raise ValueError(f"base= is for a GGUF file, and {ref} is none")
     config = kwargs.pop("config", None)
     if config is None:
         config = AutoConfig.from_pretrained(ref, **{key: kwargs[key] for key in HUB if key in kwargs})

@@ -1,0 +1,183 @@
+"""Recorded maps of GGUF language models: of which rows of which tensors each parameter of a transformers model consists.
+
+A map is the inverse of llama.cpp's converter for one model type, one JSON file in qdsl/models/maps.  It names rules, not numbers:
+`num_attention_heads * 2 -> num_attention_heads 2 *` takes rows, viewed as the axes on the left, in the order of the axes on the
+right.  An axis is a number, an attribute of the model's config, a product of them as `heads*width`, or `*` for what remains.
+`by num_kv_heads: num_attention_heads num_kv_heads num_kv_heads` divides rows into sections of these sizes, and each section among
+the groups; it takes all that belongs to the first group, then the second.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.checkpoint.safetensors import shown
+from qdsl.models.plan import LoadError
+
+FOLDER = Path(__file__).parent / "maps"
+BLOCK = "{block}"
+GROUPED = "by "                                                  # begins a rule of groups
+LATENT = "latent_kv"                                             # rows of keys, transposed in the file, and values, by head
+# Numbers of a parameter by those of the file, where the converter changes them.
+VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "minus_one": lambda tensor: tensor - 1,                      # norms of weight + 1
+    "log_of_negative": lambda tensor: torch.log(-tensor),        # A of state spaces, stored as -exp(A_log)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRule:
+    """How a parameter consists of tensors of a GGUF file.
+
+    sources: names of tensors, whose rows follow one another.  rows: the order in which they are taken, '' for as they are;
+    or LATENT, for keys [heads, rank, n] and values [heads, m, rank] of which each head has n + m rows.
+    elements: the order is that of single numbers.  transposed: the parameter has its last two axes the other way round.
+    values: a name of VALUES, '' for unchanged numbers.
+    """
+
+    sources: tuple[str, ...]
+    rows: str = ""
+    elements: bool = False
+    transposed: bool = False
+    values: str = ""
+
+    @classmethod
+    def of(cls, record: str | Mapping[str, Any]) -> TensorRule:
+        """The rule of a JSON record: the name of a tensor that is the parameter, or a mapping."""
+        if isinstance(record, str):
+            return cls((record,))
+        sources = record["from"]
+        return cls((sources,) if isinstance(sources, str) else tuple(sources), record.get("rows", ""),
+                   record.get("elements", False), record.get("transposed", False), record.get("values", ""))
+
+    def record(self) -> str | dict[str, Any]:
+        """The rule as JSON has it."""
+        record: dict[str, Any] = {"from": self.sources[0] if len(self.sources) == 1 else list(self.sources)}
+        record |= {key: value for key in ("rows", "elements", "transposed", "values") if (value := getattr(self, key))}
+        return str(record["from"]) if len(record) == 1 and len(self.sources) == 1 else record
+
+
+@dataclass(frozen=True, slots=True)
+class GgufMap:
+    """The map of one model type.
+
+    architecture: as `general.architecture` of files names it.  model_class: the class of transformers whose parameters the names
+    are.  recorded: the release of llama.cpp's converter.  rules: by the names of parameters, with {block} for the number of a
+    layer.  unused: tensors of files that the model computes itself.  reads_config: whether transformers reads the config of files
+    of this model type as it was.
+    """
+
+    model_type: str
+    architecture: str
+    model_class: str
+    recorded: str
+    rules: Mapping[str, TensorRule]
+    unused: tuple[str, ...] = ()
+    reads_config: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> GgufMap:
+        """The map of a JSON file."""
+        record = json.loads(path.read_text())
+        rules = {name: TensorRule.of(rule) for name, rule in record["tensors"].items()}
+        return cls(path.stem, record["architecture"], record["class"], record["recorded"], rules, tuple(record["unused"]),
+                   record["reads_config"])
+
+    def text(self) -> str:
+        """The JSON file of the map."""
+        rules = {name: rule.record() for name, rule in self.rules.items()}
+        return json.dumps({"architecture": self.architecture, "class": self.model_class, "recorded": self.recorded,
+                           "reads_config": self.reads_config, "tensors": rules, "unused": list(self.unused)}, indent=1) + "\n"
+
+    def rule(self, name: str) -> TensorRule | None:
+        """The rule of a parameter, its sources with the number of its layer; None where none is recorded."""
+        pattern, block = pattern_of(name)
+        rule = self.rules.get(pattern)
+        if rule is None:
+            return None
+        sources = tuple(source.replace(BLOCK, block) for source in rule.sources)
+        return TensorRule(sources, rule.rows, rule.elements, rule.transposed, rule.values)
+
+    def is_recorded(self, tensor: str) -> bool:
+        """Whether a tensor of a file has a place in the map."""
+        pattern, _ = pattern_of(tensor)
+        return pattern in self.unused or any(pattern in rule.sources for rule in self.rules.values())
+
+
+@cache
+def model_types() -> tuple[str, ...]:
+    """The model types of transformers that have a recorded map."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+
+
+def map_of(model_type: str, architecture: str) -> GgufMap:
+    """The map of a model type for a file's architecture.  Raises LoadError where none is recorded."""
+    if model_type not in model_types():
+        raise LoadError(f"no map from GGUF is recorded for model type {shown(model_type)}, architecture {shown(architecture)}; "
+                        f"there are {', '.join(model_types())}")
+    recorded = GgufMap.read(FOLDER / f"{model_type}.json")
+    if recorded.architecture != architecture:
+        raise LoadError(f"the config's model type {shown(model_type)} is architecture {shown(recorded.architecture)} in GGUF "
+                        f"files, and this file has {shown(architecture)}: pass base=, a folder with the model's config")
+    return recorded
+
+
+def pattern_of(name: str) -> tuple[str, str]:
+    """A name with {block} for its first whole number, and that number; '' where it has none."""
+    block = next((part for part in name.split(".") if part.isdecimal()), "")
+    return re.sub(rf"(?<![^.]){block}(?![^.])", BLOCK, name, count=1) if block else name, block
+
+
+def row_order(rows: str, config: object, count: int) -> Tensor:
+    """The numbers int64 [count] of the rows that a rule takes, one after the other.
+
+    Raises LoadError where the axes of the rule do not divide `count` rows.
+    """
+    if rows.startswith(GROUPED):
+        return _grouped_order(rows, config, count)
+    left, right = (side.split() for side in rows.split(" -> "))
+    sizes = [_axis(axis, config) for axis in left]
+    known = math.prod(size for size in sizes if size > 0)
+    if count % known or (-1 not in sizes and count != known):
+        raise LoadError(f"{count} rows do not divide by '{rows}', whose axes are {sizes} in the config")
+    return torch.arange(count).view(sizes).permute([left.index(axis) for axis in right]).flatten()
+
+
+def _grouped_order(rows: str, config: object, count: int) -> Tensor:
+    """The same of a rule of sections that are divided among groups."""
+    groups, *sections = (_axis(axis, config) for axis in rows.removeprefix(GROUPED).replace(":", "").split())
+    unit, left = divmod(count, sum(sections))
+    if left or any(section * unit % groups for section in sections):
+        raise LoadError(f"{count} rows do not divide by '{rows}', whose {groups} groups have sections of {sections} in the "
+                        "config")
+    parts = torch.split(torch.arange(count), [section * unit for section in sections])
+    return torch.cat([part.view(groups, -1) for part in parts], 1).flatten()
+
+
+def _axis(axis: str, config: object) -> int:
+    """The size of an axis; -1 for `*`."""
+    if axis == "*":
+        return -1
+    if "*" in axis:
+        return math.prod(_axis(own, config) for own in axis.split("*"))
+    size = int(axis) if axis.isdecimal() else getattr(config, axis, None)
+    if not isinstance(size, int) or size < 1:
+        raise LoadError(f"the config has no number {axis!r}, by which rows of the GGUF file are ordered")
+    return size
+
+
+def joined_shape(shapes: Sequence[tuple[int, ...]], elements: bool) -> tuple[int, int]:
+    """(rows, columns) of tensors whose rows follow one another; of single numbers, or vectors, one column."""
+    columns = 1 if elements or len(shapes[0]) < 2 else shapes[0][-1]
+    return sum(math.prod(shape) for shape in shapes) // columns, columns
+

@@ -1,0 +1,144 @@
+"""Language models of GGUF files in transformers, with their weights packed."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, MixtralConfig
+
+from qdsl.checkpoint.ggml_types import BY_NAME
+from qdsl.checkpoint.gguf import GgufFile
+from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.gguf_write import NewTensor
+from qdsl.checkpoint.gguf_write import write as write_gguf
+from qdsl.models.gguf_maps import map_of, model_types
+from qdsl.models.plan import LoadError
+from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.gguf_weights import GgufWeights
+
+EMBEDDING = "token_embd.weight"
+FREQUENCIES = "rope_freqs.weight"                                # divisors of the frequencies of rotary embeddings
+FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}                    # layers of models whose attention is scaled by another number
+BASE = "pass base=, a folder with the model's config.json"
+# Numbers that transformers leaves out or misreads for some model types: keys after the architecture -> attributes of configs.
+CORRECTED = {"expert_feed_forward_length": "moe_intermediate_size", "attention.key_length": "head_dim",
+             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+             "expert_used_count": "num_experts_per_tok", "expert_weights_norm": "norm_topk_prob",
+             "final_logit_softcapping": "final_logit_softcapping",
+             "attn_logit_softcapping": "attn_logit_softcapping", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+             "logit_scale": "logit_scale", "context_length": "n_positions"}
+
+
+def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_class: Any = None,
+              quantization_config: QdslConfig | None = None, config: Any = None, **kwargs: Any) -> Any:
+    """A model of transformers with the packed weights of a GGUF file; `from_pretrained` explains the arguments."""
+    options = quantization_config or QdslConfig()
+    if options.format is not None:
+        raise LoadError(f"{path}: a GGUF file keeps its formats: load it without a format")
+    with GgufFile(path) as file:
+        architecture = str(file.metadata["general.architecture"])
+        is_read = base is None and config is None
+        config = config_of(file, path, base) if config is None else config
+        own = map_of(config.model_type, architecture)
+        if is_read and not own.reads_config:
+            raise LoadError(f"{path}: transformers does not read all of the config of model type {own.model_type!r} from GGUF "
+                            f"files: {BASE}")
+        if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
+            config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
+    config.architectures = [own.model_class]
+    vars(config).pop("quantization_config", None)                # of the base's weights, which are not read
+    weights = GgufWeights(path, own)
+    kwargs.setdefault("dtype", config.dtype or "float32")
+    model = (model_class or getattr(transformers, own.model_class)).from_pretrained(
+        None, *args, config=config, state_dict=weights.state,
+        quantization_config=QdslConfig(ignore=options.ignore, gguf=weights), **kwargs)
+    weights.state.clear()
+    if base is not None:
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(base)
+    return model
+
+
+def config_of(file: GgufFile, path: Path, base: str | Path | None = None) -> Any:
+    """The config of a language model: that of `base`, else what transformers reads from the file.
+
+    Raises LoadError for a file of which it reads no config.
+    """
+    if base is not None:
+        config = AutoConfig.from_pretrained(base)
+        return config if config.model_type in model_types() else config.get_text_config(decoder=True)
+    architecture = str(file.metadata["general.architecture"])
+    with tempfile.TemporaryDirectory() as folder:
+        _write_header(file, Path(folder) / "header.gguf", architecture)
+        try:
+            config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf")
+        except (ValueError, KeyError) as error:
+            raise LoadError(f"{path}: transformers reads no config of architecture {architecture!r} from GGUF files: "
+                            f"{BASE} ({error})") from error
+    experts = file.metadata.get("llama.expert_count", 0)         # Mixtral has the architecture of Llama
+    if experts and config.model_type in ("llama", "mistral"):
+        own = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+        config = MixtralConfig(**own, num_local_experts=experts)
+    _complete(config, file, architecture)
+    _add_scaling(config, file, path, architecture)
+    return config
+
+
+def _complete(config: Any, file: GgufFile, architecture: str) -> None:
+    """Set the numbers of a config that transformers leaves out, or reads wrongly, for some model types."""
+    for key, attribute in CORRECTED.items():
+        value = file.metadata.get(f"{architecture}.{key}")
+        if value is not None and hasattr(config, attribute):
+            setattr(config, attribute, value)
+    if hasattr(config, "sliding_window") and not hasattr(config, "use_sliding_window"):      # absent and 0 are none
+        config.sliding_window = file.metadata.get(f"{architecture}.attention.sliding_window") or None
+    if EMBEDDING in file.tensors:
+        config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
+    if config.model_type in GEMMA_27B:                           # no key of a file: llama.cpp knows models by their layers
+        is_27b = config.num_hidden_layers == GEMMA_27B[config.model_type]
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
+
+
+def _add_scaling(config: Any, file: GgufFile, path: Path, architecture: str) -> None:
+    """Set the base and the scaling of a config's rotary embeddings.  Raises LoadError for one that has no place in it."""
+    rope = getattr(config, "rope_parameters", None)
+    kind = rope.get("rope_type") if isinstance(rope, dict) else None
+    scaling = {key: file.metadata.get(f"{architecture}.rope.scaling.{key}")
+               for key in ("type", "factor", "original_context_length")}
+    if any(name in file.tensors for name in FACTORS) or scaling["type"] not in (None, "none", kind):
+        raise LoadError(f"{path}: transformers does not read the scaling of rotary embeddings from GGUF files: {BASE}")
+    if kind is None:
+        return
+    base = file.metadata.get(f"{architecture}.rope.freq_base")
+    config.rope_parameters = rope = dict(rope or {}) | ({} if base is None else {"rope_theta": base})
+    if scaling["type"] not in (None, "none"):
+        rope |= {"factor": scaling["factor"], "original_max_position_embeddings": scaling["original_context_length"]}
+    if FREQUENCIES in file.tensors:
+        factors = file.tensor(FREQUENCIES).float().tolist()      # those of longrope divide frequencies as these do
+        rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0,
+                 "attention_factor": 1.0, "original_max_position_embeddings": config.max_position_embeddings}
+
+
+def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) -> Any:
+    """The tokenizer of a GGUF file: that of the folder `base`, else what transformers makes of the file's vocabulary."""
+    if base is not None:
+        return AutoTokenizer.from_pretrained(base, **kwargs)
+    path = Path(ref)
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **kwargs)
+
+
+def _write_header(file: GgufFile, path: Path, architecture: str) -> None:
+    """Write a GGUF file of the same settings, without the vocabulary, which takes transformers seconds to read.
+
+    Scaling of rotary embeddings is left out, too: transformers misreads it.
+    """
+    metadata = {key: value for key, value in file.metadata.stored().items()
+                if not (key.startswith("tokenizer.") and value.type.endswith("[]")) and ".rope.scaling." not in key}
+    if EMBEDDING in file.tensors:
+        metadata.setdefault(f"{architecture}.vocab_size", Value.of("u32", file.tensors[EMBEDDING].logical_shape[0]))
+    write_gguf(path, metadata, [NewTensor(name, BY_NAME["F32"], (1,), [bytes(4)]) for name in file.tensors])

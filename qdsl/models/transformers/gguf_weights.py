@@ -1,0 +1,36 @@
+"""A GGUF file as the weights that `from_pretrained` of transformers gives a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from qdsl.checkpoint.checkpoint import Checkpoint
+from qdsl.checkpoint.sources import GgufSource
+from qdsl.models.gguf_maps import GgufMap
+from qdsl.models.gguf_source import GgufModelSource
+
+
+@dataclass(eq=False)
+class GgufWeights:
+    """A file, its map, and the plain tensors that transformers loads: `state` is filled when the packed layers are placed."""
+
+    path: Path
+    map: GgufMap
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def open(self, model: nn.Module, config: object) -> Checkpoint:
+        """The file as a checkpoint with a model's names.  Raises LoadError where it does not fit, CheckpointError for damage."""
+        file = GgufSource(self.path)
+        try:
+            return Checkpoint(self.path, {"": GgufModelSource(file, self.map, model, config)})
+        except Exception:
+            file.close()
+            raise
+
+    def __deepcopy__(self, memo: Any) -> GgufWeights:
+        """Itself: transformers copies configs, and `state` is filled once."""
+        return self

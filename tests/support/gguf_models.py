@@ -1,0 +1,149 @@
+"""GGUF files of tiny models, and the models of the numbers that the files hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType, quants
+from torch import Tensor
+
+from qdsl.checkpoint.ggml_types import BY_NAME
+from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.gguf_write import NewTensor, write
+from qdsl.models.gguf_maps import FOLDER as MAPS
+from qdsl.models.gguf_maps import GROUPED, LATENT, GgufMap, TensorRule, row_order
+from tests.support.tiny_models import tiny_model
+
+UNCHANGED = ("norm", "conv", "router", "A_log")                  # in names of parameters that converters do not quantize
+INVERSE = {"minus_one": lambda tensor: tensor + 1, "log_of_negative": lambda tensor: -torch.exp(tensor)}
+
+
+def rows_of(name: str, tensor: Tensor, rule: TensorRule) -> Tensor:
+    """A parameter's rows as files have them, in the parameter's order: [rows, K]."""
+    turned = tensor.transpose(-1, -2) if rule.transposed else tensor
+    return turned.reshape(-1, turned.shape[-1] if turned.dim() > 1 and not rule.elements else 1)
+
+
+def file_tensors(model: Any, recorded: GgufMap) -> dict[str, Tensor]:
+    """The tensors of a model's GGUF file: the rules of its map the other way round."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in own_tensors(model).items():
+        rule = recorded.rule(name)
+        assert rule is not None, name
+        if rule.rows == LATENT:
+            tensors |= zip(rule.sources, latent_parts(model.config, tensor), strict=True)
+            continue
+        rows = rows_of(name, tensor, rule)
+        if rule.rows:
+            rows = rows[torch.argsort(row_order(rule.rows, model.config, len(rows)))]
+        shape = tensor.shape[:-2] + tensor.shape[:-3:-1] if rule.transposed else tensor.shape
+        if len(rule.sources) > 1:
+            shape = (shape[0], -1, shape[-1])[3 - len(shape):] if not rule.elements else (shape[0], -1)
+        for source, part in zip(rule.sources, rows.split(source_rows(rule, model.config, len(rows))), strict=True):
+            tensors[source] = INVERSE.get(rule.values, torch.clone)(part.reshape(shape))
+    return tensors
+
+
+def own_tensors(model: Any) -> dict[str, Tensor]:
+    """A model's parameters and buffers that are saved, those that share their numbers once."""
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(tensors.values())
+
+
+def latent_parts(config: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [heads, rank, n] and values [heads, m, rank] of a parameter [heads * (n + m), rank]."""
+    heads = tensor.view(config.num_attention_heads, -1, tensor.shape[1])
+    keys, values = heads[:, :config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim:]
+    return keys.transpose(1, 2).contiguous(), values.contiguous()
+
+
+def source_rows(rule: TensorRule, config: Any, count: int) -> list[int]:
+    """How many of a parameter's rows each source has: all as many, or, of groups, the last one section."""
+    if not rule.rows.startswith(GROUPED) or len(rule.sources) == 1:
+        return [count // len(rule.sources)] * len(rule.sources)
+    sizes = [math.prod(getattr(config, axis) for axis in section.split("*")) for section in rule.rows.split(": ")[1].split()]
+    last = count * sizes[-1] // sum(sizes)
+    return [count - last, last]
+
+
+def types_of(model: Any, recorded: GgufMap, type: str) -> dict[str, str]:
+    """The types of a file's tensors: matrices whose rows are whole blocks have the given one, all others F32."""
+    types: dict[str, str] = {}
+    for name, tensor in own_tensors(model).items():
+        rule = recorded.rule(name)
+        assert rule is not None, name
+        plain = tensor.dim() < 2 or rule.elements or rule.values or rule.rows == LATENT or any(part in name for part in UNCHANGED)
+        columns = rows_of(name, tensor, rule).shape[1]
+        types |= dict.fromkeys(rule.sources, "F32" if plain or columns % BY_NAME[type].elements else type)
+    return types
+
+
+def settings_of(config: Any, architecture: str) -> dict[str, Value]:
+    """The settings of a file that models such as Llama and Qwen3 need."""
+    numbers = {"context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+               "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+               "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+               "attention.key_length": config.head_dim}
+    real = {"attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.rope_parameters["rope_theta"]}
+    return {f"{architecture}.{key}": Value.of("f32" if key in real else "u32", value) for key, value in (numbers | real).items()}
+
+
+def write_file(path: Path, architecture: str, tensors: Mapping[str, Tensor], types: Mapping[str, str],
+               settings: Mapping[str, Value] | None = None) -> Path:
+    """Write a GGUF file of these settings besides its architecture, encoded by the package gguf."""
+    new = [NewTensor(name, BY_NAME[types[name]], tuple(tensor.shape), [_encoded(tensor, types[name]).tobytes()])
+           for name, tensor in tensors.items()]
+    write(path, {"general.architecture": Value.of("string", architecture), **(settings or {})}, new)
+    return path
+
+
+def decode_(model: Any, recorded: GgufMap, types: Mapping[str, str]) -> Any:
+    """Round a model's parameters to what a file of these types holds, in place; rows are encoded by themselves."""
+    for name, tensor in own_tensors(model).items():
+        rule = recorded.rule(name)
+        assert rule is not None, name
+        own = [types.get(source, "F32") for source in rule.sources]
+        if rule.rows == LATENT:
+            keys, values = (_rounded(part, type) for part, type in zip(latent_parts(model.config, tensor), own, strict=True))
+            tensor.copy_(torch.cat([keys.transpose(1, 2), values], 1).view(tensor.shape))
+        elif own[0] != "F32":
+            turned = tensor.transpose(-1, -2) if rule.transposed else tensor
+            turned.copy_(_rounded(rows_of(name, tensor, rule), own[0]).reshape(turned.shape))
+    return model
+
+
+def _rounded(tensor: Tensor, type: str) -> Tensor:
+    """The numbers of a tensor in a type, of which the last axis is encoded."""
+    decoded = quants.dequantize(_encoded(tensor, type), GGMLQuantizationType[type])
+    return torch.from_numpy(decoded.copy()).reshape(tensor.shape)
+
+
+def written(folder: Path, model_type: str, size: int = 1, type: str = "Q8_0", has_settings: bool = False,
+            **changes: Any) -> tuple[Path, Any]:
+    """A GGUF file of a tiny model in a folder with its config; and the model, with the numbers that the file holds."""
+    model = tiny_model(model_type, size, **changes)
+    recorded = GgufMap.read(MAPS / f"{model_type}.json")
+    model.config.save_pretrained(folder)
+    types = types_of(model, recorded, type)
+    path = write_file(folder / "model.gguf", recorded.architecture, file_tensors(model, recorded), types,
+                      settings_of(model.config, recorded.architecture) if has_settings else None)
+    return path, decode_(model, recorded, types)
+
+
+def _encoded(tensor: Tensor, type: str) -> Any:
+    array = tensor.detach().contiguous().float().numpy()
+    return quants.quantize(array, GGMLQuantizationType[type]) if math.prod(array.shape) else array
+
+
+def logits(model: Any, vocabulary: int) -> Tensor:
+    """What a model predicts for two sequences of 20 tokens."""
+    ids = torch.randint(3, vocabulary, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        result: Tensor = model(ids).logits
+    return result

@@ -1,0 +1,93 @@
+"""llama.cpp's converter, where its source is: `make live` unpacks the source distribution of llama-cpp-python."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.support.formats import ROOT
+
+# The folder with `conversion` and `gguf-py`; the folder above its name states the release.
+PLACES = sorted(ROOT.glob(".venv-live/llama_cpp_python-*/vendor/llama.cpp"))
+
+# Numbers that the converter wants in configs, and that transformers no longer writes; no tensor depends on them.
+LACKING: dict[str, dict[str, Any]] = {
+    "cohere2": {"rotary_pct": 1.0}, "gpt_neox": {"rotary_pct": 0.25}, "minimax_m2": {"rotary_dim": 16},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [160], "moe_topk": [2], "num_shared_expert": [1]},
+}
+
+
+def folder() -> Path | None:
+    """Where the converter lies; None where it is not there."""
+    stated = os.environ.get("QDSL_LLAMA_CPP")
+    places = [Path(stated)] if stated else PLACES
+    return next((place for place in reversed(places) if (place / "conversion").is_dir()), None)
+
+
+def release() -> str:
+    """The release of the source distribution, as 'llama-cpp-python 0.3.36'."""
+    place = folder()
+    assert place is not None
+    name, _, version = place.resolve().parents[1].name.rpartition("-")
+    return f"{name.replace('_', '-')} {version}"
+
+
+def converter(model: Path, type: str = "ALL_F32") -> Any:
+    """The converter for a folder of transformers, without its vocabulary.  type: of the file, as gguf names it."""
+    place = folder()
+    assert place is not None
+    if str(place) not in sys.path:
+        sys.path[:0] = [str(place), str(place / "gguf-py")]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+            del sys.modules[name]                                # the package of another release
+    import conversion
+    import gguf
+
+    logging.getLogger("hf-to-gguf").setLevel(logging.ERROR)
+    logging.getLogger("gguf.gguf_writer").setLevel(logging.ERROR)
+    numbers = conversion.ModelBase.load_hparams(model, False)
+    kind = conversion.get_model_class(conversion.get_model_architecture(numbers, conversion.ModelType.TEXT))
+    if hasattr(kind, "no_mtp"):
+        kind.no_mtp = True                                       # transformers' models have no layers of that kind
+    run = kind(model, gguf.LlamaFileType[type], model / "model.gguf", eager=True, model_name=numbers["model_type"])
+    run = getattr(run, "impl", run)                              # a class that chooses another
+    run.hparams |= LACKING.get(numbers["model_type"], {})
+    run.set_vocab = lambda: _add_tokens(run.gguf_writer)
+    return run
+
+
+def _add_tokens(writer: Any) -> None:
+    """What stands in the vocabulary of a file and belongs to the config."""
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+
+
+def tensors(model: Path) -> tuple[str, Mapping[str, Any]]:
+    """The architecture, and the tensors of the GGUF file as numpy arrays, without writing it."""
+    run = converter(model)
+    import gguf
+
+    run.prepare_tensors()
+    arrays = {name: info.tensor for shard in run.gguf_writer.tensors for name, info in shard.items()}
+    return gguf.MODEL_ARCH_NAMES[run.model_arch], arrays
+
+
+def converted(model: Path, type: str = "ALL_F32") -> Path:
+    """The GGUF file of a folder of transformers; type: as `converter` takes it."""
+    run = converter(model, type)
+    write = run.gguf_writer.write_tensors_to_file
+    run.gguf_writer.write_tensors_to_file = lambda progress: write()         # without its bar
+    run.write()
+    return Path(run.fname_out)
+
+
+def add_tokenizer(folder: Path, size: int) -> None:
+    """Write a tokenizer.json of so many tokens, which the converter counts for some models."""
+    vocabulary = {f"token{number}": number for number in range(size)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
