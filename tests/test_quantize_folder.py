@@ -88,7 +88,8 @@ def check_opens(out: Path, weights: dict[str, PackedWeight]) -> None:
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("fp8_block", {"bn": 32, "bk": 32}, "fp8"), ("fp8_channel", {}, "compressed-tensors"),
-    ("fp8_tensor", {}, "compressed-tensors"), ("int8_channel", {}, "compressed-tensors"), ("int_group.pack_quantized", {"symmetric": True}, "compressed-tensors"),
+    ("fp8_tensor", {}, "compressed-tensors"), ("int8_channel", {}, "compressed-tensors"),
+    ("int_group.pack_quantized", {"symmetric": True}, "compressed-tensors"),
     ("int_group", {"bits": 4, "group": 64}, "gptq"), ("int_group.awq", {}, "awq"), ("nvfp4_ct", {}, "compressed-tensors"),
     ("nvfp4_modelopt", {}, "modelopt"), ("nf4", {}, "bitsandbytes"), ("ocp_mxfp4.compressed_tensors", {}, "compressed-tensors"),
     ("fp8_block.torchao", {"bn": 1, "bk": 128}, "torchao"), ("q4_k", {}, "qdsl"), ("hqq", {"group": 64}, "qdsl"),
@@ -172,8 +173,9 @@ def test_what_is_no_linear_layer_stays_plain(tmp_path: Path) -> None:
     matrix = drawn(128, 256)
     tensors = {"h.0.attn.c_attn.weight": matrix, "h.0.attn.c_attn.bias": drawn(256), "h.0.mlp.c_attn.weight": drawn(256, 256),
                "shared.weight": matrix, "decoder.block.0.relative_attention_bias.weight": matrix,
-               "tokens.weight": drawn(96, 256),
-               "conv.weight": drawn(8, 8, 3), "A_log": matrix, "empty.weight": drawn(0, 256), "up.weight": matrix, "mlp.odd.weight": drawn(16, 250), "blocks.1.down.weight": matrix}
+               "tokens.weight": drawn(96, 256), "conv.weight": drawn(8, 8, 3), "A_log": matrix,
+               "empty.weight": drawn(0, 256),
+               "up.weight": matrix, "mlp.odd.weight": drawn(16, 250), "blocks.1.down.weight": matrix}
     path = made(tmp_path / "in", tensors)
     report = quantize(path, tmp_path / "out", "q4_0", ignore=(r"blocks\.\d+\..*",))
     assert [row["name"] for row in report["quantized"]] == ["up"]
