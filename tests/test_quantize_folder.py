@@ -173,8 +173,8 @@ def test_what_is_no_linear_layer_stays_plain(tmp_path: Path) -> None:
     matrix = drawn(128, 256)
     tensors = {"h.0.attn.c_attn.weight": matrix, "h.0.attn.c_attn.bias": drawn(256), "h.0.mlp.c_attn.weight": drawn(256, 256),
                "shared.weight": matrix, "decoder.block.0.relative_attention_bias.weight": matrix,
-               "tokens.weight": drawn(96, 256),
-               "conv.weight": drawn(8, 8, 3), "A_log": matrix, "empty.weight": drawn(0, 256), "up.weight": matrix,
+               "tokens.weight": drawn(96, 256), "conv.weight": drawn(8, 8, 3), "A_log": matrix,
+               "empty.weight": drawn(0, 256), "up.weight": matrix,
                "mlp.odd.weight": drawn(16, 250), "blocks.1.down.weight": matrix}
     path = made(tmp_path / "in", tensors)
     report = quantize(path, tmp_path / "out", "q4_0", ignore=(r"blocks\.\d+\..*",))

@@ -48,12 +48,18 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
 def error_of(before: PackedWeight, after: PackedWeight) -> Sums:
     """What requantizing cost, decoded some rows at a time where both can be cut."""
     cost = Sums()
+    plain = next(iter(before.tensors.values())) if before.variant.copies else None
     least = math.lcm(before.step("N"), after.step("N"))
     rows = max(1, CHUNK // max(1, before.shape[1]) // least) * least
     for start in range(0, before.shape[0], rows):
-        parts = (each.cut("N", start, min(start + rows, each.shape[0])) for each in (before, after))
-        cost += measured(*(each.format.dequantize(each, torch.float32) for each in parts))
+        stop = min(start + rows, before.shape[0])
+        old = _decoded(before, start, stop) if plain is None else plain[start:stop].float()
+        cost += measured(old, _decoded(after, start, stop))
     return cost
+
+
+def _decoded(weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
+    return weight.format.dequantize(weight.cut("N", start, stop), torch.float32)
 
 
 def _put(out: BinaryIO, place: int, data: memoryview) -> None:
