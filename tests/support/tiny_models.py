@@ -18,8 +18,8 @@ SIZES: tuple[dict[str, Any], ...] = (
     {"vocab_size": 128, "hidden_size": 192, "intermediate_size": 224, "num_hidden_layers": 4, "num_attention_heads": 6,
      "num_key_value_heads": 3, "head_dim": 32, "num_experts": 5, "num_local_experts": 5, "n_routed_experts": 5,
      "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 160,
-     "max_position_embeddings": 128, "shared_intermediate_size": 160, "query_pre_attn_scalar": 32, "n_positions": 128, "n_embd": 192,
-     "n_inner": 224, "n_layer": 4, "n_head": 6},
+     "max_position_embeddings": 128, "shared_intermediate_size": 160, "query_pre_attn_scalar": 32, "n_positions": 128,
+     "n_embd": 192, "n_inner": 224, "n_layer": 4, "n_head": 6},
 )
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 # What other numbers a model type needs, in both sizes.
@@ -53,8 +53,9 @@ SPECIAL: dict[str, Changes] = {
     "mamba": ({"intermediate_size": 128}, {"intermediate_size": 384}),
     "mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
                {"num_heads": 12, "head_dim": 32, "state_size": 32, "n_groups": 3}),
-    "ministral3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
-                                       "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
+    "ministral3": {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
     "nemotron": ({"head_dim": 16}, {"head_dim": 32}),
     "qwen3_next": ({**LINEAR[0], "layer_types": KINDS[:3]}, {**LINEAR[1], "layer_types": KINDS}),
 }
