@@ -53,9 +53,9 @@ SPECIAL: dict[str, Changes] = {
     "mamba": ({"intermediate_size": 128}, {"intermediate_size": 384}),
     "mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
                {"num_heads": 12, "head_dim": 32, "state_size": 32, "n_groups": 3}),
-    "ministral3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
-                                       "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-                                       "original_max_position_embeddings": 32}},
+    "ministral3": {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
     "nemotron": ({"head_dim": 16}, {"head_dim": 32}),
     "qwen3_next": ({**LINEAR[0], "layer_types": KINDS[:3]}, {**LINEAR[1], "layer_types": KINDS}),
 }

@@ -21,6 +21,7 @@ USED: dict[Any, str] = {
                  "update_weight_conversions weight_conversions model",
     PreTrainedModel: "mark_tied_weights_as_initialized loading_info, set_experts_implementation experts_implementation, "
                      "save_pretrained save_directory is_main_process state_dict push_to_hub, "
+                     "_load_pretrained_model model state_dict, "
                      "_keep_in_fp32_modules, _keep_in_fp32_modules_strict, _tied_weights_keys",
     PreTrainedConfig: "to_json_string",
     core_model_loading: "rename_source_key source_key weight_renamings weight_converters base_model_prefix meta_state_dict, "
