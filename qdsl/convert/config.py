@@ -56,7 +56,7 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> str:
         others = others.removesuffix(", vLLM")                   # which takes GPTQ's symmetric codes alone
     groups = settings.get("config_groups", {}).values()
     if settings.get("format") == PACKED and any(group["weights"].get("symmetric") is False for group in groups):
-        others = "vLLM"                                          # compressed-tensors 0.20 expects zero points that it does not pack
+        others = "vLLM"                                          # compressed-tensors 0.20 expects unpacked zero points
     return f"qdsl, {others}" if others else "qdsl alone"
 
 
