@@ -141,6 +141,14 @@ def test_settings_word_for_word(tmp_path: Path) -> None:
                             "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
+@pytest.mark.parametrize(("to", "symmetric", "readers"), [
+    ("int_group", True, "gptqmodel, vLLM"), ("int_group", False, "gptqmodel"), ("int_group.pack_quantized", False, "vLLM"),
+    ("int_group.pack_quantized", True, "compressed-tensors, transformers with it, vLLM")])
+def test_who_reads_zero_points(tmp_path: Path, to: str, symmetric: bool, readers: str) -> None:
+    path = made(tmp_path / "in", {"up.weight": drawn(ROWS, COLUMNS)})
+    assert quantize(path, tmp_path / "out", to, {"symmetric": symmetric})["readers"] == {"": f"qdsl, {readers}"}
+
+
 def test_a_file_by_itself_gets_a_config(tmp_path: Path) -> None:
     """So that a storage whose tensors fit several ways is read."""
     write(tmp_path / "model.safetensors", {"up.weight": drawn(ROWS, COLUMNS)}, {"format": "pt"})

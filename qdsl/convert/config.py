@@ -44,6 +44,7 @@ READERS = {"fp8": "transformers, vLLM", NESTED: "compressed-tensors, transformer
            "torchao": "transformers with torchao, vLLM", "mxfp4": "transformers, vLLM", "bitnet": "transformers"}
 OF_DIFFUSERS = {"bitsandbytes": "diffusers with bitsandbytes", "torchao": "diffusers with torchao"}
 DIFFUSERS = "_class_name"
+PACKED = "pack-quantized"
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
 
@@ -53,6 +54,9 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> str:
     others = (OF_DIFFUSERS if DIFFUSERS in folder.config else READERS).get(settings.get("quant_method", OWN))
     if settings.get("sym") is False and others:
         others = others.removesuffix(", vLLM")                   # which takes GPTQ's symmetric codes alone
+    groups = settings.get("config_groups", {}).values()
+    if settings.get("format") == PACKED and any(group["weights"].get("symmetric") is False for group in groups):
+        others = "vLLM"                                          # compressed-tensors 0.20 expects unpacked zero points
     return f"qdsl, {others}" if others else "qdsl alone"
 
 
