@@ -21,7 +21,8 @@ from tests.support.adapters import IDS, NAMES, TARGETS, Model, adapted, dense, t
 from tests.support.formats import ROOT, same_bits
 from tests.support.packed_layers import is_unchanged, layer_of, quantized, sample, stored_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore")                # of peft, which warns of what is on purpose here
+# peft warns of what is on purpose here.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from tests.support.formats import same_bits
 from tests.support.packed_layers import module_of, sample
 from tests.support.small_models import folder
 
-pytestmark = pytest.mark.filterwarnings("ignore")                # of peft, which warns of what is on purpose here
+# peft warns of what is on purpose here.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------

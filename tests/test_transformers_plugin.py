@@ -22,7 +22,7 @@ from tests.support import language_models, producer_folders
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 plugin = pytest.importorskip("qdsl.models.transformers")
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
 Auto = transformers.AutoModelForCausalLM
 QdslConfig = plugin.QdslConfig
 
