@@ -23,7 +23,7 @@ from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.quantization import quantization
 from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.cli import app
-from qdsl.convert import plan, run
+from qdsl.convert import aim, run
 from qdsl.rewrite import RewriteError, stage
 from qdsl.runtime import PackedWeight
 from tests.support import folders, language_models
@@ -56,7 +56,7 @@ def made(path: Path, tensors: dict[str, Tensor], shards: int = 1, config: dict[s
 
 def quantize(path: Path, out: Path, to: str, params: dict[str, Any] | None = None, *, ignore: tuple[str, ...] = (),
              only: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
-    return run.quantize(path, plan.aimed(to, True, params, ignore, only), out, **options)
+    return run.quantize(path, aim.aimed(to, True, params, ignore, only), out, **options)
 
 
 def refused(path: Path, to: str, params: dict[str, Any] | None = None, **options: Any) -> str:
@@ -119,6 +119,26 @@ def test_weights_and_settings_of_the_producer(tmp_path: Path, to: str, params: d
     assert not any(read.scheme(name).settings is None or read.maybe(name) for name in names)
     names = {"config.json", *report["shards"], "tokenizer", *([INDEX] if shards > 1 else [])}
     assert sorted(os.listdir(tmp_path / "out")) == sorted(names)
+
+
+@pytest.mark.parametrize("to", ["nvfp4_ct", "nvfp4_modelopt"])
+def test_layers_that_engines_fuse_share_a_super_scale(tmp_path: Path, to: str) -> None:
+    """Those of q, k and v, of gate and up, and of an expert's w1 and w3, wherever they lie; a layer without siblings has its own."""
+    families = [["attn.q_proj", "attn.k_proj", "attn.v_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"],
+                ["mlp.experts.0.w1", "mlp.experts.0.w3"], ["mlp.experts.1.w1", "mlp.experts.1.w3"]]
+    names = [f"model.layers.0.{name}" for family in families for name in family]
+    tensors = {f"{name}.weight": drawn(ROWS, COLUMNS, seed=seed) * 2.0 ** (seed % 3) for seed, name in enumerate(names)}
+    quantize(made(tmp_path / "in", tensors, 3), tmp_path / "out", to)
+    weights = {}
+    for family in families:
+        members = {f"model.layers.0.{name}": tensors[f"model.layers.0.{name}.weight"] for name in family}
+        amax = max(float(values.abs().max()) for values in members.values())
+        weights |= {name: expected(values, to, {"amax": amax}) for name, values in members.items()}
+        assert len({float(weights[name].format.unpack(weights[name])["g"]) for name in members}) == 1
+    check_opens(tmp_path / "out", weights)
+    zeros = {f"attn.{name}.weight": torch.zeros(ROWS, COLUMNS).bfloat16() for name in ("q_proj", "k_proj", "v_proj")}
+    quantize(made(tmp_path / "zeros", zeros), tmp_path / "none", to)
+    check_opens(tmp_path / "none", {name.removesuffix(".weight"): expected(values, to) for name, values in zeros.items()})
 
 
 def test_settings_word_for_word(tmp_path: Path) -> None:
@@ -426,7 +446,7 @@ def test_errors_of_the_command(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("kind", "to", "params"), [
     ("qwen3", "fp8_block", {"bn": 64, "bk": 64}), ("tied", "q4_0", {}), ("moe", "int_group", {"storage": "gptq_v2", "group": 32}),
-    ("qwen3", "nvfp4_ct", {})])
+    ("qwen3", "fp8_channel", {})])
 def test_a_folder_runs_in_transformers(tmp_path: Path, kind: str, to: str, params: dict[str, Any]) -> None:
     """As the model that is quantized while it is loaded."""
     plugin = pytest.importorskip("qdsl.models.transformers")

@@ -370,7 +370,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     from functools import partial
 
     from qdsl.convert import run
-    from qdsl.convert.plan import aimed
+    from qdsl.convert.aim import aimed
     from qdsl.processes import processors
     from qdsl.progress import progress
 
@@ -430,7 +430,7 @@ def convert(folder: Annotated[Path, typer.Argument(help="A folder of safetensors
     from qdsl.checkpoint.folder import Folder
     from qdsl.checkpoint.layers import layers
     from qdsl.convert import run
-    from qdsl.convert.plan import aimed
+    from qdsl.convert.aim import aimed
     from qdsl.processes import processors
     from qdsl.progress import progress
 

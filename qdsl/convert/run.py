@@ -18,9 +18,10 @@ from qdsl.checkpoint.components import within
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.safetensors import shown
+from qdsl.convert.aim import Aim
 from qdsl.convert.config import readers, rewritten
 from qdsl.convert.plain import plain_layers
-from qdsl.convert.plan import Aim, Change, Plan, plan
+from qdsl.convert.plan import Change, Plan, plan
 from qdsl.convert.report import relative_rms
 from qdsl.quantize.quality import Sums
 from qdsl.rewrite import RewriteError, stage
