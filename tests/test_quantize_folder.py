@@ -123,7 +123,7 @@ def test_weights_and_settings_of_the_producer(tmp_path: Path, to: str, params: d
 
 @pytest.mark.parametrize("to", ["nvfp4_ct", "nvfp4_modelopt"])
 def test_layers_that_engines_fuse_share_a_super_scale(tmp_path: Path, to: str) -> None:
-    """Those of q, k and v, of gate and up, and of an expert's w1 and w3, wherever they lie; a layer without siblings has its own."""
+    """Those of q, k and v, of gate and up, and of an expert's w1 and w3, in any file; a single layer has its own."""
     families = [["attn.q_proj", "attn.k_proj", "attn.v_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"],
                 ["mlp.experts.0.w1", "mlp.experts.0.w3"], ["mlp.experts.1.w1", "mlp.experts.1.w3"]]
     names = [f"model.layers.0.{name}" for family in families for name in family]
