@@ -65,6 +65,19 @@ def _reported(code: int = 1) -> Iterator[None]:
         _fail(f"error: {error}", code)
 
 
+def _local(ref: str) -> Path:
+    """The local path of a file, a folder, a URL or a repository."""
+    from qdsl.checkpoint.references import local_path
+
+    with _reported():
+        return local_path(ref)
+
+
+def _source(help: str) -> Any:
+    """A file or folder that is read, which may be on a server."""
+    return typer.Argument(parser=_local, metavar="REF", help=help, show_default=False)
+
+
 @app.command()
 def check(specs: Names, as_json: Json = False) -> None:
     """Check specs, and say everything that is wrong, with its place."""
@@ -241,21 +254,23 @@ def _param(text: str) -> tuple[str, Any]:
 
 
 @app.command()
-def inspect(file: Annotated[Path, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
-                                                      "of them.", show_default=False)],
+def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
+                                                     "of them; or a URL or repository, of which headers are read.",
+                                                show_default=False)],
             shared_memory: Annotated[int, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel, "
                                                                                       "and DF11's may need.")] = 48 << 10,
             as_json: Json = False) -> None:
     """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong."""
     from qdsl.checkpoint.contents import contents, lines
+    from qdsl.checkpoint.references import local_headers
 
-    with _reported():
-        found = contents(file, shared_memory)
+    with _reported(), local_headers(file) as path:
+        found = {**contents(path, shared_memory), "file": file}
     typer.echo(json.dumps({"schema": 1, **found}) if as_json else "\n".join(lines(found)))
 
 
 @app.command()
-def dequantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the first of a split one.", show_default=False)],
+def dequantize(file: Annotated[Path, _source("A GGUF file, or the first of a split one.")],
                out: Annotated[Path, typer.Option("--out", "-o", help="The .safetensors file to write.", show_default=False)],
                dtype: Annotated[str, typer.Option("--dtype", help="f32, which is exact, bf16 or f16.")] = "f32",
                as_json: Json = False) -> None:
@@ -273,8 +288,8 @@ def dequantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the fi
 
 
 @app.command()
-def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the first of a split one; a .safetensors file, or a "
-                                                       "folder of them; for --type, of a diffusion model.", show_default=False)],
+def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split one; a .safetensors file, or a folder of them; "
+                                             "for --type, of a diffusion model.")],
              mix: Annotated[str | None, typer.Option("--type", "-t", help="Write a GGUF file: a mix of llama-quantize's, such as "
                                                      "Q4_K_M, or COPY.", show_default=False)] = None,
              format: Annotated[str | None, typer.Option("--format", "-f", help="Write a folder of safetensors: a format, such as "
@@ -408,7 +423,7 @@ def _ended_by_exit() -> Iterator[None]:
 
 
 @app.command()
-def convert(folder: Annotated[Path, typer.Argument(help="A folder of safetensors files, or one file.", show_default=False)],
+def convert(folder: Annotated[Path, _source("A folder of safetensors files, or one file.")],
             out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
             to: Annotated[str | None, typer.Option("--to", help="A storage of the layers' format, such as awq; as FORMAT.STORAGE "
                                                                 "for the layers of one format alone.")] = None,
@@ -506,8 +521,8 @@ def _ratio(decibels: float | None) -> float:
 
 
 @app.command()
-def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensors files, one of several such models, as in "
-                                                         "diffusers, or one file.", show_default=False)],
+def compress(folder: Annotated[Path, _source("A folder of safetensors files, one of several such models, as in diffusers, or one "
+                                               "file.")],
              format: Annotated[str, typer.Option("--format", "-f", help="hlane, the smallest; fix4, the fastest to decode; df11, "
                                                                         "the dfloat11 package's.", show_default=False)],
              out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
@@ -574,8 +589,7 @@ def _compressed(found: dict[str, Any], as_json: bool, part: str = "") -> None:
 
 
 @app.command()
-def decompress(folder: Annotated[Path, typer.Argument(help="What `compress`, or for DF11 the dfloat11 package, wrote.",
-                                                      show_default=False)],
+def decompress(folder: Annotated[Path, _source("What `compress`, or for DF11 the dfloat11 package, wrote.")],
                out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
                like: Annotated[Path | None, typer.Option("--like", help="A checkpoint with the same tensors, where nothing "
                                                                         "else says their shapes.")] = None,
@@ -609,8 +623,8 @@ def _restored(found: dict[str, Any], as_json: bool, part: str = "") -> None:
 
 
 @app.command()
-def verify(a: Annotated[Path, typer.Argument(help="A folder of safetensors files, or one file.", show_default=False)],
-           b: Annotated[Path, typer.Argument(help="Another.", show_default=False)],
+def verify(a: Annotated[Path, _source("A folder of safetensors files, or one file.")],
+           b: Annotated[Path, _source("Another.")],
            jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
                                                                                 "processor.")] = None,
            decoded: Annotated[bool, typer.Option("--decoded", help="Compare the weights that quantized layers stand for, "

@@ -13,6 +13,7 @@ import transformers
 
 import qdsl.models.transformers as plugin
 from qdsl.checkpoint.checkpoint import open_checkpoint
+from qdsl.checkpoint.references import local_path
 from qdsl.models.plan import LoadError
 from qdsl.processes import resident_bytes
 
@@ -55,18 +56,18 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     """
     transformers.utils.logging.disable_progress_bar()
     began = time.perf_counter()
-    path = Path(ref)
-    if not path.exists() and (path.suffix or ref.count("/") != 1):
+    path = local_path(ref)
+    if not path.exists():
         raise LoadError(f"{ref}: no such folder or file")
     options: dict[str, Any] = {"dtype": dtype, "device_map": device or ("cuda" if torch.cuda.is_available() else "cpu")}
     if format is not None:
         options["quantization_config"] = plugin.QdslConfig(format, **(params or {}))
     is_gguf = path.suffix == ".gguf"
     if is_gguf or format is not None or _is_packed(path):
-        model = plugin.from_pretrained(ref, **options)
+        model = plugin.from_pretrained(path, **options)
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(ref, **options)
-    tokenizer = plugin.tokenizer(ref) if is_gguf else transformers.AutoTokenizer.from_pretrained(ref)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+    tokenizer = plugin.tokenizer(path) if is_gguf else transformers.AutoTokenizer.from_pretrained(path)
     return LanguageModel(ref if format is None else f"{ref} as {format}", model, tokenizer, time.perf_counter() - began)
 
 

@@ -33,7 +33,7 @@ from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
 from qdsl.models.transformers.conversions import Conversions, ignored, reverted
-from qdsl.models.transformers.gguf import load_gguf
+from qdsl.models.transformers.gguf import gguf_path, load_gguf
 from qdsl.runtime.module import PackedModule
 
 # What `AutoConfig.from_pretrained` takes of what a model's takes.
@@ -211,11 +211,11 @@ def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quanti
     It takes what `from_pretrained` of a class takes, and also folders that transformers does not dispatch to a quantizer: DF11,
     ModelOpt, and those whose config states nothing.  model_class: by default that which the config names.
 
-    A path that ends in .gguf is a GGUF file, or the first of a split set.  base: a folder or repository with config.json, for
-    files of which transformers reads no config; its generation settings are taken, too.
+    A GGUF file, or the first of a split one, is a path, a URL, OWNER/NAME/FILE.gguf or OWNER/NAME:QUANT.  base: a folder or
+    repository with config.json, for files of which transformers reads no config; its generation settings are taken, too.
     """
-    if Path(ref).suffix == ".gguf":
-        return load_gguf(Path(ref), *args, base=base, model_class=model_class, quantization_config=quantization_config, **kwargs)
+    if (path := gguf_path(ref)) is not None:
+        return load_gguf(path, *args, base=base, model_class=model_class, quantization_config=quantization_config, **kwargs)
     if base is not None:
         raise ValueError(f"base= is for a GGUF file, and {ref} is none")
     config = kwargs.pop("config", None)
