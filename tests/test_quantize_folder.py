@@ -292,8 +292,12 @@ def test_models_of_a_pipeline(tmp_path: Path) -> None:
         check_opens(tmp_path / "out" / name, weights)
     assert (tmp_path / "out" / "model_index.json").read_bytes() == (path / "model_index.json").read_bytes()
     assert (tmp_path / "out/text_encoder/config.json").read_bytes() == (path / "text_encoder/config.json").read_bytes()
-    assert len(quantize(path, tmp_path / "every", "fp8_block")["requantized"]) == 3
-    assert "no model 'vae': there are text_encoder, text_encoder_2, transformer" in refused(path, "fp8_block", only=("vae",))
+    folders.folder(path / "vae", {"query.weight": drawn(128, 128)}, config={"_class_name": "AutoencoderKL"}, index=False)
+    every = quantize(path, tmp_path / "every", "fp8_block")
+    assert len(every["requantized"]) == 3 and every["left"]["vae/"] == "`--component vae` quantizes it"
+    assert quantize(path, tmp_path / "vae", "fp8_block", only=("vae",))["requantized"].keys() == {"vae/query"}
+    wrong = refused(path, "fp8_block", only=("unet",))
+    assert "no model 'unet': there are text_encoder, text_encoder_2, transformer, vae" in wrong
 
 
 # Work that is broken off

@@ -20,6 +20,8 @@ from qdsl.checkpoint.contents import contents
 from qdsl.checkpoint.references import Repository, Url, chosen, local_headers, local_path, parsed
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.cli import app
+from qdsl.compress import run
+from qdsl.compress.units import Aim
 from qdsl.generated import fp8_block, int_group
 from tests.support import folders, ggufs
 from tests.support.http_server import Server, serve
@@ -234,7 +236,9 @@ def test_inspect_reads_what_tells_formats(server: Server, tmp_path: Path) -> Non
     weight = fp8_block.quantize(torch.randn(2048, 2048))
     large = folders.folder(tmp_path / "large", folders.named({"up": weight}), config={"quantization_config": {
         "quant_method": "fp8", "weight_block_size": [128, 128]}})
-    for local in (path, large):
+    blocks = {"a.weight": torch.randn(512, 4096).bfloat16(), "b.weight": torch.randn(512, 4096).bfloat16()}
+    run.compress(folders.folder(tmp_path / "blocks", blocks, config={}), Aim("df11"), tmp_path / "df11")
+    for local in (path, tmp_path / "df11", large):
         server.log.clear()
         server.add_repository(f"toy/{local.name}", folders.files(local))
         with local_headers(f"toy/{local.name}") as headers:
@@ -269,12 +273,12 @@ def test_commands_take_references(server: Server, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     server.add_repository("toy/plain", folders.files(gptq(tmp_path / "plain")))
     server.files["/toy.gguf"] = GGUF
-    run = CliRunner().invoke
-    assert run(app, ["verify", "toy/plain", "plain"]).exit_code == 0
-    assert run(app, ["dequantize", f"{server.url}/toy.gguf", "--out", "out.safetensors"]).exit_code == 0
-    converted = run(app, ["convert", "toy/plain", "--to", "awq", "--out", "out"])
+    invoke = CliRunner().invoke
+    assert invoke(app, ["verify", "toy/plain", "plain"]).exit_code == 0
+    assert invoke(app, ["dequantize", f"{server.url}/toy.gguf", "--out", "out.safetensors"]).exit_code == 0
+    converted = invoke(app, ["convert", "toy/plain", "--to", "awq", "--out", "out"])
     assert converted.exit_code == 0 and os.path.isdir("out"), converted.output
-    missing = run(app, ["convert", "toy/missing", "--to", "gptq", "--out", "other"])
+    missing = invoke(app, ["convert", "toy/missing", "--to", "gptq", "--out", "other"])
     assert missing.exit_code == 1 and missing.stderr.startswith("error: no file or folder 'toy/missing', and the hub says: 404")
 
 

@@ -28,6 +28,7 @@ FIRST = 1 << 20                                                  # bytes of a GG
 LIMIT = 1 << 28                                                  # bytes of a header, and of what a server without ranges gives
 NUMBERS = 1 << 12                                                # bytes of floats that may say something of other tensors
 GAP = 1 << 18                                                    # bytes between two ranges that are read along
+WHOLE = (".output_positions", ".luts")                           # tensors of DF11 that tell what a kernel needs
 REQUESTS = 8                                                     # at a time
 
 
@@ -188,11 +189,11 @@ def _put(path: Path, size: int, start: int, data: bytes) -> None:
 
 
 def _looked_at(path: Path) -> list[tuple[int, int]]:
-    """The ranges of a safetensors file that tell a layer's format: the beginnings of integers, and a few floats."""
+    """The ranges of a safetensors file that tell layers' formats: the beginnings of integers, and a few floats."""
     with TensorFile(path) as file:
-        entries = file.header.tensors.values()
-        ranges = sorted((each.start, min(each.stop, each.start + SMALL)) for each in entries
-                        if each.nbytes and (each.dtype[0] in "UI" or each.nbytes <= NUMBERS))
+        ranges = sorted((entry.start, entry.stop if name.endswith(WHOLE) else min(entry.stop, entry.start + SMALL))
+                        for name, entry in file.header.tensors.items()
+                        if entry.nbytes and (entry.dtype[0] in "UI" or entry.nbytes <= NUMBERS))
     whole: list[tuple[int, int]] = []
     for start, stop in ranges:
         if whole and start - whole[-1][1] <= GAP:

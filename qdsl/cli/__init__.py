@@ -257,16 +257,21 @@ def _param(text: str) -> tuple[str, Any]:
 def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
                                                      "of them; or a URL or repository, of which headers are read.",
                                                 show_default=False)],
-            shared_memory: Annotated[int, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel, "
-                                                                                      "and DF11's may need.")] = 48 << 10,
+            shared_memory: Annotated[int | None, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel; "
+                                     "exit code 1 where DF11's need more.")] = None,
             as_json: Json = False) -> None:
     """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong."""
     from qdsl.checkpoint.contents import contents, lines
+    from qdsl.checkpoint.groups import SHARED_MEMORY
     from qdsl.checkpoint.references import local_headers
+    from qdsl.checkpoint.survey import fits
 
     with _reported(), local_headers(file) as path:
-        found = {**contents(path, shared_memory), "file": file}
+        found = {**contents(path, SHARED_MEMORY if shared_memory is None else shared_memory), "file": file}
     typer.echo(json.dumps({"schema": 1, **found}) if as_json else "\n".join(lines(found)))
+    if shared_memory is not None and not all(fits(group) for model in found.get("models", [found])
+                                             for group in model.get("groups", ())):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -301,7 +306,7 @@ def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split
              ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A regular expression for layers that stay plain: "
                                                               "whole names, or parts between dots.")] = None,
              component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
-                                  "that is quantized; the others stay plain.")] = None,
+                                  "that is quantized; by default all but autoencoders.")] = None,
              shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Of a folder write the I-th of N parts "
                                                        "alone, from 1; `merge-index` completes it when all are there.")] = None,
              imatrix: Annotated[Path | None, typer.Option("--imatrix", help="How much columns matter, as llama-imatrix "
@@ -533,7 +538,7 @@ def compress(folder: Annotated[Path, _source("A folder of safetensors files, one
              check: Annotated[bool, typer.Option("--check", help="Decode what was written, and compare it, before it takes its "
                                                                  "place.")] = False,
              component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
-                                  "whose weights are meant; the others stay as they are.")] = None,
+                                  "that is compressed; by default all but autoencoders.")] = None,
              patterns: Annotated[str | None, typer.Option("--patterns", help="df11: the package's pattern_dict as JSON, a file, "
                                  "or a config.json with it; by default numbered blocks are held together.")] = None,
              threads: Annotated[int | None, typer.Option("--threads-per-block", help="df11: a power of two; by default 512, 256 "
