@@ -701,4 +701,6 @@ def _table(heads: list[str], rows: list[list[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-from qdsl.cli import models as _models  # noqa: E402, F401          # its commands are those of this app
+# Their commands are those of this app.
+from qdsl.cli import capacity as _capacity  # noqa: E402, F401
+from qdsl.cli import models as _models  # noqa: E402, F401
