@@ -287,7 +287,8 @@ def test_every_entry_of_a_config_counts(model_type: str, tmp_path: Path) -> None
 def _differs(path: Path, config: Mapping[str, Any], key: str) -> bool:
     """Whether settings are others than the converter's in a config with one entry changed."""
     value = config[key]
-    changed = value + 1 if type(value) is int else value * 2 if type(value) is float else False if value is True else None
+    steps = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value * 2}
+    changed = steps.get(type(value), lambda: None)()
     (path / "config.json").write_text(json.dumps({**config, key: changed}))
     try:
         own = {key: (value.type, value.decoded()) for key, value in gguf_folder.LanguageFolder(path).metadata.items()}

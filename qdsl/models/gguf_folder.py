@@ -209,7 +209,7 @@ class LanguageFolder:
         owners = torch.searchsorted(ends, order, right=True)
         dtype = tensors[0].dtype if len({tensor.dtype for tensor in tensors}) == 1 else torch.float32
         result = torch.empty(len(order), columns, dtype=dtype)
-        for owner in owners.unique().tolist():
+        for owner in sorted(set(owners.tolist())):
             tensor, own = tensors[owner], owners == owner
             result[own] = tensor[order[own] - (ends[owner] - len(tensor))].to(dtype)
         return result

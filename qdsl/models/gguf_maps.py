@@ -205,7 +205,7 @@ def source_tensors(rule: TensorRule, tensor: Tensor, config: object) -> list[Ten
     shape = tensor.shape[:-2] + tensor.shape[:-3:-1] if rule.transposed else tensor.shape
     if len(rule.sources) > 1:
         shape = torch.Size((shape[0], -1, shape[-1])[3 - len(shape):] if not rule.elements else (shape[0], -1))
-    parts = rows.split(source_rows(rule, config, len(rows)))
+    parts = torch.split(rows, source_rows(rule, config, len(rows)))
     return [INVERSE.get(rule.values, torch.clone)(part.reshape(shape)) for part in parts]
 
 
