@@ -69,7 +69,7 @@ class LanguageFolder:
         self.paths = self.folder.shards
         try:
             config = AutoConfig.from_pretrained(path)
-        except (ValueError, KeyError) as error:
+        except Exception as error:                               # of many kinds, by what is wrong
             raise QuantizeError(f"{path / 'config.json'}: transformers does not read it: {error}") from error
         settings = self._settings(config)
         own = GgufMap.read(MAPS / f"{config.model_type}.json")
