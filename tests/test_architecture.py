@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "rewrite": {"checkpoint", "files", "processes", ""},
     "convert": {"rewrite", "checkpoint", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
-    "models": {"checkpoint", "convert", "drawing", "files", "processes", "rewrite", "runtime", "stored"},
+    "models": {"checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
+               "stored"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime", "checkpoint", "models"},
     "analyze": {"runtime", "places", ""},
@@ -57,7 +58,8 @@ PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "entropy": {"numpy"},
     "checkpoint": {"torch", "numpy", "huggingface_hub"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
-    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "models": {"torch", "peft", "transformers"},
+    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"},
+    "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece"},
     "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")

@@ -293,8 +293,7 @@ def dequantize(file: Annotated[Path, _source("A GGUF file, or the first of a spl
 
 
 @app.command()
-def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split one; a .safetensors file, or a folder of them; "
-                                             "for --type, of a diffusion model.")],
+def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split one; a .safetensors file, or a folder of them.")],
              mix: Annotated[str | None, typer.Option("--type", "-t", help="Write a GGUF file: a mix of llama-quantize's, such as "
                                                      "Q4_K_M, or COPY.", show_default=False)] = None,
              format: Annotated[str | None, typer.Option("--format", "-f", help="Write a folder of safetensors: a format, such as "
@@ -355,7 +354,7 @@ def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split
                                 output=output_type and mixes.type_named(output_type),
                                 embedding=embedding_type and mixes.type_named(embedding_type),
                                 overrides=tuple(map(mixes.override_of, tensor_type or ())))
-        source = open_source(file, arch)
+        source = _language_folder(file, arch) or open_source(file, arch)
         importance = read(imatrix) if imatrix else None
         planned = plan.plan(source, options, importance, requantize)
         costs = {}
@@ -381,6 +380,19 @@ def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split
     bits = report["bits_per_weight"]
     typer.echo(f"{'would write' if dry_run else 'written'}  {out or ''}  {report['nbytes']} bytes of weights"
                + ("" if bits is None else f", {bits:.3f} bits per weight"))
+
+
+def _language_folder(path: Path, architecture: str | None) -> Any:
+    """A folder of a language model, to be written as a GGUF file; None for what is none."""
+    config = path / "config.json"
+    if architecture is not None or not config.is_file() or '"model_type"' not in config.read_text(errors="replace"):
+        return None
+    try:
+        from qdsl.models.gguf_folder import LanguageFolder
+
+        return LanguageFolder(path)
+    except ImportError as error:
+        _fail(f"error: {path}: writing a language model as a GGUF file needs the packages transformers and gguf ({error})")
 
 
 def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, ignore: list[str] | None,
