@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def cache_folder() -> Path:
+    """The folder of files that can be built again: $QDSL_CACHE, or qdsl below the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("QDSL_CACHE") or Path(base) / "qdsl")
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block ends, and is removed when the block fails.
