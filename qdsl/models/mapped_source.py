@@ -27,15 +27,17 @@ RUNS = 4                                                         # runs of conse
 class MappedSource:
     """A file as a checkpoint with the names and shapes of a model: a `Source`.
 
-    file: a GGUF file, or safetensors.  rules: by the names of the model's parameters and buffers.  origin: who recorded the rules,
-    for messages.  unused: tensors of the file that the model does not take.  has_experts: tensors [E, N, K] are those of experts.
+    file: a GGUF file, or safetensors.  rules: by the names of the model's parameters and buffers.  origin: who recorded the
+    rules, for messages.  unused: tensors of the file that the model does not take.  has_experts: whether tensors [E, N, K] are
+    those of experts.
 
     Layers whose rows come as they are stay mapped from the file; others are gathered when they are read.  Raises LoadError,
     which lists all problems, for parameters without a tensor and sizes that differ.
     """
 
-    def __init__(self, file: Source, rules: Mapping[str, TensorRule], model: nn.Module, config: object = None, *, origin: str = "",
-                 problems: Sequence[str] = (), unused: Sequence[str] = (), has_experts: bool = True) -> None:
+    def __init__(self, file: Source, rules: Mapping[str, TensorRule], model: nn.Module, config: object = None, *,
+                 origin: str = "rules", problems: Sequence[str] = (), unused: Sequence[str] = (),
+                 has_experts: bool = True) -> None:
         self.file, self.path, self.config, self.has_experts = file, file.path, config, has_experts
         self.groups: Sequence[Group] = ()
         self.problems: Sequence[str] = file.problems

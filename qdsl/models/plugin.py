@@ -68,7 +68,7 @@ def move(model: nn.Module, names: Iterable[str], device_map: Mapping[str, Any]) 
             module._apply(lambda tensor, to=device: tensor if tensor.is_meta else tensor.to(to), recurse=False)
 
 
-def saving(save_pretrained: Any, quantizer: type, is_others: Callable[[Any], bool], refused: Mapping[str, Any]) -> Any:
+def saving(save_pretrained: Any, quantizer: Any, is_others: Callable[[Any], bool], refused: Mapping[str, Any]) -> Any:
     """`save_pretrained` that writes a model with packed weights as the files it was loaded from, and others as before.
 
     quantizer: the plug-in's class, which has `save(model, folder)`.  is_others: models that the library saves nevertheless.
@@ -78,7 +78,7 @@ def saving(save_pretrained: Any, quantizer: type, is_others: Callable[[Any], boo
 
     @wraps(save_pretrained)
     def saved(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(self, "hf_quantizer", None)
+        own: Any = getattr(self, "hf_quantizer", None)
         if not isinstance(own, quantizer) or is_others(self):
             return save_pretrained(self, save_directory, *args, **kwargs)
         values = signature.bind(self, save_directory, *args, **kwargs).arguments

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def spans(rows: Tensor) -> str:
     values, texts, start = rows.tolist(), [], 0
     edges = [0, *(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), len(values)]
     if len(edges) <= 64:
-        return " ".join(f"{values[a]}:{values[b - 1] + 1}" for a, b in zip(edges, edges[1:], strict=False))
+        return " ".join(f"{values[a]}:{values[b - 1] + 1}" for a, b in pairwise(edges))
     while start < len(values):
         step = max(values[start + 1] - values[start], 1) if start + 1 < len(values) else 1
         stop = start + 1

@@ -50,7 +50,7 @@ def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = 
     """Load a model of a pipeline from a file or folder.  base: the folder that has its config."""
     if issubclass(cls, ModelMixin):
         return load_single_file(cls, ref, None if ref.is_dir() else base, dtype=dtype, device=device)
-    options = {} if device is None else {"device_map": device}
+    options: dict[str, Any] = {} if device is None else {"device_map": device}
     return from_pretrained_language_model(ref, base=base if ref.suffix == ".gguf" else None, model_class=cls,
                                           dtype=dtype or torch.float32, **options)
 

@@ -79,7 +79,8 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
         return {}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if self.report is None or any(parameter.is_meta for parameter in model.parameters()) and not _is_dispatched(model):
+        is_empty = any(parameter.is_meta for parameter in model.parameters()) and not _is_dispatched(model)
+        if self.report is None or is_empty:
             raise RuntimeError("qdsl.models.diffusers: this release of diffusers loads weights in another way; "
                                "install a tested one: pip install 'diffusers>=0.42,<0.43'")
         del self._model

@@ -90,6 +90,7 @@ def _computing(get_parameter_dtype: Any) -> Any:
 
 def _replace(function: Any, by: Any) -> None:
     """Put a function in place of another in all modules of the library that have imported it."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("diffusers.") and vars(module).get(function.__name__) is function:
-            setattr(module, function.__name__, by)
+    name: str = function.__name__
+    for path, module in list(sys.modules.items()):
+        if path.startswith("diffusers.") and vars(module).get(name) is function:
+            setattr(module, name, by)

@@ -123,7 +123,8 @@ def _rules(cls: Any, names: set[str], shapes: Mapping[str, tuple[int, ...]], con
         return {name: TensorRule((name,)) for name in shapes}
     convert = single_file_model.SINGLE_FILE_LOADABLE_CLASSES[loadable]["checkpoint_mapping_fn"]
     settings = json.dumps(dict(config), sort_keys=True, default=str)
-    return kept_trace(lambda rows: convert(checkpoint=rows, config=dict(config)), shapes, diffusers.__version__, loadable, settings)
+    return kept_trace(lambda rows: convert(checkpoint=rows, config=dict(config)), shapes, diffusers.__version__, loadable,
+                      settings)
 
 
 def _loadable_class(cls: Any) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -13,7 +13,7 @@ from qdsl.checkpoint.detect import OWN
 from qdsl.models.transformers.gguf_weights import GgufWeights
 
 
-class Method(str, Enum):
+class Method(StrEnum):
     """The `quant_method` of a config: a string, with the `value` that diffusers asks for."""
 
     QDSL = OWN
