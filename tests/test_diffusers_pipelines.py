@@ -51,7 +51,7 @@ def test_lossless_models_of_a_pipeline(folder: Path, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "mixed/transformer/config.json").read_text())
     assert "quantization_config" not in config
     pipeline = load(tmp_path / "mixed")
-    assert set(pipeline.transformer.hf_quantizer.report.packed.values()) == {"df11.dfloat11"}
+    assert set(pipeline.transformer.hf_quantizer.report.packed.values()) == {"df11.df11"}
     assert pipeline.text_encoder.hf_quantizer.report.packed
     assert models.image(pipeline).equal(expected)
 

@@ -92,14 +92,16 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
     def fill(self, model: Any, checkpoint: Checkpoint, device: Any = None, kept: Sequence[str] = ()) -> LoadReport:
         """Fill a model whose parameters are on meta, and quantize it where the config names a format.
 
-        kept: names of modules whose parameters stay float32.  Raises LoadError where the model and the checkpoint do not fit.
+        kept: names of modules that the class wants in float32: they become dense, as models ask their parameters for a dtype.
+        Raises LoadError where the model and the checkpoint do not fit.
         """
         config = self.quantization_config
         for name, parameter in list(model.named_parameters()):
             if set(kept) & set(name.split(".")):
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._parameters[leaf] = nn.Parameter(parameter.float(), parameter.requires_grad)
-        skip = [*config.ignore, *((*SKIPPED, *_precise(model, kept)) if config.format else ())]
+        precise = [f".*(?:{pattern}).*" for pattern in getattr(model, "_skip_layerwise_casting_patterns", None) or ()]
+        skip = [*config.ignore, *map(re.escape, kept), *((*SKIPPED, *precise) if config.format else ())]
         self.report = fill_model(model, checkpoint, device=device, skip=skip, format=config.format, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
@@ -137,12 +139,6 @@ def parameter_dtype(model: Any, library_dtype: torch.dtype) -> torch.dtype:
         dtype: torch.dtype = getattr(owner, "compute_dtype", parameter.dtype)
         return dtype
     return library_dtype
-
-
-def _precise(model: Any, kept: Sequence[str]) -> list[str]:
-    """Patterns of modules that a model's class wants in full precision."""
-    patterns = [f".*(?:{pattern}).*" for pattern in getattr(model, "_skip_layerwise_casting_patterns", None) or ()]
-    return patterns + [re.escape(name) for name in kept]
 
 
 def _is_dispatched(model: nn.Module) -> bool:
