@@ -354,9 +354,9 @@ def test_adapters_run_and_are_not_fused_in_place(format: str, plain: Path, tmp_p
     peft = pytest.importorskip("peft")
     model = loaded(plain, quantization_config=QdslConfig(format))
     before, dense = models.output(model), decoded_copy(model, ZIMAGE)
-    for each in (model, dense):
+    for base in (model, dense):
         torch.manual_seed(0)
-        each.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "w1"], init_lora_weights=False))
+        base.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "w1"], init_lora_weights=False))
     assert models.output(model).equal(models.output(dense)) and not models.output(model).equal(before)
     with pytest.raises(ValueError, match="merge"):
         model.fuse_lora()

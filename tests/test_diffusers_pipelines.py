@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from qdsl.checkpoint.safetensors import write
 from qdsl.compress import run as compression
 from qdsl.compress.units import Aim as Compression
 from qdsl.models.gguf_maps import FOLDER as MAPS
@@ -92,3 +93,25 @@ def test_a_format_for_the_models_of_a_pipeline(folder: Path) -> None:
                                                   components_to_quantize=["transformer", "text_encoder"])
     by_config = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16, quantization_config=config)
     assert models.image(by_config).equal(models.image(pipeline))
+
+
+def test_adapters_and_offloading_of_a_pipeline(folder: Path, tmp_path: Path) -> None:
+    """A LoRA file changes the picture until it is unloaded; fusing is refused and changes nothing; offloading neither."""
+    pytest.importorskip("peft")
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"A": (4, 256), "B": (256, 4)}
+    write(tmp_path / "lora.safetensors", {
+        f"transformer.layers.{layer}.attention.to_q.lora_{part}.weight": torch.randn(shape, generator=generator) * 0.1
+        for layer in range(2) for part, shape in shapes.items()})
+    pipeline = load(folder, format="q8_0")
+    before = models.image(pipeline)
+    pipeline.load_lora_weights(str(tmp_path / "lora.safetensors"), adapter_name="style")
+    adapted = models.image(pipeline)
+    assert not adapted.equal(before)
+    with pytest.raises(ValueError, match="do not take in an adapter in place"):
+        pipeline.fuse_lora()
+    assert models.image(pipeline).equal(adapted)
+    pipeline.enable_model_cpu_offload(device="cpu")
+    assert models.image(pipeline).equal(adapted)
+    pipeline.unload_lora_weights()
+    assert models.image(pipeline).equal(before)
