@@ -28,11 +28,8 @@ def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a config.json whose model, and every model nested in it, loads with qdsl alone.
 
     A class of transformers may load a nested config by itself: Gemma3ForCausalLM reads `text_config` and nothing else.
-    The name of a file that the field stated before is kept in `replaced_transformers_weights`.  Configs of diffusers, which
-    refuses quantizations that it does not know, are unchanged.
+    The name of a file that the field stated before is kept in `replaced_transformers_weights`.
     """
-    if "_class_name" in config:
-        return dict(config)
     nested = {key: guarded(value) if _is_model(key, value) else value for key, value in config.items()}
     if FIELD in nested and not is_guard(nested[FIELD]):
         nested[REPLACED] = nested[FIELD]

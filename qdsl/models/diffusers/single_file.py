@@ -16,6 +16,7 @@ from diffusers.loaders import single_file_model
 
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.guard import unguarded
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.checkpoint.sources import FolderSource, GgufSource, Source
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer
@@ -84,7 +85,7 @@ def _built(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None) -> An
     torch.set_default_dtype(dtype or torch.float32)
     try:
         with init_empty_weights():
-            return cls.from_config({key: value for key, value in config.items() if key != "quantization_config"})
+            return cls.from_config({key: value for key, value in unguarded(config).items() if key != "quantization_config"})
     finally:
         torch.set_default_dtype(default)
 
