@@ -4,7 +4,8 @@ A map is the inverse of llama.cpp's converter for one model type, one JSON file 
 `num_attention_heads * 2 -> num_attention_heads 2 *` takes rows, viewed as the axes on the left, in the order of the axes on the
 right.  An axis is a number, an attribute of the model's config, a product of them as `heads*width`, or `*` for what remains.
 `by num_kv_heads: num_attention_heads num_kv_heads num_kv_heads` divides rows into sections of these sizes, and each section among
-the groups; it takes all that belongs to the first group, then the second.
+the groups; it takes all that belongs to the first group, then the second.  `64:128 0:64` takes rows 64 to 127, then the first 64;
+`0:64:2` every second one of these.
 """
 
 from __future__ import annotations
@@ -149,12 +150,19 @@ def row_order(rows: str, config: object, count: int) -> Tensor:
     """
     if rows.startswith(GROUPED):
         return _grouped_order(rows, config, count)
+    if are_spans(rows):
+        return torch.cat([torch.arange(*map(int, span.split(":"))) for span in rows.split()])
     left, right = (side.split() for side in rows.split(" -> "))
     sizes = [_axis(axis, config) for axis in left]
     known = math.prod(size for size in sizes if size > 0)
     if count % known or (-1 not in sizes and count != known):
         raise LoadError(f"{count} rows do not divide by '{rows}', whose axes are {sizes} in the config")
     return torch.arange(count).view(sizes).permute([left.index(axis) for axis in right]).flatten()
+
+
+def are_spans(rows: str) -> bool:
+    """Whether a rule takes rows by their numbers."""
+    return ":" in rows and not rows.startswith(GROUPED)
 
 
 def _grouped_order(rows: str, config: object, count: int) -> Tensor:
