@@ -293,7 +293,7 @@ def dequantize(file: Annotated[Path, _source("A GGUF file, or the first of a spl
 
 
 @app.command()
-def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split one; a .safetensors file, or a folder of them.")],
+def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split one; a .safetensors file, or a folder.")],
              mix: Annotated[str | None, typer.Option("--type", "-t", help="Write a GGUF file: a mix of llama-quantize's, such as "
                                                      "Q4_K_M, or COPY.", show_default=False)] = None,
              format: Annotated[str | None, typer.Option("--format", "-f", help="Write a folder of safetensors: a format, such as "
