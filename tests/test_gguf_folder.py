@@ -117,6 +117,8 @@ def test_a_written_file_loads_packed(model_type: str, tmp_path: Path) -> None:
     """Logits are those of the model of the numbers that the file holds; types are those of llama-quantize."""
     path, model = tiny_folder(tmp_path, model_type, **tiny_models.unusual(model_type))
     out = quantized(path, "Q8_0", tmp_path / "model.gguf")
+    compared = CliRunner().invoke(app, ["verify", str(out), str(path)])
+    assert (compared.exit_code, compared.stdout) == (0, "equal within the errors of types\n")
     types = {name: type for name, (type, _, _) in contents(out)[1].items()}
     assert types["blk.0.attn_norm.weight"] == types.get("blk.0.ffn_gate_inp.weight", "F32") == "F32"
     assert types["blk.0.attn_q.weight"] == types["output.weight"] == "Q8_0"

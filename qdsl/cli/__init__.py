@@ -640,7 +640,7 @@ def _restored(found: dict[str, Any], as_json: bool, part: str = "") -> None:
 
 
 @app.command()
-def verify(a: Annotated[Path, _source("A folder of safetensors files, or one file.")],
+def verify(a: Annotated[Path, _source("A folder of safetensors files, one file, or a GGUF file.")],
            b: Annotated[Path, _source("Another.")],
            jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
                                                                                 "processor.")] = None,
@@ -649,14 +649,21 @@ def verify(a: Annotated[Path, _source("A folder of safetensors files, or one fil
            tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="How far decoded weights may lie apart, as a part "
                                                     "of their tensor's largest magnitude.")] = 0.0,
            as_json: Json = False) -> None:
-    """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read."""
+    """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read.
+
+    A GGUF file is compared with the model that it was made of: errors must be those of its types.
+    """
     from qdsl.checkpoint import verify as verifying
-    from qdsl.checkpoint.contents import escaped
     from qdsl.processes import processors
     from qdsl.progress import progress
 
     if tolerance and not decoded:
         _fail("error: --tolerance is one between decoded weights: give --decoded", 2)
+    if ".gguf" in (a.suffix, b.suffix):
+        if decoded:
+            _fail("error: --decoded compares folders; a GGUF file is decoded anyway", 2)
+        _differ(_gguf_differences(*((a, b) if a.suffix == ".gguf" else (b, a))), "equal within the errors of types", as_json)
+        return
     with _reported(2):
         total = verifying.size(a)
         jobs = jobs or min(processors(), 1 + total // verifying.WORTH)
@@ -668,12 +675,30 @@ def verify(a: Annotated[Path, _source("A folder of safetensors files, or one fil
                     a, b, lambda x, y, told: decoded_differences(x, y, tolerance, jobs=jobs, tell=told), tell)
             else:
                 found = verifying.of_models(a, b, lambda x, y, told: verifying.differences(x, y, jobs=jobs, tell=told), tell)
+    _differ(found, f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal", as_json)
+
+
+def _gguf_differences(file: Path, other: Path) -> list[Any]:
+    """Where a GGUF file is not the model that it was made of: another GGUF file, or a folder."""
+    from qdsl.progress import progress
+    from qdsl.quantize.compare import differences
+    from qdsl.quantize.source import Gguf, open_source
+
+    with _reported(2):
+        made, source = Gguf(file), _language_folder(other, None) or open_source(other)
+        with progress(sum(math.prod(tensor.shape) for tensor in made.tensors.values()), " weights") as tell:
+            return differences(made, source, tell)
+
+
+def _differ(found: list[Any], equal: str, as_json: bool) -> None:
+    """Print differences.  Raises typer.Exit where there are any."""
+    from qdsl.checkpoint.contents import escaped
+
     if as_json:
         typer.echo(json.dumps({"schema": 1, "equal": not found, "differences": [each.data() for each in found]}))
     else:
         lines = [f"{escaped(each.tensor)}: {each}" for each in found[:SHOWN]]
         lines += [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-        equal = f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal"
         typer.echo("\n".join([*lines, f"{len(found)} tensors differ" if found else equal]))
     if found:
         raise typer.Exit(1)
