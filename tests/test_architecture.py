@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "": {"loading", "places", "runtime", "checkpoint", "models"},
     "analyze": {"runtime", "places", ""},
     "tune": {"runtime", "files"},
-    "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
+    "demo": {"emit", "generated", "models", "runtime", "checkpoint", "files", "places", "numbers", ""},
     "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "rewrite", "convert",
             "compress", "entropy", "models", "processes", "progress", "runtime", ""},
     "__main__": {"cli"},
@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
 PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "entropy": {"numpy"},
-    "checkpoint": {"torch", "numpy"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
+    "checkpoint": {"torch", "numpy"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "transformers", "tokenizers"},
     "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "models": {"torch", "peft", "transformers"},
     "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
