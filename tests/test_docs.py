@@ -209,6 +209,7 @@ def test_the_distribution_has_one_name() -> None:
 @pytest.mark.filterwarnings("default")
 def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    write_language_models(tmp_path)
     (tmp_path / "w4.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
     (tmp_path / "model.gguf").write_bytes(framed([info(dims=[32], type=2)], data=bytes(32)))
     written(tmp_path / "model-bf16.gguf", Made(Model("llama", 1, 1, 1), 256, 256))
@@ -222,7 +223,6 @@ def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     matrices = {f"transformer_blocks.{block}.ff.weight": torch.randn(64, 128).bfloat16() for block in range(2)}
     folders.folder(tmp_path / "FLUX.1-dev" / "transformer", matrices, config={}, index=False)
     (tmp_path / "FLUX.1-dev" / "transformer" / "pytorch_model.bin").unlink()
-    write_language_models(tmp_path)
     lines = [line.split("#")[0] for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ")]
     commands = [command for command in commands if command[0] not in ("demo", "analyze")]
