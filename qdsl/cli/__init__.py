@@ -709,19 +709,26 @@ def demo(weights: Annotated[Path | None, typer.Option("--weights", help="A safet
                                                                          "those that ship with the repository.")] = None,
          out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the FP8 checkpoint.")] = Path("build/demo"),
          as_json: Json = False) -> None:
-    """Quantize real weights into every format, write and read an FP8 checkpoint, and run linear on it."""
+    """Quantize real weights into every format, write and read an FP8 checkpoint, and ask a language model in three formats."""
     from qdsl import demo as demonstration
+
+    def say(line: str) -> None:
+        if not as_json:
+            typer.echo(line)
 
     with _reported():
         try:
-            result = demonstration.run(weights, out, say=lambda line: None if as_json else typer.echo(line))
+            result = demonstration.run(weights, out, say)
         except ValueError as error:
             _fail(f"error: {error}")
+    if not as_json:
+        _table(demonstration.HEADS, [demonstration.shown(row) for row in result["formats"]])
+        typer.echo(demonstration.LEGEND + "\n")
+    answers = demonstration.answers(say) if weights is None else []
     if as_json:
-        typer.echo(json.dumps({"schema": 1, **result}))
-        return
-    _table(demonstration.HEADS, [demonstration.shown(row) for row in result["formats"]])
-    typer.echo(demonstration.LEGEND)
+        typer.echo(json.dumps({"schema": 1, **result, "answers": answers}))
+    elif answers:
+        _table(demonstration.ANSWER_HEADS, [demonstration.answer_cells(row) for row in answers])
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> None:

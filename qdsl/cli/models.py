@@ -48,7 +48,8 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
              text: Annotated[Path, typer.Option("--text", help="A file of text to score.", show_default=False)],
              against: Annotated[str | None, typer.Option("--against", help="The model that others are compared with.")] = None,
              format: Annotated[list[str] | None, typer.Option("--format", "-f", help="Also measure the model of --against in a "
-                                                              "format; may be repeated.")] = None,
+                                                              "format, as 'nf4' or 'hqq bits=4 group=64'; may be repeated."),
+                               ] = None,
              context: Annotated[int, typer.Option("--context", "-c", min=4, help="Tokens of a chunk.")] = 512,
              svg: Annotated[Path | None, typer.Option("--svg", help="Draw divergence over bits per weight.")] = None,
              device: Device = None, dtype: DType = "auto", as_json: Json = False) -> None:
@@ -60,11 +61,14 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         from qdsl.models import evaluate as measure
 
         content = text.read_text(encoding="utf-8")
-        base = None if against is None else language.load_language_model(against, None, device, dtype)
+        base = None if against is None else measure.Base(language.load_language_model(against, None, device, dtype))
+        chunks = [] if base is None else measure.chunks(base.language.tokenizer, content, context)
         results = []
         for name, form in [*((name, None) for name in models), *((str(against), form) for form in format or ())]:
-            loaded = language.load_language_model(name, form, device, dtype)
-            results.append(measure.evaluate(loaded, content, base, context))
+            quantized, *params = form.split() if form else (None,)
+            loaded = language.load_language_model(name, quantized, device, dtype, dict(map(_param, params)))
+            own = chunks or measure.chunks(loaded.tokenizer, content, context)
+            results.append(measure.evaluate(loaded, own, base))
             del loaded
         heads, rows = measure.table(results)
         if svg is not None:

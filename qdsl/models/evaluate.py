@@ -21,19 +21,22 @@ from qdsl.models.plan import LoadError
 from qdsl.runtime.module import PackedModule
 
 LEAST = 1e-7                                                     # divergence that a drawing shows, in nats
+MOST_KEPT = 2 << 30                                              # bytes of a base's log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """A model's figures on a text.
 
-    perplexity: with its standard error.  divergence: mean of KL(base || model) over tokens, in nats; percentile: that which 99 %
-    of tokens do not exceed; agreement: share of tokens whose most probable successor is the same.  None without a base.  snr:
-    of each packed layer against the base, in dB; infinite where no number differs.
+    packed: how many of its layers hold packed weights.  tokens: how many were scored.  perplexity: with its standard error.
+    divergence: mean of KL(base || model) over tokens, in nats; percentile: that which 99 % of tokens do not exceed; agreement:
+    share of tokens whose most probable successor is the same.  None without a base.  snr: of each packed layer against the
+    base, in dB; infinite where no number differs.
     """
 
     name: str
     bits_per_weight: float
+    packed: int
     tokens: int
     perplexity: float
     perplexity_error: float
@@ -43,16 +46,33 @@ class Evaluation:
     snr: dict[str, float] = field(default_factory=dict)
 
 
-def evaluate(language: LanguageModel, content: str, base: LanguageModel | None = None, context: int = 512) -> Evaluation:
-    """Score a text; against `base`, which must have the same tokens.  Raises LoadError for a text shorter than one chunk."""
+@dataclass(slots=True)
+class Base:
+    """A model that others are compared with, and its log-probabilities of the chunks that were scored, up to MOST_KEPT bytes."""
+
+    language: LanguageModel
+    kept: dict[int, Tensor] = field(default_factory=dict)
+
+    def log_probabilities(self, number: int, chunk: Tensor) -> Tensor:
+        """Log-probabilities [tokens, vocabulary] of a chunk, by its number; computed once where they are kept."""
+        if number in self.kept:
+            return self.kept[number]
+        result = _log_probabilities(self.language.model, chunk)
+        if sum(kept.nbytes for kept in self.kept.values()) + result.nbytes <= MOST_KEPT:
+            self.kept[number] = result
+        return result
+
+
+def evaluate(language: LanguageModel, chunks: Sequence[Tensor], base: Base | None = None) -> Evaluation:
+    """Score chunks of tokens, and compare with a base.  Raises LoadError where the base has another vocabulary."""
     losses, divergences, same = [], [], []
-    for chunk in _chunks(language.tokenizer, content, context):
+    for number, chunk in enumerate(chunks):
         own = _log_probabilities(language.model, chunk)
         losses.append(-own.gather(1, chunk[-len(own):, None].to(own.device))[:, 0])
         if base is not None:
-            expected = _log_probabilities(base.model, chunk).to(own.device)
+            expected = base.log_probabilities(number, chunk).to(own.device)
             if expected.shape != own.shape:
-                raise LoadError(f"{base.name} has {expected.shape[1]} tokens, and {language.name} {own.shape[1]}")
+                raise LoadError(f"{base.language.name} has {expected.shape[1]} tokens, and {language.name} {own.shape[1]}")
             divergences.append((expected.exp() * (expected - own)).sum(1))
             same.append(expected.argmax(1) == own.argmax(1))
     loss = torch.cat(losses).double()
@@ -62,20 +82,24 @@ def evaluate(language: LanguageModel, content: str, base: LanguageModel | None =
     if base is not None:
         divergence = torch.cat(divergences).double()
         figures = {"divergence": float(divergence.mean()), "percentile": float(divergence.quantile(0.99)),
-                   "agreement": float(torch.cat(same).double().mean()), "snr": dict(_signal_to_noise(language.model, base.model))}
-    return Evaluation(language.name, language.bits_per_weight, len(loss), perplexity, error, **figures)
+                   "agreement": float(torch.cat(same).double().mean()),
+                   "snr": dict(_signal_to_noise(language.model, base.language.model))}
+    return Evaluation(language.name, language.bits_per_weight, language.packed_layers, len(loss), perplexity, error, **figures)
 
 
-def _chunks(tokenizer: Any, content: str, context: int) -> list[Tensor]:
-    """Chunks of tokens [context]; each begins with the token for a beginning where the tokenizer puts one there."""
-    tokens = torch.tensor(tokenizer(content)["input_ids"])
+def chunks(tokenizer: Any, content: str, context: int) -> list[Tensor]:
+    """Cut a text into chunks of tokens [context]; each begins with the token for a beginning where the tokenizer puts one.
+
+    What is left at the end is not scored.  Raises LoadError for a text shorter than one chunk.
+    """
+    tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"])
     if len(tokens) < context:
         raise LoadError(f"the text has {len(tokens)} tokens, and a chunk takes {context}: give more text or a smaller context")
-    chunks = list(tokens[:len(tokens) // context * context].view(-1, context).clone())
+    cut = list(tokens[:len(tokens) // context * context].view(-1, context).clone())
     if tokenizer.bos_token_id is not None and int(tokens[0]) == tokenizer.bos_token_id:
-        for chunk in chunks:
+        for chunk in cut:
             chunk[0] = tokenizer.bos_token_id
-    return chunks
+    return cut
 
 
 @torch.no_grad()
@@ -108,11 +132,12 @@ def _dense(other: Any) -> Tensor | None:
 
 def table(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
     """Headings and rows: a model each, the one of most bits first."""
-    heads = ["model", "bits/weight", "perplexity", "KL mean", "KL 99 %", "same top token", "least SNR"]
+    heads = ["model", "bits/weight", "packed", "perplexity", "KL mean", "KL 99 %", "same top token", "least SNR"]
     rows = []
     for each in sorted(evaluations, key=lambda each: -each.bits_per_weight):
         least = min(each.snr.values(), default=None)
-        rows.append([each.name, f"{each.bits_per_weight:.2f}", f"{each.perplexity:.4f} ± {each.perplexity_error:.4f}",
+        rows.append([each.name, f"{each.bits_per_weight:.2f}", str(each.packed),
+                     f"{each.perplexity:.4f} ± {each.perplexity_error:.4f}",
                      *("" if value is None else f"{value:.6f}" for value in (each.divergence, each.percentile)),
                      "" if each.agreement is None else f"{each.agreement:.2%}", "" if least is None else f"{least:.1f} dB"])
     return heads, rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,43 @@ from qdsl.checkpoint.checkpoint import open_checkpoint
 from qdsl.checkpoint.references import local_path
 from qdsl.models.plan import LoadError
 from qdsl.processes import resident_bytes
+from qdsl.runtime.module import PackedModule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class LanguageModel:
-    """A model of transformers and its tokenizer.  name: how it was asked for.  seconds: wall time of loading."""
+    """A model of transformers.  name: how it was asked for.  path: its folder, repository or file.  seconds: to load it."""
 
     name: str
+    path: str
     model: Any
-    tokenizer: Any
     seconds: float
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its tokenizer; transformers takes seconds to make one of a GGUF file."""
+        if self.path.endswith(".gguf"):
+            return plugin.tokenizer(self.path)
+        return transformers.AutoTokenizer.from_pretrained(self.path)
+
+    @property
+    def packed_layers(self) -> int:
+        """How many layers hold packed weights."""
+        report = getattr(getattr(self.model, "hf_quantizer", None), "report", None)
+        return 0 if report is None else len(report.packed)
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits of all parameters for each of their numbers."""
+        """Stored bits of all parameters for each of their numbers; plain numbers count as those of a folder are stored."""
         report = getattr(getattr(self.model, "hf_quantizer", None), "report", None)
-        stored = sum({tensor.data_ptr(): tensor.nbytes for tensor in self.model.parameters()}.values())
-        dense = stored if report is None else report.bytes_before
-        numbers = dense // int(self.model.dtype.itemsize)
+        dtype = self.model.dtype
+        plain = dtype if self.path.endswith(".gguf") else transformers.AutoConfig.from_pretrained(self.path).dtype or dtype
+        packed = {tensor.data_ptr() for module in self.model.modules() if isinstance(module, PackedModule)
+                  for tensor in module.parameters()}
+        stored = sum({tensor.data_ptr(): tensor.nbytes if tensor.data_ptr() in packed else tensor.numel() * plain.itemsize
+                      for tensor in self.model.parameters()}.values())
+        numbers = sum({tensor.data_ptr(): tensor.numel() for tensor in self.model.parameters()}.values()) if report is None \
+            else report.bytes_before // dtype.itemsize
         return float(8 * stored / numbers)
 
 
@@ -67,8 +87,8 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
         model = plugin.from_pretrained(path, **options)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
-    tokenizer = plugin.tokenizer(path) if is_gguf else transformers.AutoTokenizer.from_pretrained(path)
-    return LanguageModel(ref if format is None else f"{ref} as {format}", model, tokenizer, time.perf_counter() - began)
+    wanted = " ".join([format, *(f"{key}={value}" for key, value in (params or {}).items())]) if format else ""
+    return LanguageModel(f"{ref} as {wanted}" if wanted else ref, str(path), model, time.perf_counter() - began)
 
 
 def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0,

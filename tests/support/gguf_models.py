@@ -61,6 +61,17 @@ def settings_of(config: Any, architecture: str) -> dict[str, Value]:
     return {f"{architecture}.{key}": Value.of("f32" if key in real else "u32", value) for key, value in (numbers | real).items()}
 
 
+def vocabulary(size: int) -> dict[str, Value]:
+    """The settings of a file with so many byte-level tokens, 257 at least, of which one is merged from two."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    tokens = [*bytes_to_unicode().values(), "Ġa", *(f"<{number}>" for number in range(257, size))]
+    texts = {"model": Value.of("string", "gpt2"), "pre": Value.of("string", "gpt-2"), "tokens": Value.of("string[]", tokens),
+             "merges": Value.of("string[]", ["Ġ a"])}
+    special = {f"{name}_token_id": Value.of("u32", number) for name, number in {"bos": 1, "eos": 2, "padding": 0}.items()}
+    return {f"tokenizer.ggml.{key}": value for key, value in (texts | special).items()}
+
+
 def write_file(path: Path, architecture: str, tensors: Mapping[str, Tensor], types: Mapping[str, str],
                settings: Mapping[str, Value] | None = None) -> Path:
     """Write a GGUF file of these settings besides its architecture, encoded by the package gguf."""
@@ -92,14 +103,15 @@ def _rounded(tensor: Tensor, type: str) -> Tensor:
 
 
 def written(folder: Path, model_type: str, size: int = 1, type: str = "Q8_0", has_settings: bool = False,
-            **changes: Any) -> tuple[Path, Any]:
+            has_vocabulary: bool = False, **changes: Any) -> tuple[Path, Any]:
     """A GGUF file of a tiny model in a folder with its config; and the model, with the numbers that the file holds."""
     model = tiny_model(model_type, size, **changes)
     recorded = GgufMap.read(MAPS / f"{model_type}.json")
     model.config.save_pretrained(folder)
     types = types_of(model, recorded, type)
-    path = write_file(folder / "model.gguf", recorded.architecture, file_tensors(model, recorded), types,
-                      settings_of(model.config, recorded.architecture) if has_settings else None)
+    settings = settings_of(model.config, recorded.architecture) if has_settings else {}
+    settings |= vocabulary(model.config.vocab_size) if has_vocabulary else {}
+    path = write_file(folder / "model.gguf", recorded.architecture, file_tensors(model, recorded), types, settings)
     return path, decode_(model, recorded, types)
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp's converter, where its source is: `make live` unpacks the source distribution of llama-cpp-python."""
+"""llama.cpp's converter and llama-perplexity: `make live` unpacks and builds them from the source of llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import json
 import logging
 import os
 import re
+import shutil
+import struct
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +102,40 @@ def tokenizers(place: Path) -> dict[str, Any]:
     (text,) = re.findall(r"chktxt = ('.*')\n", source)
     hashes = re.findall(r'if chkhsh == "([0-9a-f]{64})":\n +# ref: \S+\n +res = "([^"]+)"', source)
     return {"recorded": release(), "text": ast.literal_eval(text), "hashes": dict(hashes)}
+
+
+# -- llama-perplexity -------------------------------------------------------------------------------------------------------
+
+# Keys and values in float32, and plain attention, so that sums alone are added in another order.
+EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off", "-t", "2")
+FIGURES = {"perplexity": r"PPL = +(\S+)", "perplexity_error": r"PPL = .*\+/- +(\S+)", "divergence": r"Mean +KLD: +(\S+)",
+           "percentile": r"99\.0% +KLD: +(\S+)", "agreement": r"Same top p: +(\S+)"}
+
+
+def perplexity_program() -> str | None:
+    """llama-perplexity: of QDSL_LLAMA_PERPLEXITY, of the PATH, or as `make live` builds it; None where it is not there."""
+    built = [str(path) for place in PLACES for path in place.glob("build/bin/llama-perplexity")]
+    return os.environ.get("QDSL_LLAMA_PERPLEXITY") or shutil.which("llama-perplexity") or next(iter(built), None)
+
+
+def perplexity(model: Path, text: Path, base: Path, *options: str) -> dict[str, float]:
+    """The figures that llama-perplexity prints for a model on a text; `base` is the file of log-probabilities."""
+    program = perplexity_program()
+    assert program is not None
+    command = [program, "-m", str(model), "-f", str(text), "-c", "512", "-b", "512", *EXACT, "--kl-divergence-base", str(base)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-2000:]
+    matches = {name: re.search(pattern, output) for name, pattern in FIGURES.items()}
+    return {name: float(match[1]) for name, match in matches.items() if match}
+
+
+def base_tokens(base: Path, context: int = 512) -> list[list[int]]:
+    """The chunks of tokens that a file of log-probabilities is about."""
+    with base.open("rb") as file:
+        magic, length, _, count = struct.unpack("<8sIII", file.read(20))
+        assert (magic, length) == (b"_logits_", context)
+        return [list(struct.unpack(f"<{context}i", file.read(4 * context))) for _ in range(count)]
 
 
 def add_tokenizer(folder: Path, size: int) -> None:
