@@ -49,7 +49,7 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
 
 def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = None,
                    device: torch.device | str | None = None, online: QdslConfig | None = None) -> Any:
-    """Load a model of a pipeline from a file or folder.  base: the folder that has its config; online: a format for plain weights.
+    """Load a model of a pipeline from a file or folder.  base: the folder that has its config.  online: for plain weights.
     """
     is_packed = _is_packed(ref)
     config = None if is_packed else online
