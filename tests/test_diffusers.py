@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,45 @@ def test_what_contradicts_a_folder_is_an_error(own: Path, tmp_path: Path) -> Non
     model = loaded(own)
     with pytest.raises(ValueError, match="saved as their files were, without variant"):
         model.save_pretrained(tmp_path, variant="fp16")
+
+
+@pytest.mark.parametrize("shard", ["10GB", "2MB"])
+def test_a_variant_is_saved_without_it(shard: str, plain: Path, tmp_path: Path) -> None:
+    """Files quantized on the way, and those of a packed variant, load by themselves once they are saved."""
+    loaded(plain).save_pretrained(tmp_path / "plain", variant="fp16", max_shard_size=shard)
+    model = loaded(tmp_path / "plain", variant="fp16", quantization_config=QdslConfig("q4_0"))
+    model.save_pretrained(tmp_path / "one")
+    again = loaded(tmp_path / "one")
+    assert models.output(again).equal(models.output(model)) and again.hf_quantizer.report.packed
+    packed = tmp_path / "packed"                                 # the same weights, as a variant
+    packed.mkdir()
+    (packed / "config.json").write_bytes((tmp_path / "one" / "config.json").read_bytes())
+    names = sorted(path.name for path in (tmp_path / "one").glob("*.safetensors"))
+    variants = {name: re.sub("(?<=pytorch_model)", ".fp16", name) for name in names}
+    for name, variant in variants.items():
+        (packed / variant).write_bytes((tmp_path / "one" / name).read_bytes())
+    if len(names) > 1:
+        index = json.loads((tmp_path / "one" / "diffusion_pytorch_model.safetensors.index.json").read_text())
+        index["weight_map"] = {tensor: variants[name] for tensor, name in index["weight_map"].items()}
+        (packed / "diffusion_pytorch_model.safetensors.index.fp16.json").write_text(json.dumps(index))
+    loaded(packed, variant="fp16").save_pretrained(tmp_path / "two")
+    assert sorted(path.name for path in (tmp_path / "two").glob("*.safetensors")) == names
+    assert models.output(loaded(tmp_path / "two")).equal(models.output(model))
+
+
+def test_layerwise_casting_is_refused(own: Path) -> None:
+    """It would round biases of packed layers to FP8, in place."""
+    model = loaded(own)
+    before = models.output(model)
+    with pytest.raises(ValueError, match="would round biases"):
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    assert models.output(model).equal(before)
+    model.dequantize().enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+
+
+def test_torch_dtype_is_the_dtype_of_a_file(own: Path) -> None:
+    """The argument has the name that diffusers' own methods use."""
+    assert plugin.load_single_file(diffusers.ZImageTransformer2DModel, own, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_registering_twice_changes_nothing() -> None:

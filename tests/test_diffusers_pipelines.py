@@ -95,6 +95,17 @@ def test_a_format_for_the_models_of_a_pipeline(folder: Path) -> None:
     assert models.image(by_config).equal(models.image(pipeline))
 
 
+def test_a_format_for_models_from_elsewhere(folder: Path) -> None:
+    """Plain models by reference stay plain without a format, and are quantized with one as those of the folder are."""
+    refs = {name: folder / name for name in ("transformer", "text_encoder", "vae")}
+    assert models.image(load(folder, **refs)).equal(models.image(load(folder)))
+    pipeline = plugin.from_pretrained(folder, format="q4_0", torch_dtype=torch.bfloat16, **refs)
+    assert pipeline.transformer.hf_quantizer.report.packed and pipeline.text_encoder.hf_quantizer.report.packed
+    assert not pipeline.vae.hf_quantizer.report.packed
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    assert load(folder, transformer=file, format="q4_0").transformer.hf_quantizer.report.packed
+
+
 def test_adapters_and_offloading_of_a_pipeline(folder: Path, tmp_path: Path) -> None:
     """A LoRA file changes the picture until it is unloaded; fusing is refused and changes nothing; offloading neither."""
     pytest.importorskip("peft")

@@ -26,8 +26,9 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
     ref: a pipeline's folder or repository.  kwargs: references of models by their names, as `transformer="z_image-Q4_K.gguf"`,
     models themselves, and what `DiffusionPipeline.from_pretrained` takes.  Packed folders need no settings: DF11 as it is
     published, too.  format: in which plain transformers, UNets and text encoders are quantized; ignore: patterns of their modules
-    that stay dense.  dtype: of plain numbers and of products.  Raises LoadError where files do not fill a model.
+    that stay dense.  dtype, or torch_dtype: of plain numbers and of products.  Raises LoadError where files do not fill a model.
     """
+    dtype = kwargs.pop("torch_dtype", dtype)
     folder = Path(ref) if Path(ref).is_dir() else Path(DiffusionPipeline.download(str(ref)))
     index = DiffusionPipeline.load_config(folder)
     mapping: dict[str, QdslConfig] = {}
@@ -36,23 +37,29 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
         if cls is None:
             continue
         own = kwargs.get(name, folder / name)
+        online = None if format is None or not name.startswith(QUANTIZED) else QdslConfig(format, ignore=ignore)
         if isinstance(own, str | Path) and (name in kwargs or _is_packed(folder / name)):
-            kwargs[name] = load_component(cls, Path(own), folder / name, dtype, device)
-        elif name not in kwargs and format is not None and name.startswith(QUANTIZED):
-            mapping[name] = QdslConfig(format, ignore=ignore)
+            kwargs[name] = load_component(cls, Path(own), folder / name, dtype, device, online)
+        elif name not in kwargs and online is not None:
+            mapping[name] = online
     config = PipelineQuantizationConfig(quant_mapping=mapping) if mapping else None
     pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, quantization_config=config, **kwargs)
     return pipeline if device is None else pipeline.to(device)
 
 
 def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = None,
-                   device: torch.device | str | None = None) -> Any:
-    """Load a model of a pipeline from a file or folder.  base: the folder that has its config."""
+                   device: torch.device | str | None = None, online: QdslConfig | None = None) -> Any:
+    """Load a model of a pipeline from a file or folder.  base: the folder that has its config.  online: for plain weights.
+    """
+    is_packed = _is_packed(ref)
+    config = None if is_packed else online
     if issubclass(cls, ModelMixin):
-        return load_single_file(cls, ref, None if ref.is_dir() else base, dtype=dtype, device=device)
-    options: dict[str, Any] = {} if device is None else {"device_map": device}
+        return load_single_file(cls, ref, None if ref.is_dir() else base, dtype=dtype, device=device, quantization_config=config)
+    options: dict[str, Any] = {"dtype": dtype or torch.float32} | ({} if device is None else {"device_map": device})
+    if config is None and not is_packed:
+        return cls.from_pretrained(ref, **options)
     return from_pretrained_language_model(ref, base=base if ref.suffix == ".gguf" else None, model_class=cls,
-                                          dtype=dtype or torch.float32, **options)
+                                          quantization_config=config, **options)
 
 
 def _model_class(entry: Any) -> Any:
@@ -63,9 +70,11 @@ def _model_class(entry: Any) -> Any:
     return cls if isinstance(cls, type) and issubclass(cls, ModelMixin | PreTrainedModel) else None
 
 
-def _is_packed(folder: Path) -> bool:
-    """Whether a folder of one model has packed weights."""
-    if not any(folder.glob("*.safetensors")):
+def _is_packed(path: Path) -> bool:
+    """Whether a file, or a folder of one model, has packed weights; what is no safetensors file is for its loader to check."""
+    if not path.is_dir() and path.suffix != ".safetensors":
+        return True
+    if path.is_dir() and not any(path.glob("*.safetensors")):
         return False
-    with open_checkpoint(folder) as checkpoint:
+    with open_checkpoint(path) as checkpoint:
         return bool(checkpoint.source.layers or checkpoint.source.groups)

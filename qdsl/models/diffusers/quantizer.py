@@ -25,6 +25,7 @@ from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 
 STEM = "diffusion_pytorch_model"                                 # of files of weights
+VARIANT = re.compile(rf"(?<=^{STEM})\.(?!safetensors$)[^.]*?(?=-\d+-of-\d+\.|\.)")    # in their names
 
 
 class QdslDiffusersQuantizer(DiffusersQuantizer):
@@ -105,6 +106,8 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
         self.report = fill_model(model, checkpoint, device=device, skip=skip, format=config.format, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
+        _drop_variant(model)
+        model.enable_layerwise_casting = _refuse_casting
         return self.report
 
     # -- what the model can do -----------------------------------------------------------------------------------------
@@ -121,6 +124,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
 
     def _dequantize(self, model: Any) -> Any:
         make_dense(model)
+        vars(model).pop("enable_layerwise_casting", None)
         model._internal_dict = FrozenDict({key: value for key, value in model.config.items() if key != "quantization_config"})
         return model
 
@@ -139,6 +143,24 @@ def parameter_dtype(model: Any, library_dtype: torch.dtype) -> torch.dtype:
         dtype: torch.dtype = getattr(owner, "compute_dtype", parameter.dtype)
         return dtype
     return library_dtype
+
+
+def _drop_variant(model: Any) -> None:
+    """Give a model's files the names without a variant, under which `from_pretrained` looks for them once they are saved."""
+    origin = origin_in(model)
+    if origin is None or not any(map(VARIANT.search, origin.files)):
+        return
+    origin.files = {VARIANT.sub("", name): file for name, file in origin.files.items()}
+    placed = {tensor: name for name, (_, header) in origin.files.items() for tensor in header.tensors}
+    if len(origin.files) > 1:
+        size = sum(entry.nbytes for _, header in origin.files.values() for entry in header.tensors.values())
+        origin.index = (f"{STEM}.safetensors.index.json",
+                        json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2) + "\n")
+
+
+def _refuse_casting(*args: Any, **kwargs: Any) -> None:
+    raise ValueError("enable_layerwise_casting: it would round biases and plain layers of a packed model, also in what is saved; "
+                     "leave it out, or pack more layers with quantization_config=QdslConfig('fp8_channel')")
 
 
 def _is_dispatched(model: nn.Module) -> bool:

@@ -37,13 +37,13 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
     cls: a class of diffusers.  ref: the file, or a folder with the names of diffusers, whatever its files are called.  config: a
     model's config, or the folder or repository that has it; of a pipeline the one of this model is taken.  By default the library
     infers the repository from names and shapes; a folder has its own.
-    dtype: of plain numbers and of products, by default float32.  quantization_config: a format for plain weights.
-    hub: arguments of `load_config`, such as `local_files_only`.
+    dtype, or torch_dtype: of plain numbers and of products, by default float32.
+    quantization_config: a format for plain weights.  hub: arguments of `load_config`, such as `local_files_only`.
 
     Names follow the library's own converter, which runs on numbers of rows.  Raises LoadError where the file does not fill the
     model, where the converter computes with numbers, and CheckpointError for damaged files.
     """
-    path, options = Path(ref), quantization_config or QdslConfig()
+    path, options, dtype = Path(ref), quantization_config or QdslConfig(), hub.pop("torch_dtype", dtype)
     with _opened(path) as file:
         if config is None and path.is_dir():
             config = path
