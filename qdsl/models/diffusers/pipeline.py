@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline, ModelMixin, PipelineQuantizationConfig
 from transformers import PreTrainedModel
 
 from qdsl.checkpoint.checkpoint import open_checkpoint
+from qdsl.checkpoint.references import local_path
 from qdsl.models.diffusers.single_file import load_single_file
 from qdsl.models.transformers import from_pretrained as from_pretrained_language_model
 from qdsl.models.transformers.config import QdslConfig
@@ -39,7 +40,7 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
         own = kwargs.get(name, folder / name)
         online = None if format is None or not name.startswith(QUANTIZED) else QdslConfig(format, ignore=ignore)
         if isinstance(own, str | Path) and (name in kwargs or _is_packed(folder / name)):
-            kwargs[name] = load_component(cls, Path(own), folder / name, dtype, device, online)
+            kwargs[name] = load_component(cls, local_path(own), folder / name, dtype, device, online)
         elif name not in kwargs and online is not None:
             mapping[name] = online
     config = PipelineQuantizationConfig(quant_mapping=mapping) if mapping else None
@@ -49,8 +50,7 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
 
 def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = None,
                    device: torch.device | str | None = None, online: QdslConfig | None = None) -> Any:
-    """Load a model of a pipeline from a file or folder.  base: the folder that has its config.  online: for plain weights.
-    """
+    """Load a model of a pipeline from a file or folder.  base: the folder that has its config.  online: for plain weights."""
     is_packed = _is_packed(ref)
     config = None if is_packed else online
     if issubclass(cls, ModelMixin):

@@ -17,6 +17,7 @@ from diffusers.loaders import single_file_model
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.guard import unguarded
+from qdsl.checkpoint.references import local_path
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.checkpoint.sources import FolderSource, GgufSource, Source
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer
@@ -34,16 +35,17 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
                      quantization_config: QdslConfig | None = None, **hub: Any) -> Any:
     """Load a GGUF or safetensors file as a model of diffusers, with its weights packed as they are in the file.
 
-    cls: a class of diffusers.  ref: the file, or a folder with the names of diffusers, whatever its files are called.  config: a
-    model's config, or the folder or repository that has it; of a pipeline the one of this model is taken.  By default the library
-    infers the repository from names and shapes; a folder has its own.
+    cls: a class of diffusers.  ref: the file, a reference to one as `qdsl.open` takes it, or a folder with the names of
+    diffusers, whatever its files are called.
+    config: a model's config, or the folder or repository that has it; of a pipeline the one of this model is taken.  By default
+    the library infers the repository from names and shapes; a folder has its own.
     dtype, or torch_dtype: of plain numbers and of products, by default float32.
     quantization_config: a format for plain weights.  hub: arguments of `load_config`, such as `local_files_only`.
 
     Names follow the library's own converter, which runs on numbers of rows.  Raises LoadError where the file does not fill the
     model, where the converter computes with numbers, and CheckpointError for damaged files.
     """
-    path, options, dtype = Path(ref), quantization_config or QdslConfig(), hub.pop("torch_dtype", dtype)
+    path, options, dtype = local_path(ref), quantization_config or QdslConfig(), hub.pop("torch_dtype", dtype)
     with _opened(path) as file:
         if config is None and path.is_dir():
             config = path
