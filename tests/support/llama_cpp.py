@@ -95,7 +95,7 @@ def converted(model: Path, type: str = "ALL_F32") -> Path:
 
 # Keys and values in float32, and plain attention, so that sums alone are added in another order.
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off", "-t", "2")
-FIGURES = {"perplexity": r"PPL = +(\S+)", "perplexity_error": r"PPL = .*\+/- +(\S+)", "divergence": r"Mean +KLD: +(\S+)",
+FIGURES = {"perplexity": r"PPL(?: =|\(Q\) +:) +(\S+)", "perplexity_error": r"PPL = .*\+/- +(\S+)", "divergence": r"Mean +KLD: +(\S+)",
            "percentile": r"99\.0% +KLD: +(\S+)", "agreement": r"Same top p: +(\S+)"}
 
 
