@@ -83,7 +83,7 @@ def decode(s: Tensor, g: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
     """Fields for a float weight [N, K]: super-scale from the largest magnitude of the weight; scale = largest of the
-    block / divisor, in its units.  options: empty, least, by, ties, zeros.
+    block / divisor, in its units.  options: empty, least, amax, by, ties, zeros.
     """
     q, s, g = nested_absmax(weight, code="e2m1", scale="e4m3", super_scale="f32", rows=1, columns=16, axes=2, divisor=6,
             precision="own", divided=1, **{"empty": 0.125, "zeros": "positive", **options})
@@ -333,7 +333,7 @@ VARIANT = Variant(
         ),
     },
     decode=decode, encode=encode,
-    options={"empty": (), "least": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),
+    options={"empty": (), "least": (), "amax": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),
         "zeros": ("signed", "negative", "positive")},
 )
 

@@ -145,7 +145,7 @@ def decode(s: Tensor, q: Tensor, g: Tensor | None = None, out: Tensor | None = N
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
     """Fields for a float weight [N, K]: super-scale from the largest magnitude of the weight; scale = largest of the
-    block / divisor, in its units.  options: empty, least, by, ties, zeros.
+    block / divisor, in its units.  options: empty, least, amax, by, ties, zeros.
     """
     q, s, g = nested_absmax(weight, code="e2m1", scale="e4m3", super_scale="f32", rows=1, columns=16, axes=2, divisor=6,
             **{"empty": 1, "least": 0.001953125, **options})
@@ -533,7 +533,7 @@ VARIANT = Variant(
         ),
     },
     decode=decode, encode=encode,
-    options={"empty": (), "least": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),
+    options={"empty": (), "least": (), "amax": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),
         "zeros": ("signed", "negative", "positive")},
     defaults={"g": 1},
 )

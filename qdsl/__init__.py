@@ -97,8 +97,9 @@ def open(path: Path | str, shapes: Mapping[str, Sequence[int]] | None = None) ->
     qdsl.checkpoint.safetensors.CheckpointError for anything that is wrong in the files, OSError where they cannot be read.
     """
     from qdsl.checkpoint.checkpoint import open_checkpoint
+    from qdsl.checkpoint.references import local_path
 
-    return open_checkpoint(Path(path), shapes)
+    return open_checkpoint(local_path(path), shapes)
 
 
 def open_headers(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
@@ -133,9 +134,10 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
     qdsl.models.plan.LoadError, with the model unchanged, where a parameter has no weight or shapes differ; CheckpointError for
     files that are wrong.
     """
+    from qdsl.checkpoint.references import local_path
     from qdsl.models.load import load_weights
 
-    return load_weights(model, Path(path), rename, device, dtype, verify, copy, format, skip, **options)
+    return load_weights(model, local_path(path), rename, device, dtype, verify, copy, format, skip, **options)
 
 
 def save_model(model: nn.Module, folder: Path | str, config: Mapping[str, Any] | None = None) -> SaveReport:

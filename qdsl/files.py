@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def cache_folder() -> Path:
+    """The folder of files that can be built again: $QDSL_CACHE, or qdsl below the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("QDSL_CACHE") or Path(base) / "qdsl")
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block ends, and is removed when the block fails.
@@ -41,6 +47,30 @@ def flush_folder(path: Path) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+@contextmanager
+def locked(folder: Path, shared: bool = False) -> Iterator[None]:
+    """Lock a folder for this process, or for those that share it; a process that is killed lets go.
+
+    Without effect where files have no locks.  Raises BlockingIOError where another process has it, FileNotFoundError.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:                                          # some network file systems
+            pass
+        yield
+    finally:
+        os.close(opened)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

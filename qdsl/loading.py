@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -16,17 +15,10 @@ from pathlib import Path
 from types import ModuleType
 
 from qdsl.emit.build import files_of
-from qdsl.files import write_text
+from qdsl.files import cache_folder, write_text
 
 # No thread gets a module that is still being imported, and none parses while another does, which CPython 3.11 cannot bear.
 _lock = threading.Lock()
-
-
-def cache_folder() -> Path:
-    """Where built modules are kept."""
-    chosen = os.environ.get("QDSL_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(chosen) if chosen else Path(base) / "qdsl"
 
 
 def load(spec: Path) -> ModuleType:

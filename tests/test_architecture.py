@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "passes": {"spec", "ir", "layout", "numbers", "shapes"},
     "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
     # the running shore
-    "runtime": {"numbers", "shapes", "spilled", "stored", "entropy"},
+    "runtime": {"files", "numbers", "shapes", "spilled", "stored", "entropy"},
     "encode": {"runtime", "numbers"},
     "entropy": set(),
     "checkpoint": {"runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "rewrite": {"checkpoint", "files", "processes", ""},
     "convert": {"rewrite", "checkpoint", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
-    "models": {"checkpoint", "convert", "drawing", "files", "processes", "rewrite", "runtime", "stored"},
+    "models": {"checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
+               "stored"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime", "checkpoint", "models"},
     "analyze": {"runtime", "places", ""},
@@ -56,8 +57,9 @@ ALLOWED: dict[str, set[str]] = {
 PACKAGES: dict[str, set[str]] = {
     "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
     "entropy": {"numpy"},
-    "checkpoint": {"torch", "numpy"}, "": {"torch"}, "cli": {"typer", "rich"}, "demo": {"torch", "transformers", "tokenizers"},
-    "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"}, "models": {"torch", "peft", "transformers"},
+    "checkpoint": {"torch", "numpy", "huggingface_hub"}, "": {"torch"}, "cli": {"typer", "rich"},
+    "demo": {"torch", "transformers", "tokenizers"}, "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"},
+    "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece"},
     "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")

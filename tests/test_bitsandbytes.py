@@ -17,7 +17,7 @@ from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import write
 from qdsl.convert import run
-from qdsl.convert.plan import aimed
+from qdsl.convert.aim import aimed
 from qdsl.generated import int_group
 from qdsl.rewrite import RewriteError
 from tests.support import checkpoints, folders

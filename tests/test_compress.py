@@ -67,8 +67,9 @@ def sharded(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Path:
-    """A diffusion pipeline: two models that have something to compress, one that has not, and a scheduler."""
-    for name, tensors in (("transformer", model()), ("text_encoder", model(1)), ("vae", {"conv.weight": normal(4, 4, 3, 3)})):
+    """A diffusion pipeline: two models that are compressed, an autoencoder, which is not, and a scheduler."""
+    for name, tensors in (("transformer", model()), ("text_encoder", model(1)),
+                          ("vae", {"conv.weight": normal(4, 4, 3, 3), "attention.query.weight": normal(64, 64)})):
         (tmp_path / "pipe" / name).mkdir(parents=True)
         parts = [tensors, {"more": torch.ones(3)}] if name == "transformer" else [tensors]
         for number, part in enumerate(parts):
@@ -221,6 +222,8 @@ def test_models_of_a_pipeline(format: str, pipeline: Path, tmp_path: Path) -> No
     rest = run.compress(tmp_path / "only", Aim(format, only=("text_encoder",)), tmp_path / "rest")
     assert only["units"] + rest["units"] == report["units"]
     assert folders.files(tmp_path / "rest") == folders.files(tmp_path / "out")
+    assert any(note.startswith("vae: stays as it is; `--component vae` compresses it") for note in report["notes"])
+    assert run.compress(pipeline, Aim(format, only=("vae",)), tmp_path / "vae")["matrices"] == 1
     with pytest.raises(RewriteError, match="no model 'unet': there are text_encoder, transformer, vae"):
         run.compress(pipeline, Aim(format, only=("unet",)), tmp_path / "none")
 
@@ -571,9 +574,11 @@ def test_shared_memory_of_groups(tmp_path: Path) -> None:
     [flat, up] = json.loads(command("inspect", "--json", tmp_path / "out").stdout)["groups"]
     assert (flat["shared_memory"], flat["threads_that_fit"], flat["threads_per_block"]) == (67588, 256, 512)
     assert up["shared_memory"] < flat["shared_memory_limit"] == 49152 and up["threads_that_fit"] == 512
-    text = command("inspect", tmp_path / "out").stdout
-    assert "more than 49152: 256 threads fit" in text
-    assert "more than" not in command("inspect", tmp_path / "out", "--shared-memory", 101376).stdout
+    for options, code, fits in (((), 0, False), (("--shared-memory", 49152), 1, False), (("--shared-memory", 67587), 1, False),
+                                (("--shared-memory", 67588), 0, True)):
+        result = command("inspect", tmp_path / "out", *map(str, options))
+        assert result.exit_code == code and ("more than" not in result.stdout) == fits
+    assert "more than 49152: 256 threads fit" in command("inspect", tmp_path / "out").stdout
     run.compress(path, Aim("df11", threads=256), tmp_path / "less")
     assert not decoded_differences(tmp_path / "out", tmp_path / "less")
     [flat, _] = json.loads(command("inspect", "--json", tmp_path / "less").stdout)["groups"]

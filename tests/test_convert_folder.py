@@ -22,7 +22,7 @@ from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.quantization import quantization
 from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.cli import app
-from qdsl.convert import plan, run
+from qdsl.convert import aim, plan, run
 from qdsl.convert.run import merge
 from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int8_tensor, int_group
 from qdsl.quantize.quality import Sums, measured
@@ -56,7 +56,7 @@ def sharded(tmp_path: Path, weights: dict[str, PackedWeight]) -> Path:
 
 def convert(path: Path, out: Path, to: str = "awq", **options: Any) -> dict[str, Any]:
     with Folder(path) as folder:
-        return run.convert(folder, layers(folder), plan.aimed(to), out, **options)
+        return run.convert(folder, layers(folder), aim.aimed(to), out, **options)
 
 
 def refused(path: Path, to: str, **options: Any) -> str:
@@ -508,9 +508,8 @@ def test_a_place_of_one_producer_says_nothing_of_another(tmp_path: Path) -> None
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_what_gptq_says_of_what_is_quantized_anew(tmp_path: Path, symmetric: bool) -> None:
     path = folders.folder(tmp_path / "in", folders.named({"up": fp8_block.quantize(torch.randn(128, 128))}), config={})
-    aim = plan.aimed("int_group.gptq_v2", True, {"symmetric": symmetric})
     with Folder(path) as folder:
-        run.convert(folder, layers(folder), aim, tmp_path / "out")
+        run.convert(folder, layers(folder), aim.aimed("int_group.gptq_v2", True, {"symmetric": symmetric}), tmp_path / "out")
     found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (found["desc_act"], found["sym"]) == (False, symmetric)
 
@@ -518,7 +517,7 @@ def test_what_gptq_says_of_what_is_quantized_anew(tmp_path: Path, symmetric: boo
 def test_plain_floats_have_no_settings(tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "in", folders.named({"up": weight()}))
     with Folder(path) as folder:
-        run.convert(folder, layers(folder), plan.aimed("bf16", True), tmp_path / "out")
+        run.convert(folder, layers(folder), aim.aimed("bf16", True), tmp_path / "out")
     with Folder(tmp_path / "out") as folder:
         assert layers(folder).problems == [] and folder.config == {"model_type": "toy"}
 
@@ -689,7 +688,7 @@ def test_a_full_disk_is_said_before_the_work(sharded: Path, tmp_path: Path, monk
 
 def requantized(path: Path, out: Path, to: str, params: dict[str, int | str] | None = None, **options: Any) -> dict[str, Any]:
     with Folder(path) as folder:
-        return run.convert(folder, layers(folder), plan.aimed(to, True, params), out, **options)
+        return run.convert(folder, layers(folder), aim.aimed(to, True, params), out, **options)
 
 
 def test_requantized_layers(tmp_path: Path) -> None:
@@ -814,7 +813,7 @@ def test_two_processes_do_not_write_one_shard(sharded: Path, tmp_path: Path) -> 
     out = tmp_path / "out"
     convert(sharded, out, part=(1, 2))
     with Folder(sharded) as folder:
-        planned = plan.plan(folder, layers(folder), plan.Aim("", "awq"))
+        planned = plan.plan(folder, layers(folder), aim.Aim("", "awq"))
     room = next(stage.room(out / stage.STAGE, shard) for shard in planned.shards if not stage.is_whole(shard, out))
     room.mkdir()
     with stage.held(room), pytest.raises(RewriteError, match=rf"{room}: another process is writing here"):
@@ -930,7 +929,7 @@ def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -
 ])
 def test_parameters_are_numbers_words_and_truths(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str,
                                                  given: str, expected: dict[str, object] | str) -> None:
-    aims: list[plan.Aim] = []
+    aims: list[aim.Aim] = []
     monkeypatch.setattr(run, "convert", lambda source, found, aim, out, **options: aims.append(aim) or {})
     monkeypatch.setattr("qdsl.cli._converted", lambda *_: None)
     found = command("convert", sharded, "--requantize", to, "--param", given, "-o", tmp_path / "out")

@@ -40,7 +40,7 @@ from tests.support.models import Made, written
 from tests.support.tables import TABLES
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md", "docs/models.md", "docs/transformers.md",
-                                      "docs/gguf_models.md", "docs/peft.md")]
+                                      "docs/diffusers.md", "docs/gguf_models.md", "docs/peft.md")]
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -167,6 +167,34 @@ def test_python_of_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: py
         result = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
         assert result.exit_code == 0, (line, result.output)
     assert (tmp_path / "kl.svg").is_file()
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("one_thread")
+def test_python_of_the_page_on_diffusers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    from tests.support import diffusion_models
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    diffusion_models.write_pipeline(Path("Z-Image-Turbo"))
+    model = diffusion_models.random_model("ZImageTransformer2DModel")
+    diffusion_models.write_q8_0(Path("z_image_turbo-Q8_0.gguf"), model)
+    names: dict[str, object] = {}
+    for block in blocks(ROOT / "docs" / "diffusers.md", "python"):
+        exec(compile(block, "diffusers.md", "exec"), names)  # noqa: S102
+    assert (tmp_path / "transformer-packed/diffusion_pytorch_model.safetensors").is_file()
+
+
+def test_the_page_on_diffusers_lists_all_converters(bless: bool) -> None:
+    pytest.importorskip("diffusers")
+    from tests.support import diffusion_models
+
+    page = ROOT / "docs" / "diffusers.md"
+    before, after = re.split(r"(?<=<!-- coverage -->\n)(?:\|.*\n)*", page.read_text())
+    if bless:
+        page.write_text(before + diffusion_models.coverage() + after)
+    assert page.read_text() == before + diffusion_models.coverage() + after
 
 
 @pytest.mark.filterwarnings("default")

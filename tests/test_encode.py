@@ -213,6 +213,19 @@ def test_scales_of_a_whole_and_its_blocks_meet_in_float32() -> None:
     assert not same_bits(scales, ((largest / 6).float() * whole).bfloat16().to(torch.float8_e4m3fn))
 
 
+def test_weights_may_share_a_super_scale() -> None:
+    """amax is the largest magnitude of all; a weight that exceeds it is refused with its block."""
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    largest = float(weight.abs().max())
+    own = nvfp4_ct.quantize(weight).tensors
+    assert all(same_bits(tensor, own[name]) for name, tensor in nvfp4_ct.quantize(weight, amax=largest).tensors.items())
+    scale = (6 * 448 / torch.tensor([2 * largest], dtype=torch.bfloat16)).float()
+    assert nvfp4_ct.quantize(weight, amax=2 * largest).tensors["weight_global_scale"].equal(scale)
+    row, column = divmod(int(weight.abs().argmax()), 64)
+    with pytest.raises(FormatError, match=rf"block \[{row}, {column // 16}\] has a magnitude above amax = "):
+        nvfp4_ct.quantize(weight, amax=largest * 0.99)
+
+
 def test_scales_that_are_powers_of_two_may_be_of_any_type() -> None:
     """DeepSeek's ue8m0 in float32 tensors: the same numbers as in E8M0."""
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))

@@ -23,7 +23,7 @@ from qdsl.compress import restore, run
 from qdsl.compress.original import ORIGINAL
 from qdsl.compress.units import FORMATS, Aim
 from qdsl.convert import run as converting
-from qdsl.convert.plan import aimed
+from qdsl.convert.aim import aimed
 from qdsl.generated import fp8_block, int8_channel, int_group
 from qdsl.rewrite import RewriteError, stage
 from qdsl.runtime import PackedWeight

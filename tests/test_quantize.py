@@ -432,10 +432,10 @@ def test_mixes_of_diffusion_models() -> None:
         diffusion.choose("ltxv", tensors, Options(MIXES["IQ4_XS"]), False)
 
 
-def test_language_models_become_gguf_files_first(folder: Path) -> None:
+def test_language_models_need_all_their_files(folder: Path) -> None:
     path = checkpoint(folder / "model.safetensors", {"model.embed_tokens.weight": drawn(64, 64), "lm_head.weight": drawn(64, 64)})
     for each in (path, folder):
-        assert "a language model; make a GGUF file of it first" in refused(each, "-t", "q8_0")
+        assert "a language model; give the folder of all its files" in refused(each, "-t", "q8_0")
     other = checkpoint(folder / "other.safetensors", {"img_in.weight": torch.zeros(8, 8, dtype=torch.uint8)})
     assert "tensor 'img_in.weight': U8 cannot be stored in a GGUF file" in refused(other, "-t", "q8_0", "--arch", "flux")
     checkpoint(other, {"transformer_blocks.0.attn.norm_added_k.weight": drawn(64)})

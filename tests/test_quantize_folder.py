@@ -23,7 +23,7 @@ from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.quantization import quantization
 from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.cli import app
-from qdsl.convert import plan, run
+from qdsl.convert import aim, run
 from qdsl.rewrite import RewriteError, stage
 from qdsl.runtime import PackedWeight
 from tests.support import folders, language_models
@@ -56,7 +56,7 @@ def made(path: Path, tensors: dict[str, Tensor], shards: int = 1, config: dict[s
 
 def quantize(path: Path, out: Path, to: str, params: dict[str, Any] | None = None, *, ignore: tuple[str, ...] = (),
              only: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
-    return run.quantize(path, plan.aimed(to, True, params, ignore, only), out, **options)
+    return run.quantize(path, aim.aimed(to, True, params, ignore, only), out, **options)
 
 
 def refused(path: Path, to: str, params: dict[str, Any] | None = None, **options: Any) -> str:
@@ -119,6 +119,26 @@ def test_weights_and_settings_of_the_producer(tmp_path: Path, to: str, params: d
     assert not any(read.scheme(name).settings is None or read.maybe(name) for name in names)
     names = {"config.json", *report["shards"], "tokenizer", *([INDEX] if shards > 1 else [])}
     assert sorted(os.listdir(tmp_path / "out")) == sorted(names)
+
+
+@pytest.mark.parametrize("to", ["nvfp4_ct", "nvfp4_modelopt"])
+def test_layers_that_engines_fuse_share_a_super_scale(tmp_path: Path, to: str) -> None:
+    """Those of q, k and v, of gate and up, and of an expert's w1 and w3, in any file; a single layer has its own."""
+    families = [["attn.q_proj", "attn.k_proj", "attn.v_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"],
+                ["mlp.experts.0.w1", "mlp.experts.0.w3"], ["mlp.experts.1.w1", "mlp.experts.1.w3"]]
+    names = [f"model.layers.0.{name}" for family in families for name in family]
+    tensors = {f"{name}.weight": drawn(ROWS, COLUMNS, seed=seed) * 2.0 ** (seed % 3) for seed, name in enumerate(names)}
+    quantize(made(tmp_path / "in", tensors, 3), tmp_path / "out", to)
+    weights = {}
+    for family in families:
+        members = {f"model.layers.0.{name}": tensors[f"model.layers.0.{name}.weight"] for name in family}
+        amax = max(float(values.abs().max()) for values in members.values())
+        weights |= {name: expected(values, to, {"amax": amax}) for name, values in members.items()}
+        assert len({float(weights[name].format.unpack(weights[name])["g"]) for name in members}) == 1
+    check_opens(tmp_path / "out", weights)
+    zeros = {f"attn.{name}.weight": torch.zeros(ROWS, COLUMNS).bfloat16() for name in ("q_proj", "k_proj", "v_proj")}
+    quantize(made(tmp_path / "zeros", zeros), tmp_path / "none", to)
+    check_opens(tmp_path / "none", {name.removesuffix(".weight"): expected(values, to) for name, values in zeros.items()})
 
 
 def test_settings_word_for_word(tmp_path: Path) -> None:
@@ -272,8 +292,12 @@ def test_models_of_a_pipeline(tmp_path: Path) -> None:
         check_opens(tmp_path / "out" / name, weights)
     assert (tmp_path / "out" / "model_index.json").read_bytes() == (path / "model_index.json").read_bytes()
     assert (tmp_path / "out/text_encoder/config.json").read_bytes() == (path / "text_encoder/config.json").read_bytes()
-    assert len(quantize(path, tmp_path / "every", "fp8_block")["requantized"]) == 3
-    assert "no model 'vae': there are text_encoder, text_encoder_2, transformer" in refused(path, "fp8_block", only=("vae",))
+    folders.folder(path / "vae", {"query.weight": drawn(128, 128)}, config={"_class_name": "AutoencoderKL"}, index=False)
+    every = quantize(path, tmp_path / "every", "fp8_block")
+    assert len(every["requantized"]) == 3 and every["left"]["vae/"] == "`--component vae` quantizes it"
+    assert quantize(path, tmp_path / "vae", "fp8_block", only=("vae",))["requantized"].keys() == {"vae/query"}
+    wrong = refused(path, "fp8_block", only=("unet",))
+    assert "no model 'unet': there are text_encoder, text_encoder_2, transformer, vae" in wrong
 
 
 # Work that is broken off
@@ -426,7 +450,7 @@ def test_errors_of_the_command(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("kind", "to", "params"), [
     ("qwen3", "fp8_block", {"bn": 64, "bk": 64}), ("tied", "q4_0", {}), ("moe", "int_group", {"storage": "gptq_v2", "group": 32}),
-    ("qwen3", "nvfp4_ct", {})])
+    ("qwen3", "fp8_channel", {})])
 def test_a_folder_runs_in_transformers(tmp_path: Path, kind: str, to: str, params: dict[str, Any]) -> None:
     """As the model that is quantized while it is loaded."""
     plugin = pytest.importorskip("qdsl.models.transformers")

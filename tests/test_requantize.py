@@ -13,7 +13,7 @@ from torch import Tensor
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.layers import Layer, layers
-from qdsl.convert import plan, run
+from qdsl.convert import aim, run
 from qdsl.generated import int_group
 from qdsl.rewrite import RewriteError
 from qdsl.runtime import PackedWeight
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 def requantized(path: Path, to: str, **params: int | str) -> Path:
     out = path.parent / "out"
     with Folder(path) as folder:
-        run.convert(folder, layers(folder), plan.aimed(to, True, params), out)
+        run.convert(folder, layers(folder), aim.aimed(to, True, params), out)
     return out
 
 

@@ -17,7 +17,7 @@ from qdsl.checkpoint.layer_weights import module_of, weights
 from qdsl.checkpoint.layers import Layer, Layers, layers
 from qdsl.checkpoint.safetensors import read_header, write
 from qdsl.cli import app
-from qdsl.convert.plan import aimed
+from qdsl.convert.aim import aimed
 from qdsl.convert.run import convert
 from qdsl.generated import fp8_block, fp8_channel, fp8_tensor, nf4, nvfp4_modelopt, ocp_mxfp4, ocp_mxfp8
 from qdsl.rewrite import RewriteError

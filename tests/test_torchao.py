@@ -22,7 +22,7 @@ from qdsl.checkpoint.layer_weights import module_of, weights
 from qdsl.checkpoint.layers import Layer, Layers, layers
 from qdsl.checkpoint.safetensors import CheckpointError, TensorFile, read_header, write
 from qdsl.cli import app
-from qdsl.convert.plan import aimed
+from qdsl.convert.aim import aimed
 from qdsl.convert.run import convert
 from qdsl.generated import fp8_channel, fp8_tensor, int8_channel, int_group, nvfp4_modelopt, ocp_mxfp4
 from qdsl.rewrite import RewriteError

@@ -22,7 +22,7 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import module_of, weights
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import TensorFile, write
-from qdsl.convert.plan import aimed
+from qdsl.convert.aim import aimed
 from qdsl.convert.run import convert
 from qdsl.generated import (
     fp8_block,

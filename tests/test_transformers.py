@@ -26,7 +26,7 @@ from qdsl.compress import run as compressing
 from qdsl.compress.units import FORMATS
 from qdsl.compress.units import Aim as Compression
 from qdsl.convert import run
-from qdsl.convert.plan import Aim, aimed
+from qdsl.convert.aim import Aim, aimed
 from qdsl.generated import fp8_block, fp8_channel, int8_channel, int_group, ocp_mxfp4
 from tests.support import folders
 

@@ -23,10 +23,21 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from qdsl.checkpoint.gguf import GgufFile
-from qdsl.models.gguf_maps import FOLDER, LATENT, VALUES, GgufMap, LoadError, TensorRule, joined_shape, pattern_of, row_order
+from qdsl.models.gguf_maps import (
+    FOLDER,
+    INVERSE,
+    LATENT,
+    VALUES,
+    GgufMap,
+    LoadError,
+    TensorRule,
+    joined_shape,
+    pattern_of,
+    row_order,
+)
 from qdsl.models.transformers.gguf import config_of
 from tests.support import llama_cpp
-from tests.support.gguf_models import INVERSE, logits
+from tests.support.gguf_models import logits
 from tests.support.tiny_models import tiny_config, tiny_model, unusual
 
 STEP = 2.0 ** -22                                                # between the values of two elements, exact in float32

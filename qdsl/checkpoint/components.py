@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from qdsl.checkpoint.folder import Folder
 
 PIPELINE = "model_index.json"
+AUTOENCODER = "vae"
+AUTOENCODERS = ("Autoencoder", "AsymmetricAutoencoder", "VQModel", "ConsistencyDecoder")      # how classes of diffusers begin
 
 
 def names(path: Path) -> list[str]:
@@ -31,6 +33,20 @@ def opened(path: Path) -> Iterator[dict[str, Folder]]:
     """The models by their folders.  Raises CheckpointError and OSError as Folder does."""
     with ExitStack() as stack:
         yield {name: stack.enter_context(Folder(path / name if name else path)) for name in names(path)}
+
+
+def meant(models: Mapping[str, Folder], only: Sequence[str] = ()) -> tuple[str, ...]:
+    """The models of a pipeline that are quantized or compressed: those that are named, else all but autoencoders; () for all.
+
+    An autoencoder is small, its libraries look for plain weights in it, and errors in it are seen.
+    """
+    plain = [name for name, folder in models.items() if not (name.startswith(AUTOENCODER) or is_autoencoder(folder))]
+    return tuple(only) or (tuple(plain) if len(plain) < len(models) else ())
+
+
+def is_autoencoder(folder: Folder) -> bool:
+    """Whether a model's config names a class of diffusers that codes images or sound."""
+    return str(folder.config.get("_class_name", "")).startswith(AUTOENCODERS)
 
 
 def within(component: str, file: str) -> str:

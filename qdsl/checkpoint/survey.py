@@ -101,7 +101,7 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
                _between(alike, "bits_per_weight"), _between(alike, "threads_per_block"), _between(alike, "shared_memory"),
                _fitting(alike)]
               for name, alike in _grouped(data["groups"], lambda each: (each["format"], tuple(each["weights"].values()),
-                                                                        _fits(each))) for first in alike[:1]]
+                                                                        fits(each))) for first in alike[:1]]
     plain = [[name, str(len(alike)), first["type"], " x ".join(map(str, first["shape"])), first["by"]]
              for name, alike in _grouped(data["plain"], lambda each: (each["type"], tuple(each["shape"]), each["by"]))
              for first in alike[:1]]
@@ -114,13 +114,14 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
             (["contradictions", "", ""], problems[:PROBLEMS] + more, " >")]
 
 
-def _fits(group: Mapping[str, Any]) -> bool:
+def fits(group: Mapping[str, Any]) -> bool:
+    """Whether the kernel of a DF11 group needs no more shared memory than there is."""
     return group["shared_memory"] is None or group["shared_memory"] <= group["shared_memory_limit"]
 
 
 def _fitting(alike: Sequence[Mapping[str, Any]]) -> str:
     """What to do about groups that need more shared memory than there is."""
-    if _fits(alike[0]):
+    if fits(alike[0]):
         return ""
     known = [each["threads_that_fit"] for each in alike]
     remedy = "no number of threads fits" if None in known else f"{min(known)} threads fit"

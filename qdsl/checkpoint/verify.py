@@ -63,6 +63,22 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
+class Noise:
+    """The relative root mean square of a tensor's errors, and what a type usually has."""
+
+    error: float
+    usual: float
+    type: str
+
+    def __str__(self) -> str:
+        return f"relative error {self.error:.3g}; {self.type} has {self.usual:.3g} on these weights"
+
+    def data(self) -> dict[str, Any]:
+        """For programs."""
+        return {"error": self.error if math.isfinite(self.error) else None, "usual_error": self.usual, "type": self.type}
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """What is not the same about a tensor.  kind: 'missing', 'dtype', 'shape', 'values' or 'decoded'."""
 
@@ -70,7 +86,7 @@ class Difference:
     kind: str
     a: str | None
     b: str | None
-    values: Values | Apart | None = None
+    values: Values | Apart | Noise | None = None
 
     def __str__(self) -> str:
         if self.kind == "missing":

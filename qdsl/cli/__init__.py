@@ -65,6 +65,19 @@ def _reported(code: int = 1) -> Iterator[None]:
         _fail(f"error: {error}", code)
 
 
+def _local(ref: str) -> Path:
+    """The local path of a file, a folder, a URL or a repository."""
+    from qdsl.checkpoint.references import local_path
+
+    with _reported():
+        return local_path(ref)
+
+
+def _source(help: str) -> Any:
+    """A file or folder that is read, which may be on a server."""
+    return typer.Argument(parser=_local, metavar="REF", help=help, show_default=False)
+
+
 @app.command()
 def check(specs: Names, as_json: Json = False) -> None:
     """Check specs, and say everything that is wrong, with its place."""
@@ -241,21 +254,28 @@ def _param(text: str) -> tuple[str, Any]:
 
 
 @app.command()
-def inspect(file: Annotated[Path, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
-                                                      "of them.", show_default=False)],
-            shared_memory: Annotated[int, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel, "
-                                                                                      "and DF11's may need.")] = 48 << 10,
+def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
+                                                     "of them; or a URL or repository, of which headers are read.",
+                                                show_default=False)],
+            shared_memory: Annotated[int | None, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel; "
+                                     "exit code 1 where DF11's need more.")] = None,
             as_json: Json = False) -> None:
     """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong."""
     from qdsl.checkpoint.contents import contents, lines
+    from qdsl.checkpoint.groups import SHARED_MEMORY
+    from qdsl.checkpoint.references import local_headers
+    from qdsl.checkpoint.survey import fits
 
-    with _reported():
-        found = contents(file, shared_memory)
+    with _reported(), local_headers(file) as path:
+        found = {**contents(path, SHARED_MEMORY if shared_memory is None else shared_memory), "file": file}
     typer.echo(json.dumps({"schema": 1, **found}) if as_json else "\n".join(lines(found)))
+    if shared_memory is not None and not all(fits(group) for model in found.get("models", [found])
+                                             for group in model.get("groups", ())):
+        raise typer.Exit(1)
 
 
 @app.command()
-def dequantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the first of a split one.", show_default=False)],
+def dequantize(file: Annotated[Path, _source("A GGUF file, or the first of a split one.")],
                out: Annotated[Path, typer.Option("--out", "-o", help="The .safetensors file to write.", show_default=False)],
                dtype: Annotated[str, typer.Option("--dtype", help="f32, which is exact, bf16 or f16.")] = "f32",
                as_json: Json = False) -> None:
@@ -273,8 +293,7 @@ def dequantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the fi
 
 
 @app.command()
-def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the first of a split one; a .safetensors file, or a "
-                                                       "folder of them; for --type, of a diffusion model.", show_default=False)],
+def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split one; a .safetensors file, or a folder.")],
              mix: Annotated[str | None, typer.Option("--type", "-t", help="Write a GGUF file: a mix of llama-quantize's, such as "
                                                      "Q4_K_M, or COPY.", show_default=False)] = None,
              format: Annotated[str | None, typer.Option("--format", "-f", help="Write a folder of safetensors: a format, such as "
@@ -286,7 +305,7 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
              ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A regular expression for layers that stay plain: "
                                                               "whole names, or parts between dots.")] = None,
              component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
-                                  "that is quantized; the others stay plain.")] = None,
+                                  "that is quantized; by default all but autoencoders.")] = None,
              shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Of a folder write the I-th of N parts "
                                                        "alone, from 1; `merge-index` completes it when all are there.")] = None,
              imatrix: Annotated[Path | None, typer.Option("--imatrix", help="How much columns matter, as llama-imatrix "
@@ -335,7 +354,7 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
                                 output=output_type and mixes.type_named(output_type),
                                 embedding=embedding_type and mixes.type_named(embedding_type),
                                 overrides=tuple(map(mixes.override_of, tensor_type or ())))
-        source = open_source(file, arch)
+        source = _language_folder(file, arch) or open_source(file, arch)
         importance = read(imatrix) if imatrix else None
         planned = plan.plan(source, options, importance, requantize)
         costs = {}
@@ -363,6 +382,19 @@ def quantize(file: Annotated[Path, typer.Argument(help="A GGUF file, or the firs
                + ("" if bits is None else f", {bits:.3f} bits per weight"))
 
 
+def _language_folder(path: Path, architecture: str | None) -> Any:
+    """A folder of a language model, to be written as a GGUF file; None for what is none."""
+    config = path / "config.json"
+    if architecture is not None or not config.is_file() or '"model_type"' not in config.read_text(errors="replace"):
+        return None
+    try:
+        from qdsl.models.gguf_folder import LanguageFolder
+
+        return LanguageFolder(path)
+    except ImportError as error:
+        _fail(f"error: {path}: writing a language model as a GGUF file needs the packages transformers and gguf ({error})")
+
+
 def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, ignore: list[str] | None,
                      component: list[str] | None, jobs: int | None, shard: str | None, svg: Path | None, as_json: bool) -> None:
     """Write a folder of plain safetensors with its Linear layers in a format."""
@@ -370,7 +402,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     from functools import partial
 
     from qdsl.convert import run
-    from qdsl.convert.plan import aimed
+    from qdsl.convert.aim import aimed
     from qdsl.processes import processors
     from qdsl.progress import progress
 
@@ -408,7 +440,7 @@ def _ended_by_exit() -> Iterator[None]:
 
 
 @app.command()
-def convert(folder: Annotated[Path, typer.Argument(help="A folder of safetensors files, or one file.", show_default=False)],
+def convert(folder: Annotated[Path, _source("A folder of safetensors files, or one file.")],
             out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
             to: Annotated[str | None, typer.Option("--to", help="A storage of the layers' format, such as awq; as FORMAT.STORAGE "
                                                                 "for the layers of one format alone.")] = None,
@@ -430,7 +462,7 @@ def convert(folder: Annotated[Path, typer.Argument(help="A folder of safetensors
     from qdsl.checkpoint.folder import Folder
     from qdsl.checkpoint.layers import layers
     from qdsl.convert import run
-    from qdsl.convert.plan import aimed
+    from qdsl.convert.aim import aimed
     from qdsl.processes import processors
     from qdsl.progress import progress
 
@@ -506,8 +538,8 @@ def _ratio(decibels: float | None) -> float:
 
 
 @app.command()
-def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensors files, one of several such models, as in "
-                                                         "diffusers, or one file.", show_default=False)],
+def compress(folder: Annotated[Path, _source("A folder of safetensors files, one of several such models, as in diffusers, or one "
+                                               "file.")],
              format: Annotated[str, typer.Option("--format", "-f", help="hlane, the smallest; fix4, the fastest to decode; df11, "
                                                                         "the dfloat11 package's.", show_default=False)],
              out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
@@ -518,7 +550,7 @@ def compress(folder: Annotated[Path, typer.Argument(help="A folder of safetensor
              check: Annotated[bool, typer.Option("--check", help="Decode what was written, and compare it, before it takes its "
                                                                  "place.")] = False,
              component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
-                                  "whose weights are meant; the others stay as they are.")] = None,
+                                  "that is compressed; by default all but autoencoders.")] = None,
              patterns: Annotated[str | None, typer.Option("--patterns", help="df11: the package's pattern_dict as JSON, a file, "
                                  "or a config.json with it; by default numbered blocks are held together.")] = None,
              threads: Annotated[int | None, typer.Option("--threads-per-block", help="df11: a power of two; by default 512, 256 "
@@ -574,8 +606,7 @@ def _compressed(found: dict[str, Any], as_json: bool, part: str = "") -> None:
 
 
 @app.command()
-def decompress(folder: Annotated[Path, typer.Argument(help="What `compress`, or for DF11 the dfloat11 package, wrote.",
-                                                      show_default=False)],
+def decompress(folder: Annotated[Path, _source("What `compress`, or for DF11 the dfloat11 package, wrote.")],
                out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
                like: Annotated[Path | None, typer.Option("--like", help="A checkpoint with the same tensors, where nothing "
                                                                         "else says their shapes.")] = None,
@@ -609,8 +640,8 @@ def _restored(found: dict[str, Any], as_json: bool, part: str = "") -> None:
 
 
 @app.command()
-def verify(a: Annotated[Path, typer.Argument(help="A folder of safetensors files, or one file.", show_default=False)],
-           b: Annotated[Path, typer.Argument(help="Another.", show_default=False)],
+def verify(a: Annotated[Path, _source("A folder of safetensors files, one file, or a GGUF file.")],
+           b: Annotated[Path, _source("Another.")],
            jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each "
                                                                                 "processor.")] = None,
            decoded: Annotated[bool, typer.Option("--decoded", help="Compare the weights that quantized layers stand for, "
@@ -618,14 +649,21 @@ def verify(a: Annotated[Path, typer.Argument(help="A folder of safetensors files
            tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="How far decoded weights may lie apart, as a part "
                                                     "of their tensor's largest magnitude.")] = 0.0,
            as_json: Json = False) -> None:
-    """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read."""
+    """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read.
+
+    A GGUF file is compared with the model that it was made of: errors must be those of its types.
+    """
     from qdsl.checkpoint import verify as verifying
-    from qdsl.checkpoint.contents import escaped
     from qdsl.processes import processors
     from qdsl.progress import progress
 
     if tolerance and not decoded:
         _fail("error: --tolerance is one between decoded weights: give --decoded", 2)
+    if ".gguf" in (a.suffix, b.suffix):
+        if decoded:
+            _fail("error: --decoded compares folders; a GGUF file is decoded anyway", 2)
+        _differ(_gguf_differences(*((a, b) if a.suffix == ".gguf" else (b, a))), "equal within the errors of types", as_json)
+        return
     with _reported(2):
         total = verifying.size(a)
         jobs = jobs or min(processors(), 1 + total // verifying.WORTH)
@@ -637,12 +675,30 @@ def verify(a: Annotated[Path, typer.Argument(help="A folder of safetensors files
                     a, b, lambda x, y, told: decoded_differences(x, y, tolerance, jobs=jobs, tell=told), tell)
             else:
                 found = verifying.of_models(a, b, lambda x, y, told: verifying.differences(x, y, jobs=jobs, tell=told), tell)
+    _differ(found, f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal", as_json)
+
+
+def _gguf_differences(file: Path, other: Path) -> list[Any]:
+    """Where a GGUF file is not the model that it was made of: another GGUF file, or a folder."""
+    from qdsl.progress import progress
+    from qdsl.quantize.compare import differences
+    from qdsl.quantize.source import Gguf, open_source
+
+    with _reported(2):
+        made, source = Gguf(file), _language_folder(other, None) or open_source(other)
+        with progress(sum(math.prod(tensor.shape) for tensor in made.tensors.values()), " weights") as tell:
+            return differences(made, source, tell)
+
+
+def _differ(found: list[Any], equal: str, as_json: bool) -> None:
+    """Print differences.  Raises typer.Exit where there are any."""
+    from qdsl.checkpoint.contents import escaped
+
     if as_json:
         typer.echo(json.dumps({"schema": 1, "equal": not found, "differences": [each.data() for each in found]}))
     else:
         lines = [f"{escaped(each.tensor)}: {each}" for each in found[:SHOWN]]
         lines += [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-        equal = f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal"
         typer.echo("\n".join([*lines, f"{len(found)} tensors differ" if found else equal]))
     if found:
         raise typer.Exit(1)
@@ -689,4 +745,6 @@ def _table(heads: list[str], rows: list[list[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-from qdsl.cli import models as _models  # noqa: E402, F401          # its commands are those of this app
+# Their commands are those of this app.
+from qdsl.cli import capacity as _capacity  # noqa: E402, F401
+from qdsl.cli import models as _models  # noqa: E402, F401

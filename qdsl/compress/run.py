@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def compress(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tup
     """
     stage.check_apart(path, out)
     with components.opened(path) as models:
+        aim = replace(aim, only=components.meant(models, aim.only))
         work = _work(path, models, aim, out)
         if stage.was_ended(out):
             return _report(out, aim, (), (), [])

@@ -133,8 +133,11 @@ def left(models: Mapping[str, Folder], aim: Aim, made: Iterable[Unit]) -> list[s
                 sums.setdefault((model, entry.dtype, len(entry.shape)), []).append(entry.nbytes)
     kinds = "not of Linear or Embedding" + ("" if aim.format == "df11" else ", nor experts")
     plain = "no pattern names them" if aim.patterns else kinds
-    return [f"{model}{': ' * bool(model)}tensors of {dtype} with {axes} axes stay as they are, {len(sizes)} of {sum(sizes)} "
-            f"bytes: {plain if dtype == 'BF16' else 'not bfloat16'}" for (model, dtype, axes), sizes in sums.items()]
+    others = [f"{model}: stays as it is; `--component {model}` compresses it" for model in models if not aim.means(model)]
+    described = (f"{model}{': ' * bool(model)}tensors of {dtype} with {axes} axes stay as they are, {len(sizes)} of "
+                 f"{sum(sizes)} bytes: {plain if dtype == 'BF16' else 'not bfloat16'}"
+                 for (model, dtype, axes), sizes in sums.items())
+    return [*others, *described]
 
 
 def needed(nbytes: int) -> int:

@@ -20,8 +20,9 @@ from qdsl.checkpoint.ignored import expression, rules
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, dialects, in_headers, quantization
 from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.convert.aim import description
 from qdsl.convert.plain import SUFFIX, is_matrix
-from qdsl.convert.plan import Plan, description
+from qdsl.convert.plan import Plan
 from qdsl.stored import OF_X, Description
 
 CONFIG = "config.json"

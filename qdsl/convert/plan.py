@@ -9,12 +9,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from qdsl.checkpoint.components import within
-from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.detect import EXPERTS, choices, numbers, saying, says_extents, says_numbers
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import module_of, unread
@@ -23,6 +21,8 @@ from qdsl.checkpoint.leaves import WEIGHT
 from qdsl.checkpoint.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
 from qdsl.checkpoint.stated import Stated
 from qdsl.convert import header
+from qdsl.convert.aim import Aim, become, description, params_in, shares_scale, target
+from qdsl.convert.fused import fused_layers
 from qdsl.rewrite import RewriteError
 from qdsl.rewrite.shards import Copy, Shard, Step, copy, identity, in_order, key
 from qdsl.shapes import granule
@@ -43,53 +43,12 @@ LONGEST = -1.1754943508222875e-38                                # a float32 wit
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
-    """What layers are to become: a storage, of the format that they have ('' if of any), or, requantized, of that one.
-
-    params: of the format that weights are requantized in; others have their defaults.  ignore: where plain layers are quantized,
-    patterns of those that stay plain; None where quantized layers are converted.  only: the models of a pipeline that are
-    quantized, none for all.
-    """
-
-    format: str
-    storage: str
-    requantize: bool = False
-    params: Mapping[str, int | str] = field(default_factory=dict)
-    ignore: Sequence[str] | None = None
-    only: Sequence[str] = ()
-
-    @property
-    def is_from_plain(self) -> bool:
-        """Whether plain layers are quantized."""
-        return self.ignore is not None
-
-    @property
-    def label(self) -> str:
-        """The storage that layers are to have, and the format where one is meant."""
-        return f"{self.format}.{self.storage}".removeprefix(".")
-
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON gives them back, those of plain layers where it is of them."""
-        found = {name: value for name, value in asdict(self).items() if name not in ("ignore", "only")}
-        return found if self.ignore is None else {**found, "ignore": list(self.ignore), "only": list(self.only)}
-
-    def meant(self, layer: Layer) -> bool:
-        return self.requantize or self.format in ("", layer.format)
-
-    def exact(self, layer: Layer) -> bool:
-        """Whether numbers stay what they are."""
-        return not self.requantize or (layer.format == self.format and self.params.items() <= layer.params.items())
-
-    def reached(self, layer: Layer) -> bool:
-        return self.exact(layer) and layer.storage == self.storage
-
-
-@dataclass(frozen=True, slots=True)
 class Change:
     """A layer that becomes something else; where its tensors, named as there, go in the new file.
 
     settings: words that small tensors beside it have, as the config has them.  source: the folder that has the layer.
-    model: that of a pipeline, ''.
+    model: that of a pipeline, ''.  sharing: the layers that share a super-scale with it, itself among them; none where
+    it has its own.
     """
 
     layer: Layer
@@ -98,6 +57,7 @@ class Change:
     settings: Mapping[str, Any]
     source: Path
     model: str = ""
+    sharing: tuple[Layer, ...] = ()
 
     @property
     def label(self) -> str:
@@ -170,35 +130,6 @@ class _File:
     layers: list[tuple[Layer, dict[str, str]]] = field(default_factory=list)
 
 
-def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None, ignore: Sequence[str] | None = None,
-          only: Sequence[str] = ()) -> Aim:
-    """What 'STORAGE', or 'FORMAT.STORAGE' for the layers of that format alone, means; to requantize 'FORMAT' is enough.
-
-    ignore, only: as of Aim, for plain layers that are quantized.
-
-    Raises RewriteError for a format or parameters that there are not, and for storages that are held in entropy codes.
-    """
-    if not requantize:
-        format, _, storage = to.rpartition(".")
-        return Aim(format, storage)
-    from qdsl.runtime.packed import FormatError
-
-    name, _, storage = to.partition(".")
-    if name not in [each.name for each in descriptions()]:
-        raise RewriteError(f"no format {shown(name)}")
-    format = import_module(f"qdsl.generated.{name}").FORMAT
-    try:
-        chosen, rest, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
-    except FormatError as error:
-        raise RewriteError(str(error)) from None
-    if format.storage(storage, chosen)[1].streams:
-        raise RewriteError(f"{name}.{storage} holds bfloat16 in an entropy code, as long as the numbers want it: "
-                           f"`qdsl compress --format {name}` writes plain matrices so, without loss")
-    if ignore is not None and "safetensors" in description(name).detect:
-        raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
-    return Aim(name, storage, True, {**chosen, **rest}, ignore, only)
-
-
 def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     """Every layer that is meant as it is to become, and all else as it is.  model: that of a pipeline, ''.
 
@@ -227,7 +158,8 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     kept = tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer))
     said = _stated(folder, files.values(), kept, aim)
     sources = {path: identity(path) for path in folder.shards}
-    shards = tuple(_shard(folder, file, said[path], aim, sources, model) for path, file in files.items() if file.tensors)
+    sharing = fused_layers(layer for layer in changed if shares_scale(layer, aim))
+    shards = tuple(_shard(folder, file, said[path], aim, sources, model, sharing) for path, file in files.items() if file.tensors)
     return Plan(aim, shards, tuple(changed), kept, {layer.name: why for layer, why in problems})
 
 
@@ -358,11 +290,6 @@ def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> No
         raise RewriteError(f"experts of {layer.shape[0]} rows would share blocks, which begin every {step} rows")
 
 
-def description(name: str) -> Description:
-    """A format, as readers of checkpoints know it."""
-    return next(each for each in descriptions() if each.name == name)
-
-
 def producer(format: str, storage: str) -> str:
     """Whose settings state a storage, '' where no page knows any."""
     rules = description(format).detect.get("config", [])
@@ -387,19 +314,6 @@ def beside(layer: Layer, format: Format, params: Mapping[str, int | str], settin
     found = longest if told is None else saying(known, {**values, **told}, settings)
     dtypes = {str(dtype)[6:]: dtype for dtype in torch_dtypes().values()}
     return {name: (dtypes[dtype], shape, found[name][2].ljust(len(data))) for name, (dtype, shape, data) in longest.items()}
-
-
-def target(layer: Layer, aim: Aim) -> Format:
-    """The format that a layer will have."""
-    found: Format = (module_of(layer) if aim.exact(layer) else import_module(f"qdsl.generated.{aim.format}")).FORMAT
-    return found
-
-
-def params_in(layer: Layer, aim: Aim) -> Mapping[str, int | str]:
-    """The parameters of that format that it will have."""
-    format = target(layer, aim)
-    return layer.params if aim.exact(layer) else format.complete(
-        {name: value for name, value in aim.params.items() if name in format.params})
 
 
 def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
@@ -438,20 +352,6 @@ def _quantized(format: Format, storage: str, shape: tuple[int, int], options: tu
     return _stored(whole, format.quantize(torch.ones(rows, shape[1]), storage, **dict(options)), False)
 
 
-def become(weight: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
-    """A weight of a layer as it will be; of a plain one as `quantize` makes it.  Raises FormatError where it cannot."""
-    import torch
-
-    if aim.exact(layer):
-        return weight.format.convert(weight, aim.storage)
-    options: dict[str, Any] = dict(aim.params)
-    if aim.is_from_plain:
-        [values] = weight.tensors.values()
-    else:
-        values = weight.format.dequantize(weight, torch.float32)
-    return target(layer, aim).quantize(values, aim.storage, **options)
-
-
 def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool = False) -> str:
     """What a tensor of a storage is called in a checkpoint: as the layer calls the one of that name now, else by it.
 
@@ -473,13 +373,13 @@ def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool 
 
 
 def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, known: Mapping[Path, list[Any]], model: str,
-           ) -> Shard:
+           sharing: Mapping[str, tuple[Layer, ...]]) -> Shard:
     path = file.old.path
     start, head = laid_out(path, file.tensors, metadata)
     places = head.tensors
     steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
     steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}, _settings(folder, target(layer, aim)),
-                     folder.path, model) for layer, names in file.layers]
+                     folder.path, model, sharing.get(layer.name, ())) for layer, names in file.layers]
     ordered = in_order(steps)
     return Shard(within(model, path.name), start, head.size, tuple(places), ordered, _key(folder, file, start, ordered, known))
 
@@ -487,7 +387,8 @@ def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, k
 def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], known: Mapping[Path, list[Any]]) -> str:
     """A digest of all that a file's bytes depend on: the formats, the layers, and the files that are read."""
     sources = {folder.file(name).path for name in file.copied}
-    sources |= {folder.file(full).path for layer, _ in file.layers for full in layer.tensors.values()}
+    layers = {each.name: each for step in steps if isinstance(step, Change) for each in (step.layer, *step.sharing)}
+    sources |= {folder.file(full).path for layer in layers.values() for full in layer.tensors.values()}
     return key(start.hex(), [known[path] for path in sorted(sources)], list(map(_said, steps)))
 
 
@@ -499,4 +400,5 @@ def _said(step: Step) -> list[Any]:
     aim = replace(step.aim, ignore=None).data()
     return [module_of(layer).FORMAT.key, target(layer, step.aim).key, aim, layer.storage, dict(layer.params),
             layer.shape, layer.experts, layer.turned, dict(layer.tensors),
-            {name: entry.start for name, entry in step.to.items()}, dict(step.settings)]
+            {name: entry.start for name, entry in step.to.items()}, dict(step.settings),
+            *([[each.format, each.storage, dict(each.tensors)] for each in step.sharing])]

@@ -18,9 +18,10 @@ from qdsl.checkpoint.components import within
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.safetensors import shown
+from qdsl.convert.aim import Aim
 from qdsl.convert.config import readers, rewritten
 from qdsl.convert.plain import plain_layers
-from qdsl.convert.plan import Aim, Change, Plan, plan
+from qdsl.convert.plan import Change, Plan, plan
 from qdsl.convert.report import relative_rms
 from qdsl.quantize.quality import Sums
 from qdsl.rewrite import RewriteError, stage
@@ -66,6 +67,7 @@ def quantize(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int,
     """
     stage.check_apart(path, out)
     with components.opened(path) as models:
+        aim = replace(aim, only=components.meant(models, aim.only))
         return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, tell)
 
 
@@ -80,7 +82,7 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
         if is_meant and (known.layers or known.groups):
             what = f"layer {shown(known.layers[0].name)} is quantized" if known.layers else "it is compressed"
             raise RewriteError(f"{folder.path}: {what} already; `qdsl convert --requantize` writes another format")
-        chosen, left = plain_layers(folder, aim.ignore or ()) if is_meant else ([], {})
+        chosen, left = plain_layers(folder, aim.ignore or ()) if is_meant else ([], {"": f"`--component {name}` quantizes it"})
         planned = plan(folder, replace(known, layers=chosen), aim, name)
         used = {full for layer in planned.changed for full in layer.tensors.values()}
         known = replace(known, layers=[*planned.changed], plain=[full for full in folder.names() if full not in used])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import BinaryIO
 
 import torch
 
 from qdsl.checkpoint import worker
 from qdsl.checkpoint.detect import numbers, says_extents
+from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import weights
+from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import bytes_of, shown
-from qdsl.convert.plan import Change, become, beside, description
+from qdsl.convert.aim import become, description, values
+from qdsl.convert.plan import Change, beside
 from qdsl.quantize.quality import Sums, measured
 from qdsl.rewrite import RewriteError
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -25,9 +29,10 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
     """
     folder, layer = worker.opened(step.source), step.layer
     cost = Sums()
+    shared = amax(folder, step.sharing) if step.sharing else None
     for expert, weight in enumerate(weights(folder, layer)):
         try:
-            found = become(weight, layer, step.aim)
+            found = become(weight, layer, step.aim, shared)
         except FormatError as error:
             hint = f"; `--ignore {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "
@@ -43,6 +48,18 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
         if not step.aim.exact(layer):
             cost += error_of(weight, found)
     return None if step.aim.exact(layer) else cost
+
+
+def amax(folder: Folder, layers: Sequence[Layer]) -> float | None:
+    """The largest magnitude of the weights of layers; None where all are zero or some are not finite."""
+    largest = 0.0
+    for layer in layers:
+        [weight] = weights(folder, layer)
+        if (whole := values(weight)).numel():
+            largest = max(largest, -float(whole.amin()), float(whole.amax()))
+            if not math.isfinite(largest):
+                return None
+    return largest or None
 
 
 def error_of(before: PackedWeight, after: PackedWeight) -> Sums:

@@ -8,15 +8,18 @@ from torch import Tensor
 from qdsl.encode.blocks import codes, cut_blocks, join_blocks, quotients, shaped
 from qdsl.numbers import number
 from qdsl.runtime.match import torch_dtype
+from qdsl.runtime.packed import Misfit
 
 
 def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, rows: int, columns: int, axes: int,
-                  divisor: float, empty: float, least: float = 0, by: str = "stored", ties: str = "even",
-                  zeros: str = "signed", precision: str = "f32", divided: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+                  divisor: float, empty: float, least: float = 0, amax: float | None = None, by: str = "stored",
+                  ties: str = "even", zeros: str = "signed", precision: str = "f32", divided: bool = False,
+                  ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, super-scale) of w = scale * super_scale * code, or, `divided`, of w = scale / super_scale * code.
 
     The super-scale brings the largest magnitude of all, / divisor, to the largest number of the scale's type; a scale is the
     largest magnitude of the block / divisor in its units, not below `least`, and where that is 0 it is `empty`.
+    amax: the largest magnitude of all weights that share the super-scale, where others do.  Raises Misfit where it is too small.
     by 'stored': codes are w / (scale * super_scale) (ModelOpt, compressed-tensors); 'inverse': w * (1 / super_scale / scale),
     and the block's magnitude is divided by the two one after the other (torchao).
     precision 'own': both magnitudes / divisor are found in the weight's own dtype (compressed-tensors), 'f32': in float32.
@@ -26,7 +29,10 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
     assert kind is not None
     blocks = cut_blocks(weight if precision == "own" else weight.float(), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
-    whole = largest.amax()
+    whole = largest.amax() if amax is None else largest.new_tensor(amax)
+    if amax is not None and bool((largest > whole).any()):
+        row, column = (int(i) for i in torch.nonzero((largest > whole)[:, 0, :, 0])[0])
+        raise Misfit(f"block [{{row}}, {column}] has a magnitude above amax = {amax:g}", row)
     if divided:
         above = (divisor * kind.largest / whole).float()
         above = torch.where(torch.isfinite(above), above, 1)

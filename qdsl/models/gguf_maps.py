@@ -4,7 +4,8 @@ A map is the inverse of llama.cpp's converter for one model type, one JSON file 
 `num_attention_heads * 2 -> num_attention_heads 2 *` takes rows, viewed as the axes on the left, in the order of the axes on the
 right.  An axis is a number, an attribute of the model's config, a product of them as `heads*width`, or `*` for what remains.
 `by num_kv_heads: num_attention_heads num_kv_heads num_kv_heads` divides rows into sections of these sizes, and each section among
-the groups; it takes all that belongs to the first group, then the second.
+the groups; it takes all that belongs to the first group, then the second.  `64:128 0:64` takes rows 64 to 127, then the first 64;
+`0:64:2` every second one of these.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ LATENT = "latent_kv"                                             # rows of keys,
 VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "minus_one": lambda tensor: tensor - 1,                      # norms of weight + 1
     "log_of_negative": lambda tensor: torch.log(-tensor),        # A of state spaces, stored as -exp(A_log)
+}
+INVERSE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "minus_one": lambda tensor: tensor + 1,
+    "log_of_negative": lambda tensor: -torch.exp(tensor),
 }
 
 
@@ -145,12 +150,19 @@ def row_order(rows: str, config: object, count: int) -> Tensor:
     """
     if rows.startswith(GROUPED):
         return _grouped_order(rows, config, count)
+    if are_spans(rows):
+        return torch.cat([torch.arange(*map(int, span.split(":"))) for span in rows.split()])
     left, right = (side.split() for side in rows.split(" -> "))
     sizes = [_axis(axis, config) for axis in left]
     known = math.prod(size for size in sizes if size > 0)
     if count % known or (-1 not in sizes and count != known):
         raise LoadError(f"{count} rows do not divide by '{rows}', whose axes are {sizes} in the config")
     return torch.arange(count).view(sizes).permute([left.index(axis) for axis in right]).flatten()
+
+
+def are_spans(rows: str) -> bool:
+    """Whether a rule takes rows by their numbers."""
+    return ":" in rows and not rows.startswith(GROUPED)
 
 
 def _grouped_order(rows: str, config: object, count: int) -> Tensor:
@@ -181,3 +193,47 @@ def joined_shape(shapes: Sequence[tuple[int, ...]], elements: bool) -> tuple[int
     columns = 1 if elements or len(shapes[0]) < 2 else shapes[0][-1]
     return sum(math.prod(shape) for shape in shapes) // columns, columns
 
+
+
+# -- the other way round: tensors of files of parameters -----------------------------------------------------------------
+
+
+def is_row_wise(rule: TensorRule) -> bool:
+    """Whether every row of the file's tensors is a row of the parameter, unchanged."""
+    return not (rule.elements or rule.transposed or rule.values or rule.rows == LATENT)
+
+
+def source_tensors(rule: TensorRule, tensor: Tensor, config: object) -> list[Tensor]:
+    """The tensors of the file for a parameter, one for each source of its rule.  On meta rows keep their order."""
+    if rule.rows == LATENT:
+        return list(latent_parts(config, tensor))
+    rows = rows_of(tensor, rule)
+    if rule.rows and tensor.device.type != "meta":
+        rows = rows[torch.argsort(row_order(rule.rows, config, len(rows)))]
+    shape = tensor.shape[:-2] + tensor.shape[:-3:-1] if rule.transposed else tensor.shape
+    if len(rule.sources) > 1:
+        shape = torch.Size((shape[0], -1, shape[-1])[3 - len(shape):] if not rule.elements else (shape[0], -1))
+    parts = torch.split(rows, source_rows(rule, config, len(rows)))
+    return [INVERSE.get(rule.values, torch.clone)(part.reshape(shape)) for part in parts]
+
+
+def rows_of(tensor: Tensor, rule: TensorRule) -> Tensor:
+    """A parameter's rows as files have them, in the parameter's order: [rows, K]."""
+    turned = tensor.transpose(-1, -2) if rule.transposed else tensor
+    return turned.reshape(-1, turned.shape[-1] if turned.dim() > 1 and not rule.elements else 1)
+
+
+def latent_parts(config: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [heads, rank, n] and values [heads, m, rank] of a parameter [heads * (n + m), rank]."""
+    heads = tensor.view(config.num_attention_heads, -1, tensor.shape[1])
+    keys, values = heads[:, :config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim:]
+    return keys.transpose(1, 2).contiguous(), values.contiguous()
+
+
+def source_rows(rule: TensorRule, config: Any, count: int) -> list[int]:
+    """How many of a parameter's rows each source has: all as many, or, of groups, the last one section."""
+    if not rule.rows.startswith(GROUPED) or len(rule.sources) == 1:
+        return [count // len(rule.sources)] * len(rule.sources)
+    sizes = [_axis(section, config) for section in rule.rows.split(": ")[1].split()]
+    last = count * sizes[-1] // sum(sizes)
+    return [count - last, last]

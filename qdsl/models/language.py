@@ -14,6 +14,7 @@ import transformers
 
 import qdsl.models.transformers as plugin
 from qdsl.checkpoint.checkpoint import open_checkpoint
+from qdsl.checkpoint.references import local_path
 from qdsl.models.plan import LoadError
 from qdsl.processes import resident_bytes
 from qdsl.runtime.module import PackedModule
@@ -75,19 +76,19 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     """
     transformers.utils.logging.disable_progress_bar()
     began = time.perf_counter()
-    path = Path(ref)
-    if not path.exists() and (path.suffix or ref.count("/") != 1):
+    path = local_path(ref)
+    if not path.exists():
         raise LoadError(f"{ref}: no such folder or file")
     options: dict[str, Any] = {"dtype": dtype, "device_map": device or ("cuda" if torch.cuda.is_available() else "cpu")}
     if format is not None:
         options["quantization_config"] = plugin.QdslConfig(format, **(params or {}))
     is_gguf = path.suffix == ".gguf"
     if is_gguf or format is not None or _is_packed(path):
-        model = plugin.from_pretrained(ref, **options)
+        model = plugin.from_pretrained(path, **options)
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(ref, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
     wanted = " ".join([format, *(f"{key}={value}" for key, value in (params or {}).items())]) if format else ""
-    return LanguageModel(f"{ref} as {wanted}" if wanted else ref, ref, model, time.perf_counter() - began)
+    return LanguageModel(f"{ref} as {wanted}" if wanted else ref, str(path), model, time.perf_counter() - began)
 
 
 def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0,

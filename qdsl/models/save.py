@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from qdsl.checkpoint.folder import INDEX
 from qdsl.checkpoint.ggml_types import TORCH
 from qdsl.checkpoint.gguf_write import NewTensor
 from qdsl.checkpoint.gguf_write import write as write_gguf
@@ -46,16 +45,19 @@ class SaveReport:
     notes: tuple[str, ...] = ()
 
 
-def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None) -> SaveReport:
-    """Write a model's weights, its config and what lies next to them; `qdsl.save_model` explains the arguments."""
+def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None, stem: str = "model") -> SaveReport:
+    """Write a model's weights, its config and what lies next to them; `qdsl.save_model` explains the arguments.
+
+    stem: what names of files of weights begin with, where no checkpoint has named them.
+    """
     origin = origin_in(model)
     _check_target(folder, origin)
     collected = Collector(model, origin or Origin(Path()))
     collected.collect()
     if origin is not None and origin.gguf is not None and not collected.changed:
         return _save_gguf(folder, origin, collected.tensors)
-    files, exact = _files(collected.tensors, origin, collected.changed)
-    texts = _texts(model, origin, config, collected, files, exact)
+    files, exact = _files(collected.tensors, origin, collected.changed, stem)
+    texts = _texts(model, origin, config, collected, files, exact, stem)
     stage = folder / STAGE
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
@@ -99,11 +101,12 @@ def _check_target(folder: Path, origin: Origin | None) -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _files(tensors: Mapping[str, Stored], origin: Origin | None, changed: bool) -> tuple[dict[str, tuple[bytes, Header]], bool]:
+def _files(tensors: Mapping[str, Stored], origin: Origin | None, changed: bool, stem: str,
+           ) -> tuple[dict[str, tuple[bytes, Header]], bool]:
     """The bytes before the tensors of each file, and whether all files are those of the checkpoint."""
     kinds = {name: tensor.kind for name, tensor in tensors.items()}
     if origin is None or not origin.files:
-        return _new_files(tensors), False
+        return _new_files(tensors, stem), False
     files: dict[str, tuple[bytes, Header]] = {}
     placed = {name: file for file, (_, header) in origin.files.items() for name in header.tensors}
     last = next(reversed(origin.files))
@@ -127,7 +130,7 @@ def _home(name: str, placed: Mapping[str, str], last: str) -> str:
     return next((file for other, file in placed.items() if other.rpartition(".")[0] == module), last)
 
 
-def _new_files(tensors: Mapping[str, Stored]) -> dict[str, tuple[bytes, Header]]:
+def _new_files(tensors: Mapping[str, Stored], stem: str) -> dict[str, tuple[bytes, Header]]:
     """Files of at most SHARD_BYTES each, in the order of the model."""
     shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     size = 0
@@ -137,8 +140,8 @@ def _new_files(tensors: Mapping[str, Stored]) -> dict[str, tuple[bytes, Header]]
             size = 0
         shards[-1][name] = tensor.kind
         size += tensor.nbytes
-    names = ["model.safetensors"] if len(shards) == 1 else [f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-                                                            for number in range(1, len(shards) + 1)]
+    names = [f"{stem}.safetensors"] if len(shards) == 1 else [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+                                                              for number in range(1, len(shards) + 1)]
     return {name: laid_out(name, own, {"format": "pt"}) for name, own in zip(names, shards, strict=True)}
 
 
@@ -154,7 +157,7 @@ def _bytes(tensor: Stored) -> Iterator[Buffer]:
 
 
 def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | None, collected: Collector,
-           files: Mapping[str, tuple[bytes, Header]], exact: bool) -> dict[str, str]:
+           files: Mapping[str, tuple[bytes, Header]], exact: bool, stem: str) -> dict[str, str]:
     """config.json and the index."""
     texts: dict[str, str] = {}
     if origin is not None and not collected.changed and config is None:
@@ -175,7 +178,7 @@ def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | 
     if exact and origin is not None:
         return texts | ({} if origin.index is None else dict([origin.index]))
     if len(files) > 1:
-        name = origin.index[0] if origin is not None and origin.index is not None else INDEX
+        name = origin.index[0] if origin is not None and origin.index is not None else f"{stem}.safetensors.index.json"
         placed = {tensor: file for file, (_, header) in files.items() for tensor in header.tensors}
         size = sum(entry.nbytes for _, header in files.values() for entry in header.tensors.values())
         texts[name] = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}, indent=2) + "\n"

@@ -24,7 +24,7 @@ from qdsl.quantize.imatrix import Imatrix
 from qdsl.quantize.mixes import Options
 from qdsl.quantize.plan import Plan, Step, without_imatrix
 from qdsl.quantize.quality import Sums, measured
-from qdsl.quantize.source import Source, open_source
+from qdsl.quantize.source import Source
 from qdsl.runtime import FormatError
 
 CHUNK = 1 << 20                                                  # weights: 4 MiB of floats
@@ -110,15 +110,15 @@ def _results(tasks: list[Task], source: Source, jobs: int) -> Generator[tuple[Bu
         with _one_thread():
             yield from (encode(source, task) for task in tasks)
     else:
-        yield from results(_encode_there, tasks, jobs, _start, (source.path, source.given))
+        yield from results(_encode_there, tasks, jobs, _start, (source,))
 
 
 _there: list[Source] = []                                        # what a process of the pool works on
 
 
-def _start(path: Path, architecture: str | None) -> None:
+def _start(source: Source) -> None:
     torch.set_num_threads(1)
-    _there.append(open_source(path, architecture))
+    _there.append(source)
 
 
 def _encode_there(task: Task) -> tuple[bytes, Sums]:

@@ -17,17 +17,16 @@ from qdsl.quantize.mixes import Choice, Model, Options, Tensor, choose
 if TYPE_CHECKING:
     import torch
 
-# Names by which a checkpoint of a language model is known: it has to become a GGUF file first, with its vocabulary.
+# Names by which a checkpoint of a language model is known, of which a GGUF file needs the config and the tokenizer.
 _LANGUAGE = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "transformer.wte.weight",
              "model.language_model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
 
 
 class Source(Protocol):
-    """A file with tensors, or several.  given: the architecture that the user said.  metadata: what goes into the new file."""
+    """A file with tensors, or several, which other processes open again.  metadata: what goes into the new file."""
 
     path: Path
     paths: list[Path]
-    given: str | None
     metadata: dict[str, Value]
     tensors: dict[str, Tensor]
 
@@ -70,6 +69,22 @@ class _Numbers:
         return found
 
 
+def architecture_of(metadata: dict[str, Value], path: Path) -> str:
+    """What general.architecture says.  Raises QuantizeError where it is missing."""
+    value = metadata.get("general.architecture")
+    if value is None or value.type != "string":
+        raise QuantizeError(f"{path}: metadata 'general.architecture' is missing")
+    return str(value.decoded())
+
+
+def model_of(metadata: dict[str, Value], path: Path) -> Model:
+    """What the rules of mixes look at in metadata.  Raises QuantizeError where it is missing."""
+    numbers, name = _Numbers(metadata, path), architecture_of(metadata, path)
+    heads = numbers.first(f"{name}.attention.head_count", 0)
+    return Model(name, numbers.first(f"{name}.block_count", 0), heads,
+                 numbers.first(f"{name}.attention.head_count_kv", heads), numbers.first(f"{name}.expert_count", 0))
+
+
 class Gguf:
     """A GGUF file, mapped into memory."""
 
@@ -77,30 +92,19 @@ class Gguf:
         self.file = GgufFile(path)
         self.path = path
         self.paths = self.file.paths
-        self.given: str | None = None
         self.metadata = {key: value for key, value in self.file.metadata.stored().items() if key not in SPLIT}
         self.tensors = {name: Tensor(name, self.file.entry(name).shape, self.file.entry(name).type.name)
                         for name in self.file.tensors}
 
-    @property
-    def architecture(self) -> str:
-        value = self.metadata.get("general.architecture")
-        if value is None or value.type != "string":
-            raise QuantizeError(f"{self.path}: metadata 'general.architecture' is missing")
-        return str(value.decoded())
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Gguf, (self.path,)
 
     def choices(self, options: Options) -> dict[str, Choice]:
-        if self.architecture in DIFFUSION:
-            return diffusion.choose(self.architecture, self.tensors.values(), options, from_gguf=True)
-        return choose(self.model(), self.tensors.values(), options)
+        architecture = architecture_of(self.metadata, self.path)
+        if architecture in DIFFUSION:
+            return diffusion.choose(architecture, self.tensors.values(), options, from_gguf=True)
+        return choose(model_of(self.metadata, self.path), self.tensors.values(), options)
 
-    def model(self) -> Model:
-        """What the rules of mixes look at.  Raises QuantizeError where it is missing."""
-        numbers = _Numbers(self.metadata, self.path)
-        name = self.architecture
-        heads = numbers.first(f"{name}.attention.head_count", 0)
-        return Model(name, numbers.first(f"{name}.block_count", 0), heads,
-                     numbers.first(f"{name}.attention.head_count_kv", heads), numbers.first(f"{name}.expert_count", 0))
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         import torch
@@ -126,7 +130,7 @@ class Safetensors:
         from qdsl.checkpoint.folder import Folder
 
         self.path = path
-        self.given = architecture
+        self._arguments = path, architecture
         self.folder = Folder(path)
         self.paths = self.folder.shards
         names = self.folder.names()
@@ -139,10 +143,13 @@ class Safetensors:
             if shape != self.folder.entry(name).shape:
                 self.metadata[ORIG_SHAPE + name] = Value.of("i32[]", self.folder.entry(name).shape)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Safetensors, self._arguments
+
     def _architecture(self, names: list[str], given: str | None) -> str:
         if any(name in names for name in _LANGUAGE):
-            raise QuantizeError(f"{self.path}: a language model; make a GGUF file of it first, with llama.cpp's "
-                                "convert_hf_to_gguf.py --outtype bf16, and quantize that")
+            raise QuantizeError(f"{self.path}: a language model; give the folder of all its files, with config.json and the "
+                                "tokenizer")
         found = given or diffusion.detect(names)
         if found is None:
             raise QuantizeError(f"{self.path}: its names do not tell the architecture; say with --arch which of "

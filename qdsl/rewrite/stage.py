@@ -7,14 +7,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.safetensors import CheckpointError, strict_json
-from qdsl.files import write_text
+from qdsl.files import locked, write_text
 from qdsl.rewrite import RewriteError
 from qdsl.rewrite.shards import Shard
 
@@ -56,25 +55,14 @@ def held(folder: Path, shared: bool = False) -> Iterator[None]:
 
     Raises RewriteError where another process has it.  One that is killed has it no more.
     """
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    try:
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
-        raise RewriteError(f"{folder}: is gone, as where another process completed the work") from None
-    try:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            stack.enter_context(locked(folder, shared))
+        except FileNotFoundError:
+            raise RewriteError(f"{folder}: is gone, as where another process completed the work") from None
         except BlockingIOError:
             raise RewriteError(f"{folder}: another process is writing here") from None
-        except OSError:                                          # some network file systems
-            pass
         yield
-    finally:
-        os.close(opened)
 
 
 def asked(out: Path) -> dict[str, Any]:

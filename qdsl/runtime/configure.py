@@ -6,7 +6,6 @@ Nothing is timed on first use.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qdsl.files import cache_folder
 from qdsl.runtime.arrays import cdiv
 
 if TYPE_CHECKING:
@@ -128,9 +128,8 @@ def key(kind: str, packed: PackedWeight, dtype: torch.dtype) -> str:
 @cache
 def tuned_file(device: torch.device) -> Path:
     """Where tuned configurations of a device are kept: in $QDSL_CACHE, or qdsl below the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
-    return Path(os.environ.get("QDSL_CACHE") or Path(base) / "qdsl") / f"tuned-{name.lower()}.json"
+    return cache_folder() / f"tuned-{name.lower()}.json"
 
 
 @cache

@@ -15,17 +15,10 @@ from qdsl.checkpoint.ggml_types import BY_NAME
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.gguf_write import NewTensor, write
 from qdsl.models.gguf_maps import FOLDER as MAPS
-from qdsl.models.gguf_maps import GROUPED, LATENT, GgufMap, TensorRule, row_order
+from qdsl.models.gguf_maps import LATENT, GgufMap, latent_parts, rows_of, source_tensors
 from tests.support.tiny_models import tiny_model
 
 UNCHANGED = ("norm", "conv", "router", "A_log")                  # in names of parameters that converters do not quantize
-INVERSE = {"minus_one": lambda tensor: tensor + 1, "log_of_negative": lambda tensor: -torch.exp(tensor)}
-
-
-def rows_of(name: str, tensor: Tensor, rule: TensorRule) -> Tensor:
-    """A parameter's rows as files have them, in the parameter's order: [rows, K]."""
-    turned = tensor.transpose(-1, -2) if rule.transposed else tensor
-    return turned.reshape(-1, turned.shape[-1] if turned.dim() > 1 and not rule.elements else 1)
 
 
 def file_tensors(model: Any, recorded: GgufMap) -> dict[str, Tensor]:
@@ -34,17 +27,7 @@ def file_tensors(model: Any, recorded: GgufMap) -> dict[str, Tensor]:
     for name, tensor in own_tensors(model).items():
         rule = recorded.rule(name)
         assert rule is not None, name
-        if rule.rows == LATENT:
-            tensors |= zip(rule.sources, latent_parts(model.config, tensor), strict=True)
-            continue
-        rows = rows_of(name, tensor, rule)
-        if rule.rows:
-            rows = rows[torch.argsort(row_order(rule.rows, model.config, len(rows)))]
-        shape = tensor.shape[:-2] + tensor.shape[:-3:-1] if rule.transposed else tensor.shape
-        if len(rule.sources) > 1:
-            shape = (shape[0], -1, shape[-1])[3 - len(shape):] if not rule.elements else (shape[0], -1)
-        for source, part in zip(rule.sources, rows.split(source_rows(rule, model.config, len(rows))), strict=True):
-            tensors[source] = INVERSE.get(rule.values, torch.clone)(part.reshape(shape))
+        tensors |= zip(rule.sources, source_tensors(rule, tensor, model.config), strict=True)
     return tensors
 
 
@@ -56,22 +39,6 @@ def own_tensors(model: Any) -> dict[str, Tensor]:
     return dict(tensors.values())
 
 
-def latent_parts(config: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys [heads, rank, n] and values [heads, m, rank] of a parameter [heads * (n + m), rank]."""
-    heads = tensor.view(config.num_attention_heads, -1, tensor.shape[1])
-    keys, values = heads[:, :config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim:]
-    return keys.transpose(1, 2).contiguous(), values.contiguous()
-
-
-def source_rows(rule: TensorRule, config: Any, count: int) -> list[int]:
-    """How many of a parameter's rows each source has: all as many, or, of groups, the last one section."""
-    if not rule.rows.startswith(GROUPED) or len(rule.sources) == 1:
-        return [count // len(rule.sources)] * len(rule.sources)
-    sizes = [math.prod(getattr(config, axis) for axis in section.split("*")) for section in rule.rows.split(": ")[1].split()]
-    last = count * sizes[-1] // sum(sizes)
-    return [count - last, last]
-
-
 def types_of(model: Any, recorded: GgufMap, type: str) -> dict[str, str]:
     """The types of a file's tensors: matrices whose rows are whole blocks have the given one, all others F32."""
     types: dict[str, str] = {}
@@ -79,7 +46,7 @@ def types_of(model: Any, recorded: GgufMap, type: str) -> dict[str, str]:
         rule = recorded.rule(name)
         assert rule is not None, name
         plain = tensor.dim() < 2 or rule.elements or rule.values or rule.rows == LATENT or any(part in name for part in UNCHANGED)
-        columns = rows_of(name, tensor, rule).shape[1]
+        columns = rows_of(tensor, rule).shape[1]
         types |= dict.fromkeys(rule.sources, "F32" if plain or columns % BY_NAME[type].elements else type)
     return types
 
@@ -125,7 +92,7 @@ def decode_(model: Any, recorded: GgufMap, types: Mapping[str, str]) -> Any:
             tensor.copy_(torch.cat([keys.transpose(1, 2), values], 1).view(tensor.shape))
         elif own[0] != "F32":
             turned = tensor.transpose(-1, -2) if rule.transposed else tensor
-            turned.copy_(_rounded(rows_of(name, tensor, rule), own[0]).reshape(turned.shape))
+            turned.copy_(_rounded(rows_of(tensor, rule), own[0]).reshape(turned.shape))
     return model
 
 

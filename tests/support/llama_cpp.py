@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import os
@@ -84,11 +85,23 @@ def tensors(model: Path) -> tuple[str, Mapping[str, Any]]:
 
 def converted(model: Path, type: str = "ALL_F32") -> Path:
     """The GGUF file of a folder of transformers; type: as `converter` takes it."""
-    run = converter(model, type)
+    return written(converter(model, type))
+
+
+def written(run: Any) -> Path:
+    """The file that a converter writes."""
     write = run.gguf_writer.write_tensors_to_file
     run.gguf_writer.write_tensors_to_file = lambda progress: write()         # without its bar
     run.write()
     return Path(run.fname_out)
+
+
+def tokenizers(place: Path) -> dict[str, Any]:
+    """The converter's text, and its names of how tokenizers split text, by the hashes of the text's tokens."""
+    source = (place / "conversion" / "base.py").read_text()
+    (text,) = re.findall(r"chktxt = ('.*')\n", source)
+    hashes = re.findall(r'if chkhsh == "([0-9a-f]{64})":\n +# ref: \S+\n +res = "([^"]+)"', source)
+    return {"recorded": release(), "text": ast.literal_eval(text), "hashes": dict(hashes)}
 
 
 # -- llama-perplexity -------------------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from qdsl.checkpoint.safetensors import write
 from qdsl.compress import run as compression
 from qdsl.compress.units import Aim as Compression
 from qdsl.convert import run as conversion
+from qdsl.convert.aim import aimed
 from qdsl.convert.config import own_settings
-from qdsl.convert.plan import aimed, beside, full_name
+from qdsl.convert.plan import beside, full_name
 from qdsl.runtime import PackedWeight
 from tests.support import formats, language_models
 

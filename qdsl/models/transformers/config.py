@@ -1,15 +1,22 @@
-"""The `quantization_config` with which transformers hands a folder to qdsl."""
+"""The `quantization_config` with which transformers and diffusers hand a folder to qdsl."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qdsl.checkpoint.detect import OWN
 from qdsl.models.transformers.gguf_weights import GgufWeights
+
+
+class Method(StrEnum):
+    """The `quant_method` of a config: a string, with the `value` that diffusers asks for."""
+
+    QDSL = OWN
 
 
 class QdslConfig(QuantizationConfigMixin):
@@ -23,9 +30,9 @@ class QdslConfig(QuantizationConfigMixin):
 
     def __init__(self, format: str | None = None, storage: str | None = None, ignore: Sequence[str] = (), *,
                  settings: Mapping[str, Any] | None = None, gguf: GgufWeights | None = None, **params: Any) -> None:
-        self.quant_method = params.pop("quant_method", OWN)
-        if self.quant_method != OWN:
-            raise ValueError(f"quant_method of a QdslConfig is {OWN!r}, not {self.quant_method!r}")
+        if (method := params.pop("quant_method", OWN)) != OWN:
+            raise ValueError(f"quant_method of a QdslConfig is {OWN!r}, not {method!r}")
+        self.quant_method = Method.QDSL
         if format is None and (storage is not None or params):
             raise ValueError(f"QdslConfig: {', '.join([*(['storage'] if storage else []), *params])} needs a format")
         if isinstance(ignore, str):
@@ -55,3 +62,7 @@ class QdslConfig(QuantizationConfigMixin):
             return copy.deepcopy(self.settings)
         named = {"format": self.format, "storage": self.storage, "ignore": self.ignore or None}
         return {"quant_method": OWN, **{key: value for key, value in named.items() if value is not None}, **self.params}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As `to_dict`."""
+        return self.to_dict()

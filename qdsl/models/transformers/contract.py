@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading, modeling_utils
 from transformers.integrations import moe
 from transformers.quantizers import HfQuantizer, auto
+
+from qdsl.models.plugin import missing_part
 
 TESTED = "5.22 and 5.23"                                         # releases with which all of this was run
 
@@ -33,13 +34,8 @@ USED: dict[Any, str] = {
 
 def check() -> None:
     """Raises ImportError for a release of transformers that lacks something or takes other parameters."""
-    for owner, attributes in USED.items():
-        for name, *parameters in map(str.split, attributes.split(", ")):
-            if not hasattr(owner, name):
-                raise ImportError(sentence(f"has no {owner.__name__}.{name}"))
-            known = inspect.signature(getattr(owner, name)).parameters if parameters else {}
-            if missing := [own for own in parameters if own not in known]:
-                raise ImportError(sentence(f"has {owner.__name__}.{name} without {', '.join(missing)}"))
+    if why := missing_part(USED):
+        raise ImportError(sentence(why))
 
 
 def sentence(why: str) -> str:

@@ -15,6 +15,7 @@ from qdsl.checkpoint.gguf import GgufFile
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.gguf_write import NewTensor
 from qdsl.checkpoint.gguf_write import write as write_gguf
+from qdsl.checkpoint.references import Repository, local_path, parsed
 from qdsl.models.gguf_maps import map_of, model_types
 from qdsl.models.plan import LoadError
 from qdsl.models.transformers.config import QdslConfig
@@ -128,8 +129,17 @@ def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) ->
     """The tokenizer of a GGUF file: that of the folder `base`, else what transformers makes of the file's vocabulary."""
     if base is not None:
         return AutoTokenizer.from_pretrained(base, **kwargs)
-    path = Path(ref)
+    path = gguf_path(ref) or Path(ref)
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **kwargs)
+
+
+def gguf_path(ref: str | Path) -> Path | None:
+    """The local path of a reference to a GGUF file, which is downloaded where it is on a server; None for a folder."""
+    meant = parsed(ref)
+    if isinstance(meant, Repository) and meant.file is None and meant.quant is None:
+        return None
+    path = local_path(ref)
+    return path if path.suffix == ".gguf" else None
 
 
 def _write_header(file: GgufFile, path: Path, architecture: str) -> None:

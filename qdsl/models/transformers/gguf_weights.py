@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.sources import GgufSource
 from qdsl.models.gguf_maps import GgufMap
-from qdsl.models.gguf_source import GgufModelSource
+from qdsl.models.mapped_source import MappedSource, tensor_names
+from qdsl.models.plan import listed
 
 
 @dataclass(eq=False)
@@ -24,9 +25,15 @@ class GgufWeights:
 
     def open(self, model: nn.Module, config: object) -> Checkpoint:
         """The file as a checkpoint with a model's names.  Raises LoadError where it does not fit, CheckpointError for damage."""
-        file = GgufSource(self.path)
+        file, map = GgufSource(self.path), self.map
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."   # of a model without a head, whose names lack it
+        rules = {name: rule for name in model.state_dict()
+                 if (rule := map.rule(name) or map.rule(prefix + name)) is not None}
+        unknown = [name for name in tensor_names(file) if not map.is_recorded(name)]
+        problems = [f"{len(unknown)} tensors are in no recorded map of {map.model_type}: {listed(unknown)}"] if unknown else []
         try:
-            return Checkpoint(self.path, {"": GgufModelSource(file, self.map, model, config)})
+            source = MappedSource(file, rules, model, config, origin=f"the map of {map.recorded}", problems=problems)
+            return Checkpoint(self.path, {"": source})
         except Exception:
             file.close()
             raise

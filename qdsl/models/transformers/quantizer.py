@@ -18,22 +18,22 @@ from transformers.quantizers import HfQuantizer
 import qdsl.models.transformers.moe as moe
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect import OWN
-from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.guard import FIELD, REPLACED, is_guard, unguarded
 from qdsl.checkpoint.ignored import SKIPPED
 from qdsl.checkpoint.safetensors import shown
-from qdsl.checkpoint.sources import FolderSource, Source
+from qdsl.checkpoint.sources import Source
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
 from qdsl.models.load import LoadReport, fill_model, held_bytes
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import Origin, origin_in
 from qdsl.models.plan import LoadError, listed
+from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
 from qdsl.models.transformers.conversions import Conversions, ignored, reverted
-from qdsl.models.transformers.gguf import load_gguf
+from qdsl.models.transformers.gguf import gguf_path, load_gguf
 from qdsl.runtime.module import PackedModule
 
 # What `AutoConfig.from_pretrained` takes of what a model's takes.
@@ -60,11 +60,9 @@ class QdslHfQuantizer(HfQuantizer):
     # -- before the model is built ------------------------------------------------------------------------------------
 
     def update_device_map(self, device_map: Any) -> Any:
-        """The same map with the CPU in place of the disk: mapped weights lie there anyway."""
-        if isinstance(device_map, Mapping):
-            device_map = {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
-        self._device_map = device_map
-        return device_map
+        """The same map with the CPU in place of the disk."""
+        self._device_map = without_disk(device_map)
+        return self._device_map
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Take the disk out of a map that transformers has inferred, too."""
@@ -90,7 +88,7 @@ class QdslHfQuantizer(HfQuantizer):
                 self._place(model, checkpoint, None)
                 gguf.state.update({name: checkpoint.source.tensor(name) for name in checkpoint.plain})
         elif self.report is None:
-            with _open(self._files) as checkpoint:
+            with open_files(self._files) as checkpoint:
                 self._place(model, checkpoint, Conversions(model, weight_conversions))
         return weight_conversions
 
@@ -100,11 +98,10 @@ class QdslHfQuantizer(HfQuantizer):
         names: those of the model for those of the checkpoint; None where they are the same.
         """
         config, source = self.quantization_config, checkpoint.source
-        if config.format is None and not source.layers and not source.groups and names is not None:
-            raise LoadError(f"{checkpoint.path} has no packed weights: name a format to quantize it in, as QdslConfig('q4_0')")
+        if names is not None:
+            check_format(checkpoint, config.format)
         skip = [*config.ignore, *(SKIPPED + _kept_in_fp32(model) if config.format else ())]
-        before, devices = _tensors(model), self._device_map
-        device = devices[""] if isinstance(devices, Mapping) and list(devices) == [""] else None
+        before, device = _tensors(model), single_device(self._device_map)
         stacks = None if names is None else names.stacks(_shapes(source, config.format))
         self.report = fill_model(model, checkpoint, None if names is None else names.rename, device, skip=skip, plain=False,
                                  stacks=stacks, format=config.format, **config.options)
@@ -143,7 +140,7 @@ class QdslHfQuantizer(HfQuantizer):
             raise LoadError(f"{len(missing)} weights of the model are not in the checkpoint: {listed(missing)}{hint}; "
                             "name those that transformers shall initialise in QdslConfig(ignore=...)")
         if isinstance(self._device_map, Mapping):
-            _move(model, placed, self._device_map)
+            move(model, placed, self._device_map)
         model.mark_tied_weights_as_initialized(loading_info)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -211,11 +208,11 @@ def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quanti
     It takes what `from_pretrained` of a class takes, and also folders that transformers does not dispatch to a quantizer: DF11,
     ModelOpt, and those whose config states nothing.  model_class: by default that which the config names.
 
-    A path that ends in .gguf is a GGUF file, or the first of a split set.  base: a folder or repository with config.json, for
-    files of which transformers reads no config; its generation settings are taken, too.
+    A GGUF file, or the first of a split one, is a path, a URL, OWNER/NAME/FILE.gguf or OWNER/NAME:QUANT.  base: a folder or
+    repository with config.json, for files of which transformers reads no config; its generation settings are taken, too.
     """
-    if Path(ref).suffix == ".gguf":
-        return load_gguf(Path(ref), *args, base=base, model_class=model_class, quantization_config=quantization_config, **kwargs)
+    if (path := gguf_path(ref)) is not None:
+        return load_gguf(path, *args, base=base, model_class=model_class, quantization_config=quantization_config, **kwargs)
     if base is not None:
         raise ValueError(f"base= is for a GGUF file, and {ref} is none")
     config = kwargs.pop("config", None)
@@ -256,15 +253,6 @@ def _configs(model: Any) -> list[str]:
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
     raise ValueError("resize_token_embeddings: embeddings or the head are packed; load the model with "
                      "quantization_config=QdslConfig(ignore=['embed_tokens', 'lm_head']), which makes them dense, then resize")
-
-
-def _open(files: Sequence[Path]) -> Checkpoint:
-    """The checkpoint of the files that transformers has resolved.  Raises LoadError for files of another kind."""
-    if not files or any(file.suffix != ".safetensors" for file in files):
-        kinds = ", ".join(sorted({file.suffix for file in files})) or "no file"
-        raise LoadError(f"packed weights are read from .safetensors files, not from {kinds}")
-    folder = Folder(files[0].parent, files=[file.name for file in files])        # others may lie there, such as a variant
-    return Checkpoint(folder.path, {"": FolderSource(folder)})
 
 
 def _shapes(source: Source, format: str | None) -> dict[str, tuple[int, ...]]:
@@ -332,16 +320,6 @@ def _missing_matrices(model: Any, missing: set[str], ignore: Sequence[str]) -> l
     tensors = _tensors(model)
     return sorted(name for name in missing - loaded if name in tensors and tensors[name].dim() > 1
                   and not ignored(name, ignore) and not any(re.search(pattern, name) for pattern in patterns))
-
-
-def _move(model: nn.Module, placed: Iterable[str], device_map: Mapping[str, Any]) -> None:
-    """Move tensors to the devices of a map; those of the CPU stay mapped."""
-    for name in {name.rpartition(".")[0] for name in placed}:
-        key = max((key for key in device_map if not key or f"{name}.".startswith(f"{key}.")), key=len, default=None)
-        device = "cpu" if key is None else device_map[key]
-        if str(device) != "cpu":
-            module: Any = model.get_submodule(name)
-            module._apply(lambda tensor, to=device: tensor if tensor.is_meta else tensor.to(to), recurse=False)
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

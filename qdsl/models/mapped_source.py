@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names of a transformers model, as a recorded map combines them."""
+"""The tensors of a file under the names of a model of a library, as rules combine them."""
 
 from __future__ import annotations
 
@@ -13,43 +13,47 @@ from torch import Tensor, nn
 from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import CheckpointError, shown
-from qdsl.checkpoint.sources import GgufSource, Shapes
-from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, joined_shape, row_order
+from qdsl.checkpoint.sources import Shapes, Source
+from qdsl.models.gguf_maps import LATENT, VALUES, TensorRule, are_spans, joined_shape, row_order
 from qdsl.models.plan import LoadError, Names, listed
 from qdsl.runtime.algebra import concatenated
 from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.stored import OF_X
 
+SCALES = (*OF_X, "input_scale")                                  # tensors of a layer that concern its input
 RUNS = 4                                                         # runs of consecutive rows of an expert that are cut one by one
 
 
-class GgufModelSource:
-    """A GGUF file as a checkpoint with the names and shapes of a model: a `Source`.
+class MappedSource:
+    """A file as a checkpoint with the names and shapes of a model: a `Source`.
+
+    file: a GGUF file, or safetensors.  rules: by the names of the model's parameters and buffers.  origin: who recorded the
+    rules, for messages.  unused: tensors of the file that the model does not take.  has_experts: whether tensors [E, N, K] are
+    those of experts.
 
     Layers whose rows come as they are stay mapped from the file; others are gathered when they are read.  Raises LoadError,
-    which lists all of it, for tensors that the map does not know, parameters without a tensor, and sizes that differ.
+    which lists all problems, for parameters without a tensor and sizes that differ.
     """
 
-    def __init__(self, file: GgufSource, recorded: GgufMap, model: nn.Module, config: object) -> None:
-        self.file, self.path, self.config = file, file.path, config
+    def __init__(self, file: Source, rules: Mapping[str, TensorRule], model: nn.Module, config: object = None, *,
+                 origin: str = "rules", problems: Sequence[str] = (), unused: Sequence[str] = (),
+                 has_experts: bool = True) -> None:
+        self.file, self.path, self.config, self.has_experts = file, file.path, config, has_experts
         self.groups: Sequence[Group] = ()
         self.problems: Sequence[str] = file.problems
         if callable(tie := getattr(model, "tie_weights", None)):
             tie()
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        rules = {name: rule for name in self._shapes if (rule := recorded.rule(name)) is not None}
-        self.rules = {name: rule for name, rule in rules.items() if any(own in file.file.tensors for own in rule.sources)}
-        problems = [*self._unknown(recorded), *self._missing(Names(model)), *self._misfits()]
+        self.names = tensor_names(file)
+        self.rules = {name: rule for name, rule in rules.items()
+                      if name in self._shapes and any(own in self.names for own in rule.sources)}
+        self.unused = [name for name in unused if name not in self._shapes]
+        problems = [*problems, *self._missing(Names(model)), *self._misfits()]
         if problems:
-            raise LoadError("\n".join([f"{self.path} does not fill {type(model).__name__}, by the map of {recorded.recorded}:",
+            raise LoadError("\n".join([f"{self.path} does not fill {type(model).__name__}, by {origin}:",
                                        *(f"  {problem}" for problem in problems)]))
 
     # -- what fits ----------------------------------------------------------------------------------------------------
-
-    def _unknown(self, recorded: GgufMap) -> list[str]:
-        """Tensors of the file that the map does not know."""
-        scales = {full for layer in self.file.layers.values() for full in list(layer.tensors.values())[1:]}
-        unknown = [name for name in self.file.file.tensors if not recorded.is_recorded(name) and name not in scales]
-        return [f"{len(unknown)} tensors are in no recorded map of {recorded.model_type}: {listed(unknown)}"] if unknown else []
 
     def _missing(self, names: Names) -> list[str]:
         """Parameters and buffers that no tensor fills, nor one that they share their numbers with."""
@@ -61,10 +65,15 @@ class GgufModelSource:
         """Parameters of another size than their tensors."""
         problems = []
         for name, rule in self.rules.items():
-            shapes = {source: self.file.shape(source) for source in rule.sources if source in self.file.file.tensors}
+            shapes = {source: logical_shape(self.file, source, self.names[source]) for source in rule.sources
+                      if source in self.names}
+            count = sum(map(math.prod, shapes.values()))
+            if are_spans(rule.rows):                             # which may leave rows out
+                rows, columns = joined_shape(list(shapes.values()), rule.elements)
+                count = len(row_order(rule.rows, self.config, rows)) * columns
             if len(shapes) < len(rule.sources):
                 problems.append(f"{shown(name)} needs {', '.join(own for own in rule.sources if own not in shapes)}, too")
-            elif sum(map(math.prod, shapes.values())) != math.prod(self._shapes[name]):
+            elif count != math.prod(self._shapes[name]):
                 stored = ", ".join(f"{shown(source)} {list(shape)}" for source, shape in shapes.items())
                 problems.append(f"{shown(name)} is {list(self._shapes[name])} in the model, and the file has {stored}")
         return problems
@@ -78,22 +87,22 @@ class GgufModelSource:
 
     def _layer(self, name: str, rule: TensorRule) -> Layer | None:
         """A parameter as a packed layer; None for one that takes numbers: plain, changed, or of several formats."""
-        own = [layer for source in rule.sources if (layer := self._file_layer(source)) is not None]
+        own = [layer for source in rule.sources if (layer := self.names[source]) is not None]
         shape = self._shapes[name]
         is_changed = rule.values or rule.elements or rule.rows == LATENT or (rule.transposed and len(shape) != 3)
-        if len(own) < len(rule.sources) or is_changed:
+        if len(own) < len(rule.sources) or is_changed or not (self.has_experts or len(shape) == 2):
             return None
         if wrong := next((layer for layer in own if layer.why), None):
             return Layer(name.removesuffix(".weight"), others=wrong.others, why=wrong.why)
         if len({(layer.format, layer.storage, layer.shape[1]) for layer in own}) > 1:
             return None
+        others = {leaf: full for layer in own for leaf, full in layer.others.items() if leaf in SCALES}
+        if len(own) > 1 and others:                              # each has its own
+            return None
         experts = shape[0] if len(shape) == 3 else None
-        rows = sum(layer.shape[0] * (layer.experts or 1) for layer in own)
+        rows = math.prod(shape) // own[0].shape[1]
         return Layer(name.removesuffix(".weight"), own[0].format, own[0].storage, own[0].params,
-                     (rows // (experts or 1), own[0].shape[1]), experts)
-
-    def _file_layer(self, source: str) -> Layer | None:
-        return self.file.layers.get(source.removesuffix(".weight"))
+                     (rows // (experts or 1), own[0].shape[1]), experts, others=others)
 
     def _rule(self, layer: Layer) -> TensorRule:
         return self.rules.get(layer.name) or self.rules[f"{layer.name}.weight"]
@@ -121,7 +130,7 @@ class GgufModelSource:
     def _parts(self, layer: Layer) -> tuple[list[PackedWeight], Tensor]:
         """The weights of the file, and the order in which their rows are taken."""
         rule = self._rule(layer)
-        parts = [self.file.stacked(own) for source in rule.sources if (own := self._file_layer(source)) is not None]
+        parts = [self.file.stacked(own) for source in rule.sources if (own := self.names[source]) is not None]
         count = sum(part.shape[0] for part in parts)
         return parts, row_order(rule.rows, self.config, count) if rule.rows else torch.arange(count)
 
@@ -148,17 +157,19 @@ class GgufModelSource:
 
     @property
     def plain(self) -> Sequence[str]:
-        return [name for name in self.rules if name not in self.layers and name.removesuffix(".weight") not in self.layers]
+        filled = [name for name in self.rules if name not in self.layers and name.removesuffix(".weight") not in self.layers]
+        return [*filled, *self.unused]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        self._known(name)
-        return self._shapes[name]
+        return self._shapes[name] if name in self.rules else self.file.shape(name)
 
     def nbytes(self, name: str) -> int:
-        return sum(self.file.nbytes(source) for source in self._known(name).sources)
+        return sum(map(self.file.nbytes, self.rules[name].sources if name in self.rules else (name,)))
 
     def tensor(self, name: str) -> Tensor:
-        rule, shape = self._known(name), self._shapes[name]
+        if name not in self.rules:
+            return self.file.tensor(name)
+        rule, shape = self.rules[name], self._shapes[name]
         parts = [self._numbers(source) for source in rule.sources]
         tensor = parts[0]
         if rule.rows == LATENT:
@@ -171,20 +182,18 @@ class GgufModelSource:
             tensor = tensor.reshape(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
         return (VALUES[rule.values](tensor.float()) if rule.values else tensor).reshape(shape)
 
-    def _known(self, name: str) -> TensorRule:
-        if name not in self.rules:
-            raise CheckpointError(f"{self.path}: no tensor for {shown(name)}")
-        return self.rules[name]
-
     def _numbers(self, source: str) -> Tensor:
         """A tensor of the file in plain numbers: decoded to float32 where it is packed."""
-        layer = self._file_layer(source)
+        layer = self.names[source]
         if layer is None:
             return self.file.tensor(source)
         weight = self.file.stacked(layer)
-        return weight.format.dequantize(weight, torch.float32).view(self.file.shape(source))
+        dense = weight.format.dequantize(weight, torch.float32)
+        if scaled := next((full for leaf, full in layer.others.items() if leaf in OF_X), None):
+            dense.mul_(self.file.tensor(scaled).float())         # x * s times w is x times w * s
+        return dense.view(logical_shape(self.file, source, layer))
 
-    # -- what a GGUF file has not -------------------------------------------------------------------------------------
+    # -- what such a file has not -------------------------------------------------------------------------------------
 
     def group_weight(self, group: Group) -> PackedWeight:
         return self.file.group_weight(group)
@@ -197,3 +206,22 @@ class GgufModelSource:
 
     def close(self) -> None:
         self.file.close()
+
+
+def tensor_names(file: Source) -> dict[str, Layer | None]:
+    """The tensors of a file by their names without regard to packing: the layer of each, None for plain ones."""
+    names: dict[str, Layer | None] = dict.fromkeys(file.plain)
+    for layer in file.layers.values():
+        own = (*layer.tensors.values(), *layer.others.values())
+        names[layer.name if layer.name in own else f"{layer.name}.weight"] = layer
+        names |= {full: None for leaf, full in layer.others.items() if leaf not in (*SCALES, "weight")}
+    return names
+
+
+def logical_shape(file: Source, name: str, layer: Layer | None) -> tuple[int, ...]:
+    """The shape of a tensor's numbers: that which the file states, unless it is one of codes."""
+    if layer is None or layer.why:
+        return file.shape(name)
+    own = layer.shape if layer.experts is None else (layer.experts, *layer.shape)
+    stated = file.shape(name) if name in layer.tensors.values() else own
+    return stated if math.prod(stated) == math.prod(own) else own

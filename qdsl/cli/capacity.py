@@ -1,0 +1,49 @@
+"""The command that plans a GPU's memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from qdsl.cli import Json, _fail, _reported, _table, app
+
+
+@app.command()
+def plan(model: Annotated[str, typer.Argument(metavar="REF", show_default=False,
+                                              help="A pipeline, a folder or a repository, of which headers are read.")],
+         vram: Annotated[str, typer.Option("--vram", help="Memory for weights, such as 20GB or 20GiB.", show_default=False)],
+         resident: Annotated[list[str] | None, typer.Option("--resident", help="A model that stays on the GPU while others take "
+                                                            "turns; may be repeated.")] = None,
+         as_json: Json = False) -> None:
+    """Print what the models of a checkpoint need in several formats, and which formats fit a GPU.
+
+    Exit code 1 where none fit.
+    """
+    from qdsl.checkpoint.references import local_headers
+    from qdsl.convert.capacity import CHOICES, capacity, size_of
+
+    try:
+        limit = size_of(vram)
+    except ValueError as error:
+        _fail(f"error: {error}", 2)
+    with _reported(), local_headers(model) as path:
+        found = capacity(path, limit, resident or (), model)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "model": model, **asdict(found)}))
+    else:
+        _table(["model", "weights", *CHOICES],
+               [[each.name or model, f"{each.weights / 1e9:.3f} B",
+                 *(f"{need.resident / 1e9:.2f} + {need.scratch / 1e9:.2f}" if (need := each.needs.get(format)) else "-"
+                   for format in CHOICES)] for each in found.models])
+        typer.echo("GB of weights + GB of scratch; sizes in hlane and fix4 are predicted")
+        for way, chosen in (("all in memory", found.together), ("one at a time", found.in_turn)):
+            formats = "nothing fits" if chosen is None else f"{chosen.peak / 1e9:.2f} GB with " + ", ".join(
+                f"{name or model} {format}" for name, format in chosen.formats.items())
+            typer.echo(f"{way}: {formats}")
+        for line in found.commands:
+            typer.echo(line)
+    if found.together is None and found.in_turn is None:
+        raise typer.Exit(1)

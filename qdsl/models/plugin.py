@@ -1,0 +1,93 @@
+"""What the plug-ins of transformers and diffusers have in common."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from qdsl.checkpoint.checkpoint import Checkpoint
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.sources import FolderSource
+from qdsl.models.plan import LoadError
+
+
+def missing_part(used: Mapping[Any, str]) -> str:
+    """What a library has not of that which a plug-in uses; '' where it has all.
+
+    used: by module or class, names of attributes, with parameters that a function among them must have.
+    """
+    for owner, attributes in used.items():
+        for name, *parameters in map(str.split, attributes.split(", ")):
+            if not hasattr(owner, name):
+                return f"has no {owner.__name__}.{name}"
+            known = inspect.signature(getattr(owner, name)).parameters if parameters else {}
+            if missing := [own for own in parameters if own not in known]:
+                return f"has {owner.__name__}.{name} without {', '.join(missing)}"
+    return ""
+
+
+def open_files(files: Sequence[Path]) -> Checkpoint:
+    """The checkpoint of the files that a library has resolved.  Raises LoadError for files of another kind."""
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        kinds = ", ".join(sorted({file.suffix for file in files})) or "no file"
+        raise LoadError(f"packed weights are read from .safetensors files, not from {kinds}")
+    folder = Folder(files[0].parent, files=[file.name for file in files])        # others may lie there, such as a variant
+    return Checkpoint(folder.path, {"": FolderSource(folder)})
+
+
+def check_format(checkpoint: Checkpoint, format: str | None) -> None:
+    """Raises LoadError for a plain checkpoint without a format to quantize it in."""
+    if format is None and not checkpoint.source.layers and not checkpoint.source.groups:
+        raise LoadError(f"{checkpoint.path} has no packed weights: name a format to quantize it in, as QdslConfig('q4_0')")
+
+
+def without_disk(device_map: Any) -> Any:
+    """The same map with the CPU in place of the disk: mapped weights lie there anyway."""
+    if isinstance(device_map, Mapping):
+        return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
+    return device_map
+
+
+def single_device(device_map: Any) -> Any:
+    """The device of a map that names one for the whole model; None for others."""
+    return device_map[""] if isinstance(device_map, Mapping) and list(device_map) == [""] else None
+
+
+def move(model: nn.Module, names: Iterable[str], device_map: Mapping[str, Any]) -> None:
+    """Move tensors to the devices of a map; those of the CPU stay mapped."""
+    for name in {name.rpartition(".")[0] for name in names}:
+        key = max((key for key in device_map if not key or f"{name}.".startswith(f"{key}.")), key=len, default=None)
+        device = "cpu" if key is None else device_map[key]
+        if str(device) != "cpu":
+            module: Any = model.get_submodule(name)
+            module._apply(lambda tensor, to=device: tensor if tensor.is_meta else tensor.to(to), recurse=False)
+
+
+def saving(save_pretrained: Any, quantizer: Any, is_others: Callable[[Any], bool], refused: Mapping[str, Any]) -> Any:
+    """`save_pretrained` that writes a model with packed weights as the files it was loaded from, and others as before.
+
+    quantizer: the plug-in's class, which has `save(model, folder)`.  is_others: models that the library saves nevertheless.
+    refused: arguments that have no effect on such files, and the values with which they are accepted.
+    """
+    signature = inspect.signature(save_pretrained)
+
+    @wraps(save_pretrained)
+    def saved(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        own: Any = getattr(self, "hf_quantizer", None)
+        if not isinstance(own, quantizer) or is_others(self):
+            return save_pretrained(self, save_directory, *args, **kwargs)
+        values = signature.bind(self, save_directory, *args, **kwargs).arguments
+        values |= values.pop("kwargs", {})
+        if any(values.get(name, value) != value for name, value in refused.items()):
+            raise ValueError(f"save_pretrained: packed weights are saved as their files were, without {', '.join(refused)}")
+        if values.get("is_main_process", True):
+            own.save(self, Path(save_directory))
+        if values.get("push_to_hub", False):
+            self.push_to_hub(values.get("repo_id", Path(save_directory).name), token=values.get("token"))
+
+    return saved

@@ -1,0 +1,261 @@
+"""Tiny models of diffusers, their inputs, and their tensors under the names of the models' authors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from gguf import GGMLQuantizationType, quants
+from torch import Tensor
+
+from qdsl.checkpoint.ggml_types import BY_NAME
+from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.gguf_write import NewTensor
+from qdsl.checkpoint.gguf_write import write as write_gguf
+from qdsl.checkpoint.safetensors import bytes_of
+from tests.support import language_models
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A class of diffusers with a config of few numbers.
+
+    original: regular expressions of its names and what the authors' files have in their place, applied in order.  '#0', '#1', ...
+    are parts of one tensor, '#swap' has its halves the other way round.  inputs: shapes of tensors that `forward` takes.
+    """
+
+    config: Mapping[str, Any]
+    original: Sequence[tuple[str, str]] = ()
+    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def tiny(original: Sequence[tuple[str, str]], inputs: Mapping[str, tuple[int, ...]] | None = None, **config: Any) -> Tiny:
+    return Tiny(config, original, inputs or {})
+
+
+def qkv(pattern: str, replacement: str, names: Sequence[str] = ("to_q", "to_k", "to_v")) -> list[tuple[str, str]]:
+    """Projections that lie in one tensor, by what stands in front of their names."""
+    return [(pattern + name, f"{replacement}#{part}") for part, name in enumerate(names)]
+
+
+ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
+BLOCK, SINGLE = r"^transformer_blocks\.(\d+)\.", r"^single_transformer_blocks\.(\d+)\."
+SWAPPED = [("^proj_out", "final_layer.linear"), (r"^norm_out\.linear", "final_layer.adaLN_modulation.1#swap")]
+Z_IMAGE = [
+    *qkv(r"attention\.", "attention.qkv"), (r"attention\.to_out\.0", "attention.out"),
+    (r"attention\.norm_([qk])", r"attention.\1_norm"),
+    ("all_final_layer.2-1", "final_layer"), ("all_x_embedder.2-1", "x_embedder")]
+FLUX2 = [
+    *qkv(BLOCK + r"attn\.", r"double_blocks.\1.img_attn.qkv"), *qkv(BLOCK + r"attn\.", r"double_blocks.\1.txt_attn.qkv", ADDED),
+    (BLOCK + r"attn\.to_out\.0", r"double_blocks.\1.img_attn.proj"),
+    (BLOCK + r"attn\.to_add_out", r"double_blocks.\1.txt_attn.proj"),
+    (BLOCK + r"attn\.norm_q\.weight", r"double_blocks.\1.img_attn.norm.query_norm.scale"),
+    (BLOCK + r"attn\.norm_k\.weight", r"double_blocks.\1.img_attn.norm.key_norm.scale"),
+    (BLOCK + r"attn\.norm_added_q\.weight", r"double_blocks.\1.txt_attn.norm.query_norm.scale"),
+    (BLOCK + r"attn\.norm_added_k\.weight", r"double_blocks.\1.txt_attn.norm.key_norm.scale"),
+    (BLOCK + r"ff\.linear_in", r"double_blocks.\1.img_mlp.0"), (BLOCK + r"ff\.linear_out", r"double_blocks.\1.img_mlp.2"),
+    (BLOCK + r"ff_context\.linear_in", r"double_blocks.\1.txt_mlp.0"),
+    (BLOCK + r"ff_context\.linear_out", r"double_blocks.\1.txt_mlp.2"),
+    (SINGLE + r"attn\.to_qkv_mlp_proj", r"single_blocks.\1.linear1"), (SINGLE + r"attn\.to_out", r"single_blocks.\1.linear2"),
+    (SINGLE + r"attn\.norm_q\.weight", r"single_blocks.\1.norm.query_norm.scale"),
+    (SINGLE + r"attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
+    ("^x_embedder", "img_in"), ("^context_embedder", "txt_in"),
+    (r"^time_guidance_embed\.timestep_embedder\.linear_1", "time_in.in_layer"),
+    (r"^time_guidance_embed\.timestep_embedder\.linear_2", "time_in.out_layer"),
+    (r"^(\w+_stream_modulation\w*)\.linear", r"\1.lin"), *SWAPPED]
+SD3 = [
+    *qkv(BLOCK + r"attn\.", r"joint_blocks.\1.x_block.attn.qkv"),
+    *qkv(BLOCK + r"attn\.", r"joint_blocks.\1.context_block.attn.qkv", ADDED),
+    *qkv(BLOCK + r"attn2\.", r"joint_blocks.\1.x_block.attn2.qkv"),
+    (BLOCK + r"(attn2?)\.to_out\.0", r"joint_blocks.\1.x_block.\2.proj"),
+    (BLOCK + r"attn\.to_add_out", r"joint_blocks.\1.context_block.attn.proj"),
+    (BLOCK + r"(attn2?)\.norm_([qk])", r"joint_blocks.\1.x_block.\2.ln_\3"),
+    (BLOCK + r"attn\.norm_added_([qk])", r"joint_blocks.\1.context_block.attn.ln_\2"),
+    (BLOCK + r"norm1\.linear", r"joint_blocks.\1.x_block.adaLN_modulation.1"),
+    (r"^transformer_blocks\.1\.norm1_context\.linear", "joint_blocks.1.context_block.adaLN_modulation.1#swap"),  # the last
+    (BLOCK + r"norm1_context\.linear", r"joint_blocks.\1.context_block.adaLN_modulation.1"),
+    (BLOCK + r"ff\.net\.0\.proj", r"joint_blocks.\1.x_block.mlp.fc1"),
+    (BLOCK + r"ff\.net\.2", r"joint_blocks.\1.x_block.mlp.fc2"),
+    (BLOCK + r"ff_context\.net\.0\.proj", r"joint_blocks.\1.context_block.mlp.fc1"),
+    (BLOCK + r"ff_context\.net\.2", r"joint_blocks.\1.context_block.mlp.fc2"),
+    (r"^pos_embed\.proj", "x_embedder.proj"), (r"^pos_embed\.pos_embed", "pos_embed"),
+    (r"^time_text_embed\.timestep_embedder\.linear_1", "t_embedder.mlp.0"),
+    (r"^time_text_embed\.timestep_embedder\.linear_2", "t_embedder.mlp.2"),
+    (r"^time_text_embed\.text_embedder\.linear_1", "y_embedder.mlp.0"),
+    (r"^time_text_embed\.text_embedder\.linear_2", "y_embedder.mlp.2"), *SWAPPED]
+WAN = [
+    (r"attn1\.", "self_attn."), (r"attn2\.", "cross_attn."), (r"\.to_out\.0\.", ".o."), (r"\.to_([qkv])\.", r".\1."),
+    (r"^scale_shift_table", "head.modulation"), (r"scale_shift_table", "modulation"), ("^proj_out", "head.head"),
+    (r"ffn\.net\.0\.proj", "ffn.0"), (r"ffn\.net\.2", "ffn.2"), (r"\.norm2\.", ".norm3."),
+    (r"^condition_embedder\.(time|text)_embedder\.linear_1", r"\1_embedding.0"),
+    (r"^condition_embedder\.(time|text)_embedder\.linear_2", r"\1_embedding.2"),
+    (r"^condition_embedder\.time_proj", "time_projection.1")]
+LTX = [("^proj_in", "patchify_proj"), ("^time_embed", "adaln_single"), (r"\.norm_([qk])\.", r".\1_norm.")]
+
+TEXT = {"encoder_hidden_states": (1, 4, 256), "timestep": (1,)}
+TINY: dict[str, Tiny] = {
+    "ZImageTransformer2DModel": tiny(
+        Z_IMAGE, dim=256, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=64, axes_lens=[64, 32, 32]),
+    "Flux2Transformer2DModel": tiny(
+        FLUX2, {"hidden_states": (1, 6, 32), **TEXT, "img_ids": (1, 6, 4), "txt_ids": (1, 4, 4)}, num_layers=2,
+        num_single_layers=1, num_attention_heads=2, joint_attention_dim=256, in_channels=32, guidance_embeds=False),
+    "QwenImageTransformer2DModel": tiny(
+        (), {"hidden_states": (1, 6, 64), **TEXT, "encoder_hidden_states_mask": (1, 4)}, num_layers=1, num_attention_heads=2,
+        joint_attention_dim=256),
+    "SD3Transformer2DModel": tiny(
+        SD3, {"hidden_states": (1, 16, 8, 8), **TEXT, "pooled_projections": (1, 256)}, sample_size=8, num_layers=2,
+        num_attention_heads=4, joint_attention_dim=256, caption_projection_dim=256, pooled_projection_dim=256,
+        pos_embed_max_size=8, dual_attention_layers=(0,), qk_norm="rms_norm"),
+    "WanTransformer3DModel": tiny(
+        WAN, {"hidden_states": (1, 16, 1, 8, 8), **TEXT}, num_attention_heads=2, ffn_dim=512, text_dim=256, num_layers=1),
+    "LTXVideoTransformer3DModel": tiny(
+        LTX, {"hidden_states": (1, 4, 32), **TEXT, "encoder_attention_mask": (1, 4)}, in_channels=32, out_channels=32,
+        num_attention_heads=4, cross_attention_dim=256, num_layers=1, caption_channels=256),
+}
+OTHERS: dict[str, dict[str, Any]] = {                            # of inputs that are no random tensors
+    "QwenImageTransformer2DModel": {"img_shapes": [[(1, 2, 3)]]},
+    "LTXVideoTransformer3DModel": {"num_frames": 1, "height": 2, "width": 2},
+}
+
+
+def random_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny model with random numbers in all parameters, those of norms around 1."""
+    model = getattr(diffusers, name)(**TINY[name].config)
+    generator = torch.Generator().manual_seed(0)
+    for own, parameter in model.named_parameters():
+        center = 1.0 if "norm" in own and parameter.dim() == 1 and own.endswith("weight") else 0.0
+        parameter.data = center + torch.randn(parameter.shape, generator=generator) * 0.05
+    return (model if dtype == torch.float32 else model.to(dtype)).eval()
+
+
+def output(model: Any) -> Tensor:
+    """What a tiny model computes of random inputs in float32."""
+    name, generator = type(model).__name__, torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        if name.startswith("ZImage"):
+            x, features = torch.randn(16, 1, 8, 8, generator=generator), torch.randn(4, 64, generator=generator)
+            dtype = model.dtype
+            return model([x.to(dtype)], torch.tensor([0.5]).to(dtype), [features.to(dtype)], return_dict=False)[0][0].float()
+        inputs = {own: torch.rand(shape, generator=generator).to(model.dtype) for own, shape in TINY[name].inputs.items()}
+        inputs |= {own: torch.ones_like(inputs[own]) for own in inputs if own.endswith("_mask")}
+        return model(**inputs, **OTHERS.get(name, {}), return_dict=False)[0].float()
+
+
+def original(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors as the files of its authors have them."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for own, tensor in tensors.items():
+        for pattern, replacement in TINY[name].original:
+            own = re.sub(pattern, replacement, own)
+        marks = re.findall(r"#(\w+)", own)
+        parts.setdefault(re.sub(r"#\w+", "", own), {})[marks[0] if marks else "0"] = tensor
+    swapped = {own: torch.cat(tensor.pop("swap").chunk(2)[::-1]) for own, tensor in parts.items() if "swap" in tensor}
+    return {own: swapped[own] if own in swapped else torch.cat([tensor[key] for key in sorted(tensor)]) if len(tensor) > 1
+            else tensor["0"] for own, tensor in parts.items()}
+
+
+def flux1_shapes() -> dict[str, tuple[int, ...]]:
+    """The names and shapes of FLUX.1-dev's file, as its authors publish it."""
+    d = 3072
+    sizes: dict[str, tuple[int, ...]] = {
+        "img_in": (d, 64), "txt_in": (d, 4096), "final_layer.linear": (64, d), "final_layer.adaLN_modulation.1": (2 * d, d),
+        **{f"{name}_in.in_layer": (d, k) for name, k in (("time", 256), ("guidance", 256), ("vector", 768))},
+        **{f"{name}_in.out_layer": (d, d) for name in ("time", "guidance", "vector")}}
+    norms: list[str] = []
+    for block in range(19):
+        for stream in ("img", "txt"):
+            parts = {"attn.qkv": (3 * d, d), "attn.proj": (d, d), "mlp.0": (4 * d, d), "mlp.2": (d, 4 * d), "mod.lin": (6 * d, d)}
+            sizes |= {f"double_blocks.{block}.{stream}_{part}": shape for part, shape in parts.items()}
+            norms += [f"double_blocks.{block}.{stream}_attn.norm.{part}_norm.scale" for part in ("query", "key")]
+    for block in range(38):
+        parts = {"linear1": (7 * d, d), "linear2": (d, 5 * d), "modulation.lin": (3 * d, d)}
+        sizes |= {f"single_blocks.{block}.{part}": shape for part, shape in parts.items()}
+        norms += [f"single_blocks.{block}.norm.{part}_norm.scale" for part in ("query", "key")]
+    shapes = {f"{name}.weight": shape for name, shape in sizes.items()}
+    return shapes | {f"{name}.bias": shape[:1] for name, shape in sizes.items()} | dict.fromkeys(norms, (128,))
+
+
+def converted(name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What the library's converter makes of the tensors of a file."""
+    result: dict[str, Tensor] = SINGLE_FILE_LOADABLE_CLASSES[name]["checkpoint_mapping_fn"](
+        checkpoint=dict(tensors), config=dict(config))
+    return result
+
+
+def packs(name: str, tensor: Tensor, type: str) -> bool:
+    """Whether a file of this type has a tensor in blocks."""
+    return tensor.dim() == 2 and tensor.shape[1] % BY_NAME[type].elements == 0 and "norm" not in name
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], blocks: Mapping[str, tuple[str, bytes]]) -> Path:
+    """Write a GGUF file; blocks: type and bytes of the tensors that are not F32."""
+    new = []
+    for name, tensor in tensors.items():
+        type, data = blocks.get(name, ("F32", b""))
+        shape = tuple(tensor.shape)
+        new.append(NewTensor(name, BY_NAME[type], shape, [data or bytes_of(tensor.float().contiguous())]))
+    write_gguf(path, {"general.architecture": Value.of("string", "diffusion")}, new)
+    return path
+
+
+def write_q8_0(path: Path, model: Any) -> dict[str, Tensor]:
+    """Write a model's GGUF file of type Q8_0 with the authors' names, by the package gguf; the numbers that it decodes."""
+    kind, blocks, numbers = GGMLQuantizationType.Q8_0, {}, original(type(model).__name__, model.float().state_dict())
+    shapes = dict(numbers)
+    for name, tensor in numbers.items():
+        if packs(name, tensor, "Q8_0"):
+            codes = quants.quantize(tensor.numpy(), kind)
+            blocks[name] = ("Q8_0", codes.tobytes())
+            numbers[name] = torch.from_numpy(quants.dequantize(codes, kind).copy())
+    write_file(path, shapes, blocks)
+    return numbers
+
+
+def write_config(folder: Path, name: str) -> Path:
+    """A folder with the config of a tiny model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"_class_name": name, **TINY[name].config}))
+    return folder
+
+
+def write_pipeline(folder: Path) -> Path:
+    """A whole tiny ZImagePipeline in bfloat16, whose tokenizer has a token for each printable character."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
+                                      num_attention_heads=2, num_key_value_heads=1)
+    vae = diffusers.AutoencoderKL(block_out_channels=(16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=16,
+                                  down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+                                  scaling_factor=0.36, shift_factor=0.11)
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer = language_models.add_tokenizer(folder / "tokenizer", chat_template=template, pad_token=" ")
+    pipeline = diffusers.ZImagePipeline(
+        diffusers.FlowMatchEulerDiscreteScheduler(), vae, transformers.Qwen3Model(config).eval(),
+        transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer), random_model("ZImageTransformer2DModel"))
+    pipeline.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def image(pipeline: Any, **options: Any) -> Tensor:
+    """The picture of a prompt in two steps, as numbers."""
+    pipeline.set_progress_bar_config(disable=True)
+    picture = pipeline("a fox", height=32, width=32, num_inference_steps=2, guidance_scale=0.0, output_type="pt",
+                       generator=torch.Generator().manual_seed(0), **options).images
+    return torch.as_tensor(picture).float()
+
+
+def coverage() -> str:
+    """The table of classes for which the library has a converter, as docs/diffusers.md has it."""
+    lines = ["| class | converter of diffusers | tested with packed files |", "| --- | --- | --- |"]
+    for name, entry in sorted(SINGLE_FILE_LOADABLE_CLASSES.items()):
+        function = entry["checkpoint_mapping_fn"].__name__
+        tested = "decoded weights and outputs" if name in TINY else "names and rows" if name == "FluxTransformer2DModel" else ""
+        lines.append(f"| {name} | {'names are the same' if function == '<lambda>' else f'`{function}`'} | {tested} |")
+    return "\n".join(lines) + "\n"
