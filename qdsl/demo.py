@@ -257,7 +257,7 @@ def _random_model() -> LanguageModel:
     return language
 
 
-ANSWER_HEADS = ["format", "MB", "tokens/s", "answer"]
+ANSWER_HEADS = ["format", "MB of weights", "tokens/s", "answer"]
 
 
 def answer_cells(row: Mapping[str, Any]) -> list[str]:

@@ -57,6 +57,20 @@ def test_the_table_has_every_format(result: tuple[Path, dict, list[str]]) -> Non
     assert rows["q8_0", "gguf"]["snr_db"] > rows["fp8_block", "safetensors"]["snr_db"] > rows["q4_0", "gguf"]["snr_db"] > 20
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("one_thread")
+def test_a_model_answers_in_three_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package of a trained model a random one does; hlane keeps what Q4_1 decodes to, in more bytes."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(demo, "PACKAGE", "no_such_package")
+    lines: list[str] = []
+    lossy, lossless, fp8 = demo.answers(lines.append)
+    assert len(lines) == 1 and "random model" in lines[0] and demo.QUESTION in lines[0]
+    assert [row["format"] for row in (lossy, lossless, fp8)] == ["q4_1", "hlane", "fp8_channel"]
+    assert lossy["text"] == lossless["text"] and lossy["bytes"] < fp8["bytes"] < lossless["bytes"]
+    assert demo.answer_cells(fp8)[0] == "fp8_channel" and fp8["text"]
+
+
 def test_weights_of_ones_own(tmp_path: Path) -> None:
     """A file in which some tensors are no weights, and a shape that not every format can hold."""
     own = tmp_path / "own.safetensors"

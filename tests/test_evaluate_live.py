@@ -94,16 +94,19 @@ def test_perplexity_is_llama_cpps(theirs: dict[str, Figures], ours: dict[str, Fi
 
 
 def test_divergence_is_llama_cpps(theirs: dict[str, Figures], ours: dict[str, Figures]) -> None:
-    """llama.cpp multiplies Q4_0's decoded numbers in float32, as qdsl does; it keeps log-probabilities of a base in 16 bits."""
+    """llama.cpp multiplies Q4_0's decoded numbers in float32, as qdsl does.
+
+    It keeps log-probabilities of a base in 16 bits, down to 16 below the largest: the mean divergence differs by 0.1 % here.
+    """
     own, other = ours["q4_0"], theirs["q4_0 decoded"]
     assert own["perplexity"] == pytest.approx(other["perplexity"], rel=1e-4)
-    assert own["divergence"] == pytest.approx(other["divergence"], rel=1e-3)
-    assert own["percentile"] == pytest.approx(other["percentile"], rel=5e-3)
+    assert own["divergence"] == pytest.approx(other["divergence"], rel=2e-3)
+    assert own["percentile"] == pytest.approx(other["percentile"], rel=1e-3)
     assert 100 * own["agreement"] == pytest.approx(other["agreement"], abs=0.1)
 
 
 def test_packed_weights_differ_by_quantized_inputs(theirs: dict[str, Figures], ours: dict[str, Figures]) -> None:
-    """On a CPU llama.cpp rounds the inputs of packed layers to 8 bits, and qdsl does not."""
+    """On a CPU llama.cpp rounds the inputs of packed layers to 8 bits, and qdsl does not: divergence differs by 1.5 % here."""
     own, other = ours["q4_0"], theirs["q4_0"]
-    assert math.isclose(own["perplexity"], other["perplexity"], rel_tol=0.02)
-    assert math.isclose(own["divergence"], other["divergence"], rel_tol=0.1)
+    assert math.isclose(own["perplexity"], other["perplexity"], rel_tol=0.01)
+    assert math.isclose(own["divergence"], other["divergence"], rel_tol=0.03)

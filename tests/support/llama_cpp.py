@@ -108,8 +108,9 @@ def tokenizers(place: Path) -> dict[str, Any]:
 
 # Keys and values in float32, and plain attention, so that sums alone are added in another order.
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off", "-t", "2")
-FIGURES = {"perplexity": r"PPL = +(\S+)", "perplexity_error": r"PPL = .*\+/- +(\S+)", "divergence": r"Mean +KLD: +(\S+)",
-           "percentile": r"99\.0% +KLD: +(\S+)", "agreement": r"Same top p: +(\S+)"}
+FIGURES = {"perplexity": r"PPL(?: =|\(Q\) +:) +(\S+)", "perplexity_error": r"PPL = .*\+/- +(\S+)",
+           "divergence": r"Mean +KLD: +(\S+)", "percentile": r"99\.0% +KLD: +(\S+)",
+           "agreement": r"Same top p: +(\S+)"}
 
 
 def perplexity_program() -> str | None:

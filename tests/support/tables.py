@@ -21,6 +21,7 @@ from qdsl.spec.schema import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "results"
 RESULTS = FOLDER / "cpu-amd-epyc.json"
+QUALITY = FOLDER / "smollm2-quality.json"
 PREDICTED = FOLDER / "predicted-h200.json"
 SHOWN = (".planar", "fix4.fix4", "hlane.hlane")                 # storages whose kernels work with matrix units
 
@@ -161,6 +162,18 @@ def gguf_maps() -> list[str]:
          own.recorded] for own in maps))
 
 
+def quality() -> list[str]:
+    """What formats cost SmolLM2, as `qdsl evaluate` measured it; most bits first."""
+    result = json.loads(QUALITY.read_text())
+    models = sorted(result["models"], key=lambda model: -model["bits_per_weight"])
+    lines = [[model["name"].removeprefix(f"{result['against']} as "), f"{model['bits_per_weight']:.2f}", str(model["packed"]),
+              f"{model['perplexity']:.3f}", f"{model['divergence']:.6f}", f"{model['percentile']:.6f}",
+              f"{model['agreement']:.2%}"] for model in models]
+    heads = ["file or format", "bits per weight", "packed layers", "perplexity", "KL mean", "KL 99 %", "same top token"]
+    return [*rows(heads, lines), "", f"{models[0]['tokens']} scored tokens in chunks of {result['context']}; standard error of a "
+            f"perplexity {models[0]['perplexity_error']:.2f}."]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
-        keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, figures, speeds, gguf_maps)}
+        keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, figures, speeds, gguf_maps, quality)}
