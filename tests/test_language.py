@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from qdsl.cli import app
@@ -108,3 +109,20 @@ def test_divergence_from_a_base(plain: Path, fp8: Path, text: Path, tmp_path: Pa
 def test_errors_are_sentences(plain: Path, fp8: Path, text: Path, arguments: str, code: int, message: str) -> None:
     result = run(*arguments.format(plain=plain, fp8=fp8, text=text).split())
     assert result.exit_code == code and message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("damage, message", [("tensor", "no tensor for model.layers.0.mlp.up_proj.weight"),
+                                             ("config", "transformers does not load it")])
+def test_a_damaged_plain_folder_is_refused(plain: Path, tmp_path: Path, damage: str, message: str) -> None:
+    """transformers warns of a missing tensor and runs with random numbers in its place."""
+    for path in plain.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    if damage == "tensor":
+        tensors = load_file(plain / "model.safetensors")
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    else:
+        config = json.loads((plain / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
+    result = run("generate", tmp_path, "1", "-n", 1)
+    assert result.exit_code == 1 and message in result.stderr

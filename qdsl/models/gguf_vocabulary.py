@@ -250,6 +250,11 @@ def _special_of(entry: Mapping[str, Any]) -> str | None:
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; {} where there is no such file."""
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The object of a JSON file; {} where there is no such file.  Raises QuantizeError for what is none."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise QuantizeError(f"{path}: {error}") from None
+    if not isinstance(loaded, dict):
+        raise QuantizeError(f"{path}: a JSON object is expected, not {type(loaded).__name__}")
     return loaded

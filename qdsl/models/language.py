@@ -86,9 +86,20 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     if is_gguf or format is not None or _is_packed(path):
         model = plugin.from_pretrained(path, **options)
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+        model = _load_plain(path, options)
     wanted = " ".join([format, *(f"{key}={value}" for key, value in (params or {}).items())]) if format else ""
     return LanguageModel(f"{ref} as {wanted}" if wanted else ref, str(path), model, time.perf_counter() - began)
+
+
+def _load_plain(path: Path, options: Mapping[str, Any]) -> Any:
+    """Load a plain folder with transformers.  Raises LoadError where transformers would initialise a weight at random."""
+    try:
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    except Exception as error:                                   # of many kinds, by what is wrong
+        raise LoadError(f"{path}: transformers does not load it: {error}") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise LoadError(f"{path}: no tensor for {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+    return model
 
 
 def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0,
