@@ -226,6 +226,9 @@ def test_tokenizers_that_are_not_written(tmp_path: Path, monkeypatch: pytest.Mon
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     (path / "tokenizer.json").write_text(json.dumps(tokenizer | {"model": {"type": "Unigram"}}))
     assert "a tokenizer of type 'Unigram'; BPE is written" in refused(path)
+    for text, sentence in (('{"model": ', "tokenizer.json: Expecting value"), ("[]", "tokenizer.json: a JSON object is ")):
+        (path / "tokenizer.json").write_text(text)
+        assert sentence in refused(path)
     (path / "tokenizer.json").unlink()
     assert "no tokenizer.json, of which the file's vocabulary is made" in refused(path)
 

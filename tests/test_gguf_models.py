@@ -114,6 +114,15 @@ def test_other_types(type: str, tmp_path: Path) -> None:
     check_same(model, reference)
 
 
+@pytest.mark.parametrize(("type", "dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16), ("Q8_0", torch.float32)])
+def test_plain_files_keep_their_dtype(type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As a folder of the same numbers does; packed ones compute in float32 unless they are asked otherwise."""
+    path, _ = gguf_models.written(tmp_path, "llama", type=type, has_settings=True)
+    (tmp_path / "config.json").unlink()
+    assert plugin.from_pretrained(path).dtype == plugin.from_pretrained(path, dtype="auto").dtype == dtype
+    assert plugin.from_pretrained(path, dtype=torch.float32).dtype == torch.float32
+
+
 def test_tied_embeddings_and_heads_share_packed_tensors(tmp_path: Path) -> None:
     path, reference = gguf_models.written(tmp_path, "qwen3", tie_word_embeddings=True)
     model = plugin.from_pretrained(path, base=tmp_path, dtype=torch.float32)

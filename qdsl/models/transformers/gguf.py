@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, MixtralConfig
 
-from qdsl.checkpoint.ggml_types import BY_NAME
+from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.gguf import GgufFile
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.gguf_write import NewTensor
@@ -51,10 +51,12 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
                             f"files: {BASE}")
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
+        plain = _plain_dtype(file)
     config.architectures = [own.model_class]
     vars(config).pop("quantization_config", None)                # of the base's weights, which are not read
     weights = GgufWeights(path, own)
-    kwargs.setdefault("dtype", config.dtype or "float32")
+    if kwargs.get("dtype") in (None, "auto"):
+        kwargs["dtype"] = config.dtype or plain
     model = (model_class or getattr(transformers, own.model_class)).from_pretrained(
         None, *args, config=config, state_dict=weights.state,
         quantization_config=QdslConfig(ignore=options.ignore, gguf=weights), **kwargs)
@@ -88,6 +90,12 @@ def config_of(file: GgufFile, path: Path, base: str | Path | None = None) -> Any
     _complete(config, file, architecture)
     _add_scaling(config, file, path, architecture)
     return config
+
+
+def _plain_dtype(file: GgufFile) -> str:
+    """The dtype of a model of plain weights, which then stay mapped; float32 for one that has packed weights."""
+    matrices = {tensor.type.name for tensor in file.tensors.values() if len(tensor.logical_shape) > 1} - {"F32"}
+    return TORCH[matrices.pop()] if matrices in ({"F16"}, {"BF16"}) else "float32"
 
 
 def _complete(config: Any, file: GgufFile, architecture: str) -> None:
