@@ -44,9 +44,9 @@ def run(weights: Path | None, out: Path, say: Say) -> dict[str, Any]:
     checkpoint.  Raises ValueError where there are no weights, and what qdsl.checkpoint and the compiler raise.
     """
     torch.manual_seed(0)
+    matrices, others = read(weights, say)
     modules = dict(_built(say))
-    matrices, others = _read(weights, say)
-    checkpoint = _checkpoint(modules, matrices, others, out, say)
+    checkpoint = write_checkpoint(modules["fp8_block"], matrices, others, out, say)
     formats = [row for name, module in modules.items() for row in _rows(name, module, matrices, say)]
     say("")
     return {"weights": {name: list(matrix.shape) for name, matrix in matrices.items()}, "checkpoint": checkpoint,
@@ -64,7 +64,7 @@ def _built(say: Say) -> Iterator[tuple[str, ModuleType]]:
         yield path.stem, importlib.import_module(f"qdsl.generated.{path.stem}")
 
 
-def _read(weights: Path | None, say: Say) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def read(weights: Path | None, say: Say) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Float matrices by name, and the tensors that stay as they are."""
     path = weights or places.CHECKOUT / SHIPPED
     if weights is None and not path.is_file():
@@ -93,10 +93,9 @@ def _read(weights: Path | None, say: Say) -> tuple[dict[str, Tensor], dict[str, 
 # -- a checkpoint as vendors ship it --------------------------------------------------------------------------------------
 
 
-def _checkpoint(modules: Mapping[str, ModuleType], matrices: Mapping[str, Tensor], others: Mapping[str, Tensor], out: Path,
-                say: Say) -> dict[str, Any]:
+def write_checkpoint(fp8: ModuleType, matrices: Mapping[str, Tensor], others: Mapping[str, Tensor], out: Path,
+                     say: Say) -> dict[str, Any]:
     """Write the matrices as FP8 with a config, read the folder back as its config says, and run linear on every layer."""
-    fp8 = modules["fp8_block"]
     tensors = dict(others)
     for name, matrix in matrices.items():
         layer = name.removesuffix("weight")
