@@ -38,9 +38,9 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
     "generated": set(),
     # what joins them for a user
-    "quantize": {"checkpoint", "drawing", "runtime", "processes"},
+    "quantize": {"checkpoint", "drawing", "files", "runtime", "processes"},
     "rewrite": {"checkpoint", "files", "processes", ""},
-    "convert": {"rewrite", "checkpoint", "quantize", "runtime", "generated", "shapes", "stored"},
+    "convert": {"rewrite", "checkpoint", "files", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
     "models": {"checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
                "stored"},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qdsl.files import replacing, write_text
+from qdsl.files import OutputError, check_output, replacing, write_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,18 +32,68 @@ def test_replacing_takes_the_place_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links and file modes")
-def test_replacing_follows_no_link_and_keeps_the_usual_mode(tmp_path: Path) -> None:
-    target = tmp_path / "target"
+def test_replacing_follows_links_and_keeps_the_mode(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target = tmp_path / "elsewhere" / "target"
     target.write_bytes(b"old")
+    target.chmod(0o640)
     (tmp_path / "link").symlink_to(target)
     write_text(tmp_path / "link", "new")
-    assert target.read_bytes() == b"old"
-    assert not (tmp_path / "link").is_symlink()
-    assert (tmp_path / "link").stat().st_mode == target.stat().st_mode
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(IsADirectoryError):
-        write_text(tmp_path / "folder", "new")
-    assert sorted(os.listdir(tmp_path)) == ["folder", "link", "target"]
+    assert target.read_bytes() == b"new" and (tmp_path / "link").is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path / "elsewhere") == ["target"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes and devices")
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "link to a pipe"])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to(os.devnull)
+    else:
+        os.mkfifo(tmp_path / "pipe" if "link" in kind else path)
+    if kind == "link to a pipe":
+        path.symlink_to(tmp_path / "pipe")
+    before = {name: (tmp_path / name).lstat() for name in os.listdir(tmp_path)}
+    with pytest.raises(OutputError, match="is no regular file"):
+        write_text(path, "new")
+    assert {name: (tmp_path / name).lstat() for name in os.listdir(tmp_path)} == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="locks")
+def test_the_next_process_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    """Of the same output alone, and not what another process still writes."""
+    path, other = tmp_path / "x", tmp_path / "y"
+    killed = "import os, sys; from qdsl.files import replacing\nwith replacing(sys.argv[1]) as file: os._exit(9)"
+    for name in (path, path, other):
+        subprocess.run([sys.executable, "-c", killed, str(name)], cwd=ROOT, check=False)
+    assert len(os.listdir(tmp_path)) == 2
+    with replacing(other), replacing(path):
+        writing = set(os.listdir(tmp_path))
+        write_text(path, "first")
+        assert set(os.listdir(tmp_path)) == {*writing, "x"}
+    assert sorted(os.listdir(tmp_path)) == ["x", "y"]
+
+
+def test_an_output_is_no_input(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    source = folder / "a.safetensors"
+    source.write_bytes(b"weights")
+    (tmp_path / "soft").symlink_to(source)
+    os.link(source, tmp_path / "hard")
+    for out, inputs in ((source, [source]), (tmp_path / "soft", [source]), (tmp_path / "hard", [source]),
+                        (tmp_path / "hard", [folder]), (folder, [folder]), (folder / ".." / "model", [folder])):
+        with pytest.raises(OutputError, match="the output is the input, or links to it"):
+            check_output(out, *inputs)
+    with pytest.raises(OutputError, match=r"the output lies in .*model, which is an input"):
+        check_output(folder / "new" / "b.gguf", folder)
+    with pytest.raises(OutputError, match="the output is a folder that holds the input"):
+        check_output(tmp_path, source)
+    check_output(folder / "b.gguf", source)
+    check_output(tmp_path / "out", tmp_path / "hard", folder)
 
 
 def test_a_killed_process_leaves_the_old_file(tmp_path: Path) -> None:

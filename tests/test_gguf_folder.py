@@ -198,8 +198,8 @@ def test_the_tokenizer_of_a_trained_model_comes_back(tmp_path: Path, monkeypatch
 
 
 def refused(path: Path, *arguments: str) -> str:
-    run = CliRunner().invoke(app, ["quantize", str(path), *arguments, "-t", "Q8_0", "-o", str(path / "out.gguf")])
-    assert run.exit_code == 1 and not (path / "out.gguf").exists(), run.output
+    run = CliRunner().invoke(app, ["quantize", str(path), *arguments, "-t", "Q8_0", "-o", str(path.with_suffix(".gguf"))])
+    assert run.exit_code == 1 and not (path.with_suffix(".gguf")).exists(), run.output
     return " ".join(run.output.split())
 
 
@@ -255,7 +255,7 @@ def converted(path: Path, type: str) -> Path:
 
 def check_converted(path: Path, mix: str) -> None:
     """The converter's metadata and tensors are those of qdsl's file."""
-    own, expected = contents(quantized(path, mix, path / "own.gguf", pure=True)), contents(converted(path, TYPES[mix]))
+    own, expected = contents(quantized(path, mix, path.with_suffix(".gguf"), pure=True)), contents(converted(path, TYPES[mix]))
     assert own[0] == expected[0] and own[1].keys() == expected[1].keys()
     assert [name for name, tensor in own[1].items() if tensor != expected[1][name]] == []
 

@@ -276,6 +276,13 @@ def test_without_anything_to_write(folder: Path) -> None:
     assert found.exit_code == 2 and "--svg" in found.stderr
     found = quantize("in.gguf", "-t", "q8_0", "-o", "in.gguf")
     assert found.exit_code == 1 and "in.gguf: the output is the input" in found.stderr
+    before = (folder / "in.gguf").read_bytes()
+    for out in ("in.gguf", "out.gguf"):
+        found = quantize("in.gguf", "-t", "q8_0", "-o", "out.gguf", "--svg", out)
+        assert found.exit_code == 1 and f"{out}: the output is the input" in found.stderr
+    found = CliRunner().invoke(app, ["dequantize", "in.gguf", "-o", "in.gguf"])
+    assert found.exit_code == 1 and "in.gguf: the output is the input" in found.stderr
+    assert (folder / "in.gguf").read_bytes() == before and not (folder / "out.gguf").exists()
 
 
 def test_other_architectures_have_one_type(folder: Path) -> None:
@@ -433,8 +440,10 @@ def test_mixes_of_diffusion_models() -> None:
 
 
 def test_language_models_need_all_their_files(folder: Path) -> None:
-    path = checkpoint(folder / "model.safetensors", {"model.embed_tokens.weight": drawn(64, 64), "lm_head.weight": drawn(64, 64)})
-    for each in (path, folder):
+    model = folder / "model"
+    model.mkdir()
+    path = checkpoint(model / "model.safetensors", {"model.embed_tokens.weight": drawn(64, 64), "lm_head.weight": drawn(64, 64)})
+    for each in (path, model):
         assert "a language model; give the folder of all its files" in refused(each, "-t", "q8_0")
     other = checkpoint(folder / "other.safetensors", {"img_in.weight": torch.zeros(8, 8, dtype=torch.uint8)})
     assert "tensor 'img_in.weight': U8 cannot be stored in a GGUF file" in refused(other, "-t", "q8_0", "--arch", "flux")

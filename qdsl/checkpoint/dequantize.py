@@ -11,6 +11,7 @@ from qdsl.checkpoint.ggml_types import TORCH, WEIGHTLESS
 from qdsl.checkpoint.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.gguf_weights import beside
 from qdsl.checkpoint.safetensors import Buffer, CheckpointError, Chunks, bytes_of, shown, write_chunks
+from qdsl.files import check_output
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], d
     Raises CheckpointError for a tensor that cannot be read or whose numbers a dtype cannot hold; nothing is written then.
     """
     with GgufFile(path) as file:
+        check_output(out, *file.paths)
         entries = [file.entry(name) for name in file.tensors]
         used = {other for each in entries for other in beside(file, each).values()}
         plan = {each.name: _chunks(file, each, dtype) for each in entries if each.name not in used}

@@ -186,7 +186,7 @@ def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
     """Show a format: its formula, its layouts, and where every bit lies."""
     from qdsl import places
     from qdsl.emit import page, picture
-    from qdsl.files import write_text
+    from qdsl.files import check_output, write_text
     from qdsl.ir.text import text
     from qdsl.passes import compile_spec
     from qdsl.spec.schema import load
@@ -194,6 +194,7 @@ def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
     with _reported():
         programs = compile_spec(load(places.find(spec)))
         if svg is not None:
+            check_output(svg, places.find(spec))
             write_text(svg, picture.svg(page.distinct(programs)))
             typer.echo(f"written  {svg}")
         elif as_json:
@@ -341,6 +342,7 @@ def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split
         to = f"{format}.{storage}" if storage else format
         _quantize_folder(file, to, out, param, ignore, component, jobs, shard, svg, as_json)
         return
+    from qdsl.files import check_output, write_text
     from qdsl.quantize import mixes, plan, quality
     from qdsl.quantize.imatrix import read
     from qdsl.quantize.source import open_source
@@ -350,6 +352,11 @@ def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split
     if svg is not None and dry_run:
         _fail("error: --svg draws what quantizing cost, which a --dry-run does not know", 2)
     with _reported():
+        inputs = [file, *([imatrix] if imatrix else [])]
+        if out is not None:
+            check_output(out, *inputs)
+        if svg is not None:
+            check_output(svg, *inputs, *([out] if out else []))
         options = mixes.Options(mixes.mix_of(mix or ""), imatrix is not None, pure, leave_output,
                                 output=output_type and mixes.type_named(output_type),
                                 embedding=embedding_type and mixes.type_named(embedding_type),
@@ -367,8 +374,6 @@ def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split
                                           tell=tell)
         report = plan.data(planned, file, costs)
         if svg is not None:
-            from qdsl.files import write_text
-
             write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))
     if as_json:
         typer.echo(json.dumps({"schema": 1, "out": None if dry_run else str(out), **report}))
@@ -403,8 +408,10 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
 
     from qdsl.convert import run
     from qdsl.convert.aim import aimed
+    from qdsl.files import check_output, write_text
     from qdsl.processes import processors
     from qdsl.progress import progress
+    from qdsl.quantize import quality
 
     if out is None:
         _fail("error: say with --out which folder to write", 2)
@@ -415,14 +422,13 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
             _fail(f"error: --ignore '{pattern}' is no regular expression: {error}", 2)
     part = None if shard is None else _part(shard)
     with _reported(), _ended_by_exit():
+        if svg is not None:
+            check_output(svg, path)
         aim = aimed(to, True, dict(map(_param, param or [])), tuple(ignore or ()), tuple(component or ()))
         report = run.quantize(path, aim, out, jobs=jobs or processors(), part=part, tell=partial(progress, unit="B"))
-    if svg is not None:
-        from qdsl.files import write_text
-        from qdsl.quantize import quality
-
-        rows = [{**row, "type": to} for row in report["quantized"]]
-        write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))
+        if svg is not None:
+            rows = [{**row, "type": to} for row in report["quantized"]]
+            write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))
     _converted(report, as_json, "" if part is None else f"part {shard} of ")
 
 

@@ -27,6 +27,7 @@ from qdsl.compress.patterns import WEIGHT
 from qdsl.compress.pieces import checksum, octets
 from qdsl.compress.units import Bytes, bytes_of, needed
 from qdsl.entropy.lookup import StreamError
+from qdsl.files import check_output
 from qdsl.processes import affordable
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
@@ -100,7 +101,7 @@ def decompress(path: Path, out: Path, *, like: Path | None = None, jobs: int | N
     part, tell, jobs and memory are those of `compress`; parts are of files.
     Raises RewriteError, CheckpointError and OSError.
     """
-    stage.check_apart(path, out)
+    check_output(out, path)
     with components.opened(path) as models:
         planned = _planned(path, models, like)
         if stage.was_ended(out):

@@ -19,6 +19,7 @@ from qdsl.compress.original import ORIGINAL
 from qdsl.compress.pieces import Made, Piece
 from qdsl.compress.units import Aim, Bytes, Unit, left, needed, placed, units
 from qdsl.entropy.lookup import StreamError
+from qdsl.files import check_output
 from qdsl.processes import affordable, results
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
@@ -40,7 +41,7 @@ def compress(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tup
     are processors and memory for.
     Raises RewriteError, CheckpointError and OSError.
     """
-    stage.check_apart(path, out)
+    check_output(out, path)
     with components.opened(path) as models:
         aim = replace(aim, only=components.meant(models, aim.only))
         work = _work(path, models, aim, out)

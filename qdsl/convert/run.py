@@ -23,6 +23,7 @@ from qdsl.convert.config import readers, rewritten
 from qdsl.convert.plain import plain_layers
 from qdsl.convert.plan import Change, Plan, plan
 from qdsl.convert.report import relative_rms
+from qdsl.files import check_output
 from qdsl.quantize.quality import Sums
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
@@ -52,7 +53,7 @@ def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1
     Memory: twice the largest tensor for each process, beside torch; to requantize some float32 weights as large as the largest.
     Raises RewriteError, CheckpointError and OSError.
     """
-    stage.check_apart(folder.path, out)
+    check_output(out, folder.path)
     return _rewrite(folder.path, [_Model("", folder, known, plan(folder, known, aim))], aim, out, jobs, part, tell)
 
 
@@ -65,7 +66,7 @@ def quantize(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int,
     Memory: the largest quantized tensor for each process, beside torch, and some float32 weights.
     Raises RewriteError for folders that are quantized already or that have nothing to quantize, CheckpointError and OSError.
     """
-    stage.check_apart(path, out)
+    check_output(out, path)
     with components.opened(path) as models:
         aim = replace(aim, only=components.meant(models, aim.only))
         return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, tell)

@@ -18,6 +18,7 @@ from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.gguf_weights import module_of
 from qdsl.checkpoint.gguf_write import NewTensor, write
 from qdsl.checkpoint.safetensors import Buffer, bytes_of, shown
+from qdsl.files import check_output
 from qdsl.processes import processors, results
 from qdsl.quantize import QuantizeError
 from qdsl.quantize.imatrix import Imatrix
@@ -49,8 +50,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     tell: is told of each tensor how many weights are done.  Memory: some chunks for each process.
     Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
     """
-    if out.exists() and any(path.samefile(out) for path in source.paths):
-        raise QuantizeError(f"{out}: the output is the input")
+    check_output(out, *source.paths)
     _check(plan, options, imatrix)
     costs: dict[str, Sums] = {}
     done = 0

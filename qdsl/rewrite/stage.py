@@ -27,12 +27,6 @@ NOTE = "made-of.json"
 LIMIT = 1 << 24                                                  # bytes of these files
 
 
-def check_apart(source: Path, out: Path) -> None:
-    """Raises RewriteError where the folder to be written lies in the one that is read."""
-    if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
-        raise RewriteError(f"{out}: lies in the folder that is read")
-
-
 def begin(out: Path, asked: dict[str, Any]) -> Path:
     """The stage of a folder to be written, a new one or the one that was left.
 
