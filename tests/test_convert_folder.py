@@ -95,6 +95,25 @@ def test_layers_change_and_all_else_stays(sharded: Path, weights: dict[str, Pack
     assert report["shards"] == list(TWO)
 
 
+def test_private_files_are_not_copied(sharded: Path, tmp_path: Path) -> None:
+    """A link out of the folder or a hidden file may be a key; blobs of the hub's cache and links inside of the folder are copied."""
+    blobs = tmp_path / "cache" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "0123").write_text("cached")
+    (tmp_path / "id_rsa").write_text("key")
+    (sharded / ".env").write_text("token")
+    for name, target in {"notes.txt": tmp_path / "id_rsa", "readme.md": blobs / "0123",
+                         "words.txt": sharded / "tokenizer" / "vocab.txt"}.items():
+        (sharded / name).symlink_to(target)
+    report = convert(sharded, tmp_path / "out")
+    written = folders.files(tmp_path / "out")
+    assert (written["readme.md"], written["words.txt"]) == (b"cached", b"a\nb\n")
+    assert report["notes"] == ["pytorch_model.bin holds other weights, and was not copied",
+                               ".env is hidden or a link out of the folder, and was not copied",
+                               "notes.txt is hidden or a link out of the folder, and was not copied"]
+    assert not written.keys() & {".env", "notes.txt"}
+
+
 def experts(count: int = 3) -> dict[str, torch.Tensor]:
     """Tensors of GPTQ layers one after the other."""
     each = [weight(seed=seed) for seed in range(count)]

@@ -54,14 +54,19 @@ def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], sa
 
 
 def _copy_others(source: Path, read: Collection[Path], out: Path, said: Mapping[str, str | None]) -> list[str]:
-    """All files that hold no weights, those in `said` with another text; returns notes of those that were left."""
+    """Copy all files that hold no weights, those in `said` with another text; returns notes of those that were left out.
+
+    Hidden files and links that leave the folder may be the user's own, such as a key, and do not belong to the model.
+    """
     shutil.rmtree(out, ignore_errors=True)                       # of a process that was killed
     out.mkdir()
-    left = []
+    left, private = [], []
     for path in regular_files(source) if source.is_dir() else ():
         short = path.relative_to(source)
         if path.name.endswith((*WEIGHTS, *INDICES)):
             left += [] if path in read or str(short) in said else [str(short)]
+        elif path.name.startswith(".") or _leaves(path, source):
+            private.append(str(short))
         elif str(short) not in said:
             (out / short).parent.mkdir(parents=True, exist_ok=True)
             with open(path, "rb") as old, replacing(out / short) as new:
@@ -70,7 +75,14 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, said: Mapping[
         if text is not None:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             write_text(out / name, text)
-    return [f"{name} holds other weights, and was not copied" for name in sorted(left)]
+    return [*(f"{name} holds other weights, and was not copied" for name in sorted(left)),
+            *(f"{name} is hidden or a link out of the folder, and was not copied" for name in sorted(private))]
+
+
+def _leaves(path: Path, root: Path) -> bool:
+    """Whether a file is a link out of its folder, other than to a blob of the hub's cache."""
+    target = path.resolve()
+    return root.resolve() not in target.parents and target.parent.name != "blobs"
 
 
 def regular_files(root: Path) -> Iterator[Path]:
