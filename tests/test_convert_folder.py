@@ -96,7 +96,7 @@ def test_layers_change_and_all_else_stays(sharded: Path, weights: dict[str, Pack
 
 
 def test_private_files_are_not_copied(sharded: Path, tmp_path: Path) -> None:
-    """A link out of the folder or a hidden file may be a key; blobs of the hub's cache and links inside of the folder are copied."""
+    """A link out of the folder or a hidden file may be a key; blobs of the hub and links inside of the folder are copied."""
     blobs = tmp_path / "cache" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "0123").write_text("cached")
