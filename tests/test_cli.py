@@ -356,3 +356,15 @@ def test_a_row_of_the_picture_holds_neighbours() -> None:
     rows = [line.split("|")[1:3] for line in lines]
     assert [[cell.strip() for cell in row] for row in rows] == [
         [f"q[{64 * c + 32}]..q[{64 * c + 63}] (4 bits)", f"q[{64 * c}]..q[{64 * c + 31}] (4 bits)"] for c in range(4)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+@pytest.mark.parametrize("arguments", [("list",), ("show", "q4_0"), ("--help",)], ids=str)
+def test_standard_output_that_cannot_be_written(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """Full: exit code 1 and a sentence.  Closed by the reader: exit code 1.  Closed from the start: nobody reads."""
+    command = shlex.join([sys.executable, "-m", "qdsl", *arguments])
+    for redirection, code, message in ((">/dev/full", 1, "No space left on device"), ("| true", 0, ""), (">&-", 0, "")):
+        run = subprocess.run(f"{command} {redirection}", shell=True, cwd=tmp_path, capture_output=True, text=True,
+                             env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+        assert run.returncode == code and "Traceback" not in run.stderr
+        assert (run.stderr.startswith("error: ") and message in run.stderr) if message else run.stderr == ""

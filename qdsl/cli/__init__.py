@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +25,20 @@ Names = Annotated[list[str], typer.Argument(help="Spec files, or names of format
 
 
 def main() -> None:
-    app()
+    """Run the command line; where standard output cannot be written, end with exit code 1 and a sentence."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:                           # the caller has closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # so that nothing is flushed again at the end
+        if not isinstance(error, BrokenPipeError):
+            typer.echo(f"error: standard output: {error.strerror}", err=True)
+        sys.exit(1)
 
 
 def _version(value: bool) -> None:
@@ -61,6 +76,8 @@ def _reported(code: int = 1) -> Iterator[None]:
     except SpecError as error:
         count = len(error.problems)
         _fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}")
+    except BrokenPipeError:                                      # of standard output, as where `head` has enough
+        raise
     except (CheckpointError, QuantizeError, RewriteError, OSError) as error:
         _fail(f"error: {error}", code)
 
@@ -436,7 +453,6 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
 def _ended_by_exit() -> Iterator[None]:
     """A process that is told to end tidies up as one that is interrupted does."""
     import signal
-    import sys
 
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -738,8 +754,6 @@ def demo(weights: Annotated[Path | None, typer.Option("--weights", help="A safet
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> None:
-    import sys
-
     from rich.console import Console
     from rich.table import Table
 
