@@ -27,8 +27,9 @@ from qdsl.checkpoint.safetensors import write
 from qdsl.checkpoint.verify import differences
 from qdsl.checkpoint.verify_decoded import decoded_differences
 from qdsl.cli import app
-from qdsl.compress import patterns, restore, run, tensors
+from qdsl.compress import patterns, restore, run
 from qdsl.compress.original import ORIGINAL
+from qdsl.compress.tensors import Coded
 from qdsl.compress.units import FORMATS, Aim
 from qdsl.entropy import df11
 from qdsl.entropy.bfloat16 import HLANE
@@ -239,8 +240,8 @@ def test_a_compressed_folder_in_another_format(source: str, aim: Aim, sharded: P
     run.compress(sharded, aim, tmp_path / "expected")
     monkeypatch.setattr(run.pieces, "WORTH", 1 << 13)            # several pieces
     decoded: list[str] = []
-    original = tensors.Coded.decoded
-    monkeypatch.setattr(tensors.Coded, "decoded", lambda coded: decoded.append(coded.name) or original(coded))
+    original = Coded.decoded
+    monkeypatch.setattr(Coded, "decoded", lambda coded: decoded.append(coded.name) or original(coded))
     run.compress(tmp_path / "source", aim, tmp_path / "out")
     assert len(decoded) == len(set(decoded)) == (3 if source == "df11" else 7)
     expected = without(folders.files(tmp_path / "expected"), "pytorch_model.bin")
@@ -266,7 +267,7 @@ def test_a_published_folder_becomes_hlane(toy: Path, tmp_path: Path) -> None:
         assert not decoded_differences(toy, out)
         assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "hlane"
     for wrong, message in (({}, r"nothing says the shape of '.*\.weight'; --like REF can"),
-                           ({name: (1, 1) for name in shapes}, r"has \d+ numbers, and not the shape \[1, 1\]")):
+                           (dict.fromkeys(shapes, (1, 1)), r"has \d+ numbers, and not the shape \[1, 1\]")):
         with pytest.raises(RewriteError, match=message):
             run.compress(source, Aim("hlane"), tmp_path / "wrong", shapes=lambda folder, wrong=wrong: wrong)
     write(tmp_path / "less.safetensors", {name: torch.zeros(shape).bfloat16() for name, shape in list(shapes.items())[1:]})

@@ -537,8 +537,8 @@ def _ratio(decibels: float | None) -> float:
     return math.inf if decibels is None else decibels
 
 
-Like = Annotated[str | None, typer.Option("--like", metavar="REF", help="A checkpoint with the same tensors, of which headers are "
-                 "read, where neither the folder nor the model's class states shapes.")]
+Like = Annotated[str | None, typer.Option("--like", metavar="REF", help="A checkpoint with the same tensors, whose headers state "
+                 "shapes where neither the folder nor the model's class does.")]
 
 
 def _model_shapes(folder: Any) -> Any:
