@@ -14,7 +14,7 @@ from typing import Any
 from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import CONFIG, Group
-from qdsl.checkpoint.guard import has_own_settings, unguarded
+from qdsl.checkpoint.guard import CLASS, has_own_settings, unguarded
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.quantization import quantizations
 from qdsl.checkpoint.references import local_headers
@@ -27,7 +27,6 @@ from qdsl.rewrite import RewriteError
 from qdsl.rewrite.shards import index_text
 
 WEIGHT = ".weight"
-CLASS = "_class_name"                                            # in configs of diffusers
 STEMS = {True: "diffusion_pytorch_model", False: "model"}        # of files that diffusers reads, and transformers
 Files = Mapping[str, tuple[bytes, Header]]                       # by name: the bytes before the tensors, and what they state
 Shapes = Callable[[Folder], Mapping[str, Shape]]                 # of a model's parameters, from elsewhere than its files

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.guard import unguarded
+from qdsl.checkpoint.guard import CLASS, unguarded
 from qdsl.checkpoint.safetensors import shown
 from qdsl.checkpoint.sources import FolderSource
 from qdsl.models.plan import Names, renamed
@@ -38,8 +38,8 @@ def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
 def _on_meta(folder: Folder) -> Any:
     """The model of a folder's config, without numbers."""
     config = {key: value for key, value in unguarded(folder.config).items() if key not in QUANTIZATION}
-    library = "diffusers" if "_class_name" in config else "transformers"
-    names = [config.get("_class_name")] if library == "diffusers" else config.get("architectures") or []
+    library = "diffusers" if CLASS in config else "transformers"
+    names = [config.get(CLASS)] if library == "diffusers" else config.get("architectures") or []
     if not names:
         raise RewriteError("config.json names no class of diffusers or transformers")
     try:
