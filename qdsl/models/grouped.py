@@ -107,12 +107,13 @@ class GroupedBlock:
     """Decodes weights that are coded together before a module runs, into memory that the next block takes.
 
     block: the module that runs with the decoded weights, and whose parameters are the group's tensors (see `hold_group`).
-    names: of these parameters, by the format's.  Where gradients flow, weights are decoded into memory of their own, which
-    autograd keeps.
+    names: of these parameters, by the format's.  depth: how many blocks with groups of their own are around this one, whose
+    decoded weights must stay.  Where gradients flow, weights are decoded into memory of their own, which autograd keeps.
     """
 
     def __init__(self, block: nn.Module, packed: PackedWeight, names: Mapping[str, str], members: Sequence[Member]) -> None:
         self.block = block
+        self.depth = 0
         self.names = dict(names)
         self.members = tuple(members)
         self._packed = packed.derive({})
@@ -150,7 +151,7 @@ class GroupedBlock:
         if packed.device.type == "meta":                         # torch's CPU kernels compute with tensors on meta, in silence
             raise TypeError(f"the coded weights of this {type(self.block).__name__} are on meta: load them before it runs")
         fresh = not shared or torch.is_grad_enabled() or torch.compiler.is_compiling()
-        out = None if fresh else scratch("group of weights", packed.shape, dtype, packed.device)
+        out = None if fresh else scratch(f"group of weights {self.depth}", packed.shape, dtype, packed.device)
         return packed.format.dequantize(packed, dtype, out).view(-1)
 
     def _hide(self) -> None:
