@@ -31,6 +31,9 @@ from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.stored import OF_X
 
 
+SMALL = 1 << 20                                                  # bytes of a plain tensor that may be copied
+
+
 @dataclass(slots=True)
 class LoadReport:
     """What became of a model's layers and of a checkpoint's tensors.
@@ -229,7 +232,7 @@ class _Loader:
             with torch.no_grad():
                 old.copy_(tensor)
             return
-        value = self._moved(tensor, device, dtype)
+        value = _aligned(self._moved(tensor, device, dtype))
         if name in self.names.buffers:
             self._set(name, value)
             return
@@ -466,6 +469,13 @@ class _Loader:
             self._fill(name, torch.cat([decoded[part] for part in parts]).view(old.shape))
             self.report.dense[name] = step.dense
         self.origin.changed = True
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """A small tensor in memory of its own unless it lies at a multiple of 16 bytes, on which bits of torch's products depend."""
+    is_small = tensor.device.type == "cpu" and tensor.nbytes <= SMALL
+    return tensor.clone() if is_small and tensor.data_ptr() % 16 else tensor
+
 
 def held_bytes(model: nn.Module) -> dict[str, int]:
     """Bytes of a model's parameters and buffers by device, shared ones once."""
