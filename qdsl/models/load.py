@@ -30,7 +30,6 @@ from qdsl.runtime.module import PackedModule
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.stored import OF_X
 
-
 SMALL = 1 << 20                                                  # bytes of a plain tensor that may be copied
 
 
