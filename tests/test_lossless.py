@@ -96,7 +96,8 @@ def test_shapes_by_the_names_of_the_base_model(pipeline: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(("config", "message"), [
     ({}, "names no class"), ({"architectures": ["Nope"]}, "'Nope', which transformers does not have"),
-    ({"_class_name": "Nope"}, "'Nope', which diffusers does not have")])
+    ({"_class_name": "Nope"}, "'Nope', which diffusers does not have"),
+    ({"architectures": ["Qwen3Model"], "hidden_size": "x"}, "Qwen3Model of transformers cannot be built by config.json")])
 def test_configs_without_a_class(config: dict[str, Any], message: str, df11: Path, tmp_path: Path) -> None:
     """The message names the option that states shapes, and the command with it works."""
     source = shutil.copytree(df11 / "transformer", tmp_path / "in")

@@ -70,7 +70,7 @@ def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell
               asked["plain_config"])
     path = Path(asked["from"])
     with components.opened(path) as folders:
-        work = _work(path, folders, aim, out, asked["like"], shapes)
+        work = _work(path, folders, aim, out, asked.get("like"), shapes)
         there = _there(work.pieces)
         if missing := len(work.pieces) - len(there):
             raise RewriteError(f"{out}: {missing} of {len(work.pieces)} pieces are not there, or not of {path} as it is now")

@@ -48,7 +48,8 @@ def _on_meta(folder: Folder) -> Any:
         raise RewriteError(f"config.json names {shown(str(names[0]))}, and {library} is not installed") from None
     if cls is None:
         raise RewriteError(f"config.json names {shown(str(names[0]))}, which {library} does not have")
-    with torch.device("meta"):
-        if library == "diffusers":
-            return cls.from_config(config)
-        return cls(cls.config_class.from_dict(config))
+    try:
+        with torch.device("meta"):
+            return cls.from_config(config) if library == "diffusers" else cls(cls.config_class.from_dict(config))
+    except Exception as error:                                   # of many kinds, by what is wrong
+        raise RewriteError(f"{names[0]} of {library} cannot be built by config.json: {error}") from error
