@@ -29,6 +29,7 @@ from qdsl.checkpoint.verify_decoded import decoded_differences
 from qdsl.cli import app
 from qdsl.compress import patterns, restore, run
 from qdsl.compress.original import ORIGINAL
+from qdsl.compress.tensors import Coded
 from qdsl.compress.units import FORMATS, Aim
 from qdsl.entropy import df11
 from qdsl.entropy.bfloat16 import HLANE
@@ -118,7 +119,7 @@ def test_the_files_of_the_package(toy: Path, tmp_path: Path) -> None:
 
 def test_a_folder_of_the_package_with_another_that_says_the_shapes(toy: Path, tmp_path: Path) -> None:
     shutil.copytree(DF11, tmp_path / "in", ignore=shutil.ignore_patterns("*.npz"))
-    with pytest.raises(RewriteError, match="no file here says what shapes its matrices have; --like FOLDER can"):
+    with pytest.raises(RewriteError, match="no file here says what shapes its matrices have; --like REF can"):
         restore.decompress(tmp_path / "in", tmp_path / "out")
     report = restore.decompress(tmp_path / "in", tmp_path / "out", like=toy)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (toy / "model.safetensors").read_bytes()
@@ -218,8 +219,9 @@ def test_models_of_a_pipeline(format: str, pipeline: Path, tmp_path: Path) -> No
     assert command("verify", pipeline, tmp_path / "back").stdout == "equal\n"
     only = run.compress(pipeline, Aim(format, only=("transformer",)), tmp_path / "only")
     assert only["units"] < report["units"]
-    with pytest.raises(RewriteError, match="transformer: is compressed already; `qdsl decompress` makes of it what it was"):
-        run.compress(tmp_path / "only", Aim("fix4"), tmp_path / "twice")
+    run.compress(pipeline, Aim("fix4"), tmp_path / "fix4")
+    run.compress(tmp_path / "only", Aim("fix4"), tmp_path / "again", check=True)
+    assert folders.files(tmp_path / "again") == folders.files(tmp_path / "fix4")
     rest = run.compress(tmp_path / "only", Aim(format, only=("text_encoder",)), tmp_path / "rest")
     assert only["units"] + rest["units"] == report["units"]
     assert folders.files(tmp_path / "rest") == folders.files(tmp_path / "out")
@@ -227,6 +229,66 @@ def test_models_of_a_pipeline(format: str, pipeline: Path, tmp_path: Path) -> No
     assert run.compress(pipeline, Aim(format, only=("vae",)), tmp_path / "vae")["matrices"] == 1
     with pytest.raises(RewriteError, match="no model 'unet': there are text_encoder, transformer, vae"):
         run.compress(pipeline, Aim(format, only=("unet",)), tmp_path / "none")
+
+
+@pytest.mark.parametrize(("source", "aim"), [
+    ("df11", Aim("hlane")), ("df11", Aim("fix4")), ("df11", Aim("df11", threads=256)), ("hlane", Aim("df11")),
+    ("fix4", Aim("df11", patterns={r"model\.layers\.\d+": ["mlp.up", "mlp.q"]}))])
+def test_a_compressed_folder_in_another_format(source: str, aim: Aim, sharded: Path, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that the plain folder would become; groups are decoded once, also where their matrices lie in several files."""
+    run.compress(sharded, Aim(source), tmp_path / "source")
+    run.compress(sharded, aim, tmp_path / "expected")
+    monkeypatch.setattr(run.pieces, "WORTH", 1 << 13)            # several pieces
+    decoded: list[str] = []
+    original = Coded.decoded
+    monkeypatch.setattr(Coded, "decoded", lambda coded: decoded.append(coded.name) or original(coded))
+    run.compress(tmp_path / "source", aim, tmp_path / "out")
+    assert len(decoded) == len(set(decoded)) == (3 if source == "df11" else 7)
+    expected = without(folders.files(tmp_path / "expected"), "pytorch_model.bin")
+    assert folders.files(tmp_path / "out") == expected and not decoded_differences(sharded, tmp_path / "out")
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert not differences(sharded, tmp_path / "back")
+
+
+def test_a_published_folder_becomes_hlane(toy: Path, tmp_path: Path) -> None:
+    """Shapes come from another checkpoint's headers or from a model; parts of the work know them, too."""
+    source = shutil.copytree(DF11, tmp_path / "in", ignore=shutil.ignore_patterns("*.npz"))
+    with pytest.raises(RewriteError, match="says what shapes its matrices have; --like REF can, a folder or repository with"):
+        run.compress(source, Aim("hlane"), tmp_path / "out")
+    found = command("compress", source, "-f", "hlane", "-o", tmp_path / "like", "-j", 1, "--like", toy, "--shard", "1/1")
+    assert found.exit_code == 0 and command("merge-index", tmp_path / "like").exit_code == 0
+    with Folder(toy) as folder:
+        shapes = {name: folder.entry(name).shape for name in folder.names()}
+    run.compress(source, Aim("hlane"), tmp_path / "out", shapes=lambda folder: shapes, check=True)
+    run.compress(toy, Aim("hlane"), tmp_path / "expected")
+    same, *others = (without(folders.files(tmp_path / name), "config.json", ORIGINAL) for name in ("expected", "like"))
+    assert others == [same]
+    for out in (tmp_path / "like", tmp_path / "out"):
+        assert not decoded_differences(toy, out)
+        assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "hlane"
+    for wrong, message in (({}, r"nothing says the shape of '.*\.weight'; --like REF can"),
+                           (dict.fromkeys(shapes, (1, 1)), r"has \d+ numbers, and not the shape \[1, 1\]")):
+        with pytest.raises(RewriteError, match=message):
+            run.compress(source, Aim("hlane"), tmp_path / "wrong", shapes=lambda folder, wrong=wrong: wrong)
+    write(tmp_path / "less.safetensors", {name: torch.zeros(shape).bfloat16() for name, shape in list(shapes.items())[1:]})
+    with pytest.raises(RewriteError, match=r"less\.safetensors has no tensor|nothing says the shape of"):
+        run.compress(source, Aim("hlane"), tmp_path / "wrong", like=tmp_path / "less.safetensors")
+
+
+def test_files_that_libraries_read(tmp_path: Path) -> None:
+    """A model of diffusers in a file for each group becomes files with an index, by the library's names."""
+    path = folders.folder(tmp_path / "in", model(), config={"_class_name": "Toy"}, index=False)
+    run.compress(path, Aim("df11", by_group=True), tmp_path / "df11")
+    (tmp_path / "df11" / ORIGINAL).unlink()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model().items()}
+    run.compress(tmp_path / "df11", Aim("fix4"), tmp_path / "out", shapes=lambda folder: shapes)
+    stem = "diffusion_pytorch_model"
+    assert sorted(name for name in folders.files(tmp_path / "out") if "safetensors" in name) == [
+        *(f"{stem}-0000{number}-of-00004.safetensors" for number in range(1, 5)), f"{stem}.safetensors.index.json"]
+    assert not decoded_differences(path, tmp_path / "out")
+    report = restore.decompress(tmp_path / "df11", tmp_path / "back", shapes=lambda folder: shapes)
+    assert not differences(path, tmp_path / "back") and not report["exact"]
 
 
 def test_what_lies_beside_a_pipeline_is_none_of_its_models(pipeline: Path, tmp_path: Path) -> None:

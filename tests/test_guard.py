@@ -240,7 +240,7 @@ def test_a_config_of_the_dfloat11_package(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_models_of_a_pipeline(format: str, tmp_path: Path) -> None:
-    """Every model that holds compressed weights has a guard of its own, and others keep their bytes."""
+    """Every compressed model of transformers has a guard of its own; diffusers needs none, and others keep their bytes."""
     configs = {"transformer": {"_class_name": "Transformer"}, "text_encoder": VISION, "vae": {"_class_name": "VAE"}}
     for name, data in configs.items():
         (tmp_path / "pipe" / name).mkdir(parents=True)
@@ -250,7 +250,8 @@ def test_models_of_a_pipeline(format: str, tmp_path: Path) -> None:
     (tmp_path / "pipe" / "model_index.json").write_text('{"_class_name": "Pipe"}')
     run.compress(tmp_path / "pipe", Aim(format), tmp_path / "out")
     assert config(tmp_path / "out" / "text_encoder").items() >= guarded(VISION).items()
-    assert config(tmp_path / "out" / "transformer")[FIELD] == SENTENCE
+    assert config(tmp_path / "out" / "transformer").keys() >= {"quantization_config"}
+    assert FIELD not in config(tmp_path / "out" / "transformer")
     before, after = folders.files(tmp_path / "pipe"), folders.files(tmp_path / "out")
     assert all(before[name] == after[name] for name in ("model_index.json", "vae/config.json", "vae/model.safetensors"))
     restore.decompress(tmp_path / "out", tmp_path / "back")

@@ -93,6 +93,20 @@ def test_weights_on_a_cpu_stay_mapped_unless_they_are_copied(tmp_path: Path) -> 
     assert files(source) == before
 
 
+def test_small_plain_tensors_are_aligned(tmp_path: Path) -> None:
+    """torch's products with one row differ in bits by where a weight lies, and so would a saved model from itself."""
+    torch.manual_seed(0)
+    names = [f"{'n' * length}.weight" for length in range(1, 20)]
+    dense = nn.ModuleDict({name.partition(".")[0]: nn.Linear(65, 65, bias=False) for name in names})
+    source = folder(tmp_path / "in", {name: parameter.detach() for name, parameter in dense.named_parameters()})
+    with torch.device("meta"):
+        model = nn.ModuleDict({name.partition(".")[0]: nn.Linear(65, 65, bias=False) for name in names})
+    qdsl.load_weights_(model, source)
+    assert all(parameter.data_ptr() % 16 == 0 for parameter in model.parameters())
+    x = torch.randn(1, 65)
+    assert all(torch.equal(model[name](x), dense[name](x)) for name in model)
+
+
 def test_a_model_that_is_not_on_meta_keeps_its_parameters(tmp_path: Path) -> None:
     """Plain numbers are copied into them, in the dtype that the model has."""
     model = Mlp()

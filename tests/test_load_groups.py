@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import qdsl
 from qdsl.compress.run import compress
 from qdsl.compress.units import Aim
 from qdsl.generated import fp8_tensor, int_group, ocp_mxfp4, q8_0
+from qdsl.models import grouped
 from qdsl.models.plan import LoadError
 from tests.support.small_models import Mlp, files, folder, weight
 
@@ -312,3 +314,31 @@ def test_a_group_with_a_weight_outside_of_its_block_is_decoded_for_good(tmp_path
     with qdsl.open(tmp_path / "out") as saved:
         assert list(saved.groups) == ["embed", "layers.0"] and saved.report().problems == []
         assert torch.equal(saved.weight("far.weight"), dense.layers[1].up.weight)
+
+
+def test_blocks_with_groups_inside_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of experts: memory that is shared between blocks, as on a GPU, is not that of a block around them, which goes on."""
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+            self.experts = nn.ModuleList([Mlp(64) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.experts[0](x) + self.experts[1](x)
+            return self.down(self.up(x))                         # with weights that were decoded first
+
+    dense = nn.ModuleDict({"layers": nn.Sequential(Outer(), Outer())}).bfloat16()
+    tensors = {name: parameter.detach() for name, parameter in dense.named_parameters()}
+    inner = {r"layers\.\d+\.experts\.\d+": ["up", "down"]}
+    patterns = {r"layers\.\d+": ["up", "down"], **inner}
+    compress(folder(tmp_path / "plain", tensors, {}), Aim("df11", patterns=patterns), tmp_path / "df11")
+    with torch.device("meta"):
+        model = nn.ModuleDict({"layers": nn.Sequential(Outer(), Outer())}).bfloat16()
+    qdsl.load_weights_(model, tmp_path / "df11")
+    buffers: dict[str, Tensor] = {}
+    monkeypatch.setattr(grouped, "scratch", lambda use, shape, dtype, device: buffers.setdefault(
+        use, torch.empty(1 << 16, dtype=dtype))[:math.prod(shape)].view(shape))
+    x = torch.randn(3, 64).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(model["layers"](x), dense["layers"](x)) and len(buffers) == 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,14 @@ def groups(folder: Folder) -> list[Group]:
             if tensors is not None and all(map(folder.__contains__, tensors.values())):
                 found.append(_group(folder, format, name, tensors, settings))
     return found
+
+
+def refuse_groups(folder: Folder, known: Sequence[Group] | None = None) -> None:
+    """Raise CheckpointError, which names the remedy, for a folder whose weights are coded together.  known: its groups."""
+    coded = groups(folder) if known is None else known
+    if coded:
+        raise CheckpointError(f"{folder.path}: weights are coded together, as {coded[0].format}; run `qdsl decompress FOLDER "
+                              "--out PLAIN` and use PLAIN")
 
 
 def _tensors(format: Description, leaves: Mapping[str, str]) -> dict[str, str] | None:

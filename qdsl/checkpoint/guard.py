@@ -18,6 +18,7 @@ READER = "Only the package qdsl-formats reads these weights"      # how the sent
 SENTENCE = (f"{READER}: `pip install qdsl-formats`, then `import qdsl.models.transformers` before `from_pretrained`, "
             "or fill a model with `qdsl.load_weights_(model, folder)`.")
 
+CLASS = "_class_name"                                            # a config of diffusers has it
 # Objects of a config that describe no model, even where they state what models do.
 SETTINGS = ("quantization_config", "compression_config", "dfloat11_config", "generation_config")
 # A model states how many layers it has; configs of parts, such as attn_config, do not, and some refuse fields unknown to them.
@@ -28,8 +29,11 @@ def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a config.json whose model, and every model nested in it, loads with qdsl alone.
 
     A class of transformers may load a nested config by itself: Gemma3ForCausalLM reads `text_config` and nothing else.
-    The name of a file that the field stated before is kept in `replaced_transformers_weights`.
+    The name of a file that the field stated before is kept in `replaced_transformers_weights`.  Configs of diffusers get no
+    sentence: diffusers itself refuses settings that it does not know, and warns of unknown fields.
     """
+    if CLASS in config:
+        return dict(config)
     nested = {key: guarded(value) if _is_model(key, value) else value for key, value in config.items()}
     if FIELD in nested and not is_guard(nested[FIELD]):
         nested[REPLACED] = nested[FIELD]

@@ -520,11 +520,11 @@ def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all pa
         if command == "compress":
             from qdsl.compress import run as compressing
 
-            _compressed(compressing.merge(out, jobs=None, tell=partial(progress, unit="B")), as_json)
+            _compressed(compressing.merge(out, shapes=_model_shapes, jobs=None, tell=partial(progress, unit="B")), as_json)
         elif command == "decompress":
             from qdsl.compress import restore
 
-            _restored(restore.merge(out), as_json)
+            _restored(restore.merge(out, shapes=_model_shapes), as_json)
         else:
             from qdsl.convert import run
 
@@ -559,6 +559,21 @@ def _ratio(decibels: float | None) -> float:
     return math.inf if decibels is None else decibels
 
 
+Like = Annotated[str | None, typer.Option("--like", metavar="REF", help="A checkpoint with the same tensors, whose headers state "
+                 "shapes where neither the folder nor the model's class does.")]
+
+
+def _model_shapes(folder: Any) -> Any:
+    """The shapes of the parameters of a folder's model, as the class of its library has them."""
+    from qdsl.rewrite import RewriteError
+
+    try:
+        from qdsl.models.shapes import model_shapes
+    except ImportError as error:
+        raise RewriteError(f"no class of the model is installed, {error}") from None
+    return model_shapes(folder)
+
+
 @app.command()
 def compress(folder: Annotated[Path, _source("A folder of safetensors files, one of several such models, as in diffusers, or one "
                                                "file.")],
@@ -580,10 +595,10 @@ def compress(folder: Annotated[Path, _source("A folder of safetensors files, one
              by_group: Annotated[bool, typer.Option("--file-per-group", help="df11: a file for each group.")] = False,
              plain_config: Annotated[bool, typer.Option("--plain-config", help="df11: the dfloat11 package's config.json, to be "
                                      "loaded with that package.")] = False,
-             as_json: Json = False) -> None:
+             like: Like = None, as_json: Json = False) -> None:
     """Write a checkpoint with its bfloat16 matrices in fewer bits, without loss, and all else as it was.
 
-    What is broken off is taken up again by the same command.
+    Compressed checkpoints, such as DF11, change their format.  Run the same command again to resume.
     """
     from functools import partial
 
@@ -605,7 +620,8 @@ def compress(folder: Annotated[Path, _source("A folder of safetensors files, one
     with _reported(), _ended_by_exit():
         aim = Aim(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
                   tuple(component or ()), plain_config)
-        found = run.compress(folder, aim, out, jobs=jobs, part=part, check=check, tell=partial(progress, unit="B"))
+        found = run.compress(folder, aim, out, like=like, shapes=_model_shapes, jobs=jobs, part=part, check=check,
+                             tell=partial(progress, unit="B"))
     _compressed(found, as_json, "" if part is None else f"part {shard} of ")
 
 
@@ -630,8 +646,7 @@ def _compressed(found: dict[str, Any], as_json: bool, part: str = "") -> None:
 @app.command()
 def decompress(folder: Annotated[Path, _source("What `compress`, or for DF11 the dfloat11 package, wrote.")],
                out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)],
-               like: Annotated[Path | None, typer.Option("--like", help="A checkpoint with the same tensors, where nothing "
-                                                                        "else says their shapes.")] = None,
+               like: Like = None,
                jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default as many as there "
                                                                                     "are processors and memory for.")] = None,
                shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Write the I-th of N parts alone, from "
@@ -648,7 +663,8 @@ def decompress(folder: Annotated[Path, _source("What `compress`, or for DF11 the
 
     part = None if shard is None else _part(shard)
     with _reported(), _ended_by_exit():
-        found = restore.decompress(folder, out, like=like, jobs=jobs, part=part, tell=partial(progress, unit="B"))
+        found = restore.decompress(folder, out, like=like, shapes=_model_shapes, jobs=jobs, part=part,
+                                   tell=partial(progress, unit="B"))
     _restored(found, as_json, "" if part is None else f"part {shard} of ")
 
 

@@ -13,13 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.folder import INDEX_LIMIT, Folder
 from qdsl.checkpoint.safetensors import CheckpointError, Header, open_regular, parse_header, strict_json
-from qdsl.compress.pieces import Made
-from qdsl.compress.units import Aim, Unit
 
 ORIGINAL = "qdsl-original.json"
 SCHEMA = 1
@@ -35,20 +32,12 @@ class Original:
     crc: Mapping[str, int]
 
 
-def original(folder: Folder, aim: Aim, held: Sequence[tuple[Unit, Made]]) -> str:
-    """The text."""
-    headers = {path.name: _header(path) for path in folder.shards}
-    others = ["config.json", folder.index_name] if folder.path.is_dir() else []
-    files = {name: (folder.root / name).read_bytes().decode() for name in others if (folder.root / name).is_file()}
-    groups = {unit.name: list(unit.parts) for unit, _ in held} if aim.format == "df11" else {}
-    crc = {name: each.crc[name] for unit, each in held for name in unit.parts}
-    return json.dumps({"schema": SCHEMA, "format": aim.format, "headers": headers, "files": files, "groups": groups, "crc": crc},
+def text(format: str, files: Mapping[str, tuple[bytes, Header]], texts: Mapping[str, str],
+         groups: Mapping[str, Sequence[str]], crc: Mapping[str, int]) -> str:
+    """The text of the file.  files: by name their bytes before the tensors; texts: of config.json and the index."""
+    headers = {name: start[8:].decode() for name, (start, _) in files.items()}
+    return json.dumps({"schema": SCHEMA, "format": format, "headers": headers, "files": texts, "groups": groups, "crc": crc},
                       indent=1, ensure_ascii=False) + "\n"
-
-
-def _header(path: Path) -> str:
-    with open(path, "rb") as file:
-        return file.read(int.from_bytes(file.read(8), "little")).decode()
 
 
 def read(folder: Folder) -> Original | None:

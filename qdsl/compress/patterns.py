@@ -10,43 +10,43 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from qdsl.checkpoint.folder import CONFIG_LIMIT, Folder
+from qdsl.checkpoint.folder import CONFIG_LIMIT
 from qdsl.checkpoint.groups import CONFIG
 from qdsl.checkpoint.safetensors import CheckpointError, open_regular, shown, strict_json
+from qdsl.compress.model import WEIGHT, Model
 from qdsl.rewrite import RewriteError
 
-WEIGHT = ".weight"
 MOST = (1 << 31) - 1                                             # numbers of a group: DF11 counts them in 31 bits
 COLUMNS = 64                                                     # of a stack's matrices, at least
 _EMBEDDING = re.compile("embed|bias")                            # T5's blocks have one called relative_attention_bias
 Patterns = Mapping[str, Sequence[str]]
 
 
-def matrices(folder: Folder) -> dict[str, int]:
+def matrices(model: Model) -> dict[str, int]:
     """The modules whose weights are bfloat16 matrices, as those of Linear and Embedding are, in the order of the files; and how
     many numbers each has.
     """
-    return {name.removesuffix(WEIGHT): folder.entry(name).nbytes // 2 for name in folder.names() if is_matrix(folder, name)}
+    return {name.removesuffix(WEIGHT): model.entry(name).nbytes // 2 for name in model.names() if is_matrix(model, name)}
 
 
-def is_matrix(folder: Folder, name: str) -> bool:
-    entry = folder.entry(name)
+def is_matrix(model: Model, name: str) -> bool:
+    entry = model.entry(name)
     return name.endswith(WEIGHT) and entry.dtype == "BF16" and len(entry.shape) == 2 and entry.nbytes > 0
 
 
-def is_stack(folder: Folder, name: str) -> bool:
+def is_stack(model: Model, name: str) -> bool:
     """Whether a tensor is matrices of experts, one after the other: a weight, or a parameter of its experts.
 
     Of fewer columns it would be a convolution's kernels, and grow.
     """
-    entry = folder.entry(name)
+    entry = model.entry(name)
     return entry.dtype == "BF16" and len(entry.shape) == 3 and entry.nbytes > 0 and entry.shape[2] >= COLUMNS and (
         name.endswith(WEIGHT) or name.split(".")[-2:-1] == ["experts"])
 
 
-def modules(folder: Folder) -> list[str]:
+def modules(model: Model) -> list[str]:
     """All modules, by the names of their tensors."""
-    return list(dict.fromkeys(name[:place] for name in folder.names() for place in range(1, len(name)) if name[place] == "."))
+    return list(dict.fromkeys(name[:place] for name in model.names() for place in range(1, len(name)) if name[place] == "."))
 
 
 def found(sizes: Mapping[str, int], every: Iterable[str] = ()) -> dict[str, list[str]]:
@@ -122,27 +122,27 @@ def read(text: str) -> dict[str, list[str]]:
     return said
 
 
-def matched(folder: Folder, patterns: Patterns) -> dict[str, list[str]]:
+def matched(model: Model, patterns: Patterns) -> dict[str, list[str]]:
     """The weights of each module that a pattern names, in the pattern's order.
 
     Raises RewriteError for a weight that is not there, that is no bfloat16 matrix, or that is held twice.
     """
-    names = modules(folder)
+    names = modules(model)
     groups: dict[str, list[str]] = {}
     held: dict[str, str] = {}
     for pattern, attributes in patterns.items():
         for module in filter(re.compile(pattern).fullmatch, names):
-            where = f"{folder.path}: {shown(module)}, which {shown(pattern)} names"
+            where = f"{model.path}: {shown(module)}, which {shown(pattern)} names"
             own = f"{module}{WEIGHT}"
-            weights = [own] if own in folder else [f"{module}.{each}{WEIGHT}" for each in attributes]
+            weights = [own] if own in model else [f"{module}.{each}{WEIGHT}" for each in attributes]
             if module in groups or not weights:
                 why = "is named twice" if module in groups else "has no weight, and the pattern lists none"
                 raise RewriteError(f"{where}, {why}")
             for weight in weights:
-                if weight not in folder:
+                if weight not in model:
                     raise RewriteError(f"{where}, has no {shown(weight)}")
-                if not is_matrix(folder, weight):
-                    entry = folder.entry(weight)
+                if not is_matrix(model, weight):
+                    entry = model.entry(weight)
                     raise RewriteError(f"{where}: {shown(weight)} is {entry.dtype} {list(entry.shape)}, and no bfloat16 matrix")
                 if weight in held:
                     raise RewriteError(f"{where}: {shown(weight)} is in {shown(held[weight])} already")

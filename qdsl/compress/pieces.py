@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.checkpoint.safetensors import CheckpointError, Chunks, Header, read_header, write_chunks
 from qdsl.compress import codecs
+from qdsl.compress.tensors import Coded, Reader, checksum, octets
 from qdsl.compress.units import Aim, Unit
 from qdsl.entropy.lookup import StreamError
 from qdsl.rewrite.shards import key
@@ -48,24 +47,28 @@ class Made:
 
 def pieces(units: Sequence[Unit], aim: Aim, stage: Path, sources: Mapping[Path, list[Any]]) -> list[Piece]:
     """Units in a row, cut by their sizes.  sources: what is known of their files."""
-    found = []
+    result = []
     for number, some in enumerate(_batches(units)):
-        said = [[unit.label, [[name, sources[each.path], each.shape, each.start] for name, each in unit.parts.items()]]
-                for unit in some]
-        found.append(Piece(stage / PIECES / f"{number:06}.safetensors", aim, tuple(some),
-                           key(aim.format, aim.threads, aim.may_grow, said)))
-    return found
+        origins = [[unit.label, unit.plain, [[name, data.shape, [[sources[own.path], own.start] for own in data.places]]
+                                             for name, data in unit.parts.items()]] for unit in some]
+        result.append(Piece(stage / PIECES / f"{number:06}.safetensors", aim, tuple(some),
+                            key(aim.format, aim.threads, aim.may_grow, origins)))
+    return result
 
 
 def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Units of one model each."""
+    """Units of one model each; those that are decoded together follow one another, in one batch."""
+    first: dict[int, int] = {}
     some: list[Unit] = []
-    for unit in units:
+    last: Coded | None = None
+    for unit in sorted(units, key=lambda unit: first.setdefault(id(unit.source), unit.number) if unit.source else unit.number):
         full = len(some) == MOST or sum(each.nbytes for each in some) + unit.nbytes > WORTH
-        if some and (unit.model != some[0].model or full):
+        is_same = unit.source is not None and unit.source is last
+        if some and (unit.model != some[0].model or (full and not is_same)):
             yield some
             some = []
         some.append(unit)
+        last = unit.source
     if some:
         yield some
 
@@ -81,42 +84,48 @@ def made(piece: Piece) -> Made | None:
     return Made(header, json.loads(header.metadata["raw"]), json.loads(header.metadata["crc"]))
 
 
-def held(there: Iterable[tuple[Piece, Made]]) -> Iterator[tuple[Unit, Piece, Made]]:
-    """The units of pieces that do not stay as they are."""
-    return ((unit, piece, each) for piece, each in there for unit in piece.units if unit.name not in each.raw)
+def held(there: Iterable[tuple[Piece, Made]]) -> list[tuple[Unit, Piece, Made]]:
+    """The units of pieces that do not stay as they are, in the order of the files."""
+    encoded = [(unit, piece, each) for piece, each in there for unit in piece.units if unit.name not in each.raw]
+    return sorted(encoded, key=lambda item: item[0].number)
 
 
 def encode(piece: Piece) -> int:
-    """Write a piece; returns how many bytes its units have now, be it that they stay as they are.  Raises OSError."""
+    """Write a piece; returns how many bytes its units have now, be it that they stay as they are.
+
+    Matrices that are decoded and stay as they are lie in it under their own names.  Raises OSError, and RewriteError for streams
+    that are damaged.
+    """
     tensors: dict[str, Chunks] = {}
     raw: dict[str, str] = {}
     crc: dict[str, int] = {}
-    size = 0
+    size, reader = 0, Reader()
     for unit in piece.units:
-        matrices = [each.read() for each in unit.parts.values()]
-        try:
-            found = codecs.encode(piece.aim.format, matrices, piece.aim.threads)
-        except StreamError as error:
-            raw[unit.name] = str(error)
+        matrices = {name: reader.read(data) for name, data in unit.parts.items()}
+        streams = _encoded(unit, piece.aim, list(matrices.values()))
+        if isinstance(streams, str):
+            raw[unit.name] = streams
             size += unit.nbytes
+            tensors |= {name: Chunks("BF16", matrix.shape, [octets(matrix)]) for name, matrix in matrices.items()
+                        if unit.source is not None}
             continue
-        now = sum(each.nbytes for each in found.values())
-        if now >= unit.nbytes and not piece.aim.may_grow:
-            raw[unit.name] = f"{now} bytes would take the place of {unit.nbytes}"
-            size += unit.nbytes
-            continue
-        size += now
-        crc |= {name: checksum(matrix) for name, matrix in zip(unit.parts, matrices, strict=True)}
+        size += sum(each.nbytes for each in streams.values())
+        crc |= {name: checksum(matrix) for name, matrix in matrices.items()}
         tensors |= {unit.full(leaf): Chunks(codecs.DTYPES[each.dtype.name], each.shape, [octets(each)])
-                    for leaf, each in found.items()}
+                    for leaf, each in streams.items()}
     write_chunks(piece.path, tensors, {"key": piece.key, "raw": json.dumps(raw), "crc": json.dumps(crc)})
     return size
 
 
-def octets(array: NDArray[Any]) -> memoryview:
-    """The bytes of an array, in order."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def checksum(array: NDArray[Any]) -> int:
-    return zlib.crc32(octets(array))
+def _encoded(unit: Unit, aim: Aim, matrices: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]] | str:
+    """The tensors of a unit's streams, or why it stays as it is."""
+    if unit.plain:
+        return unit.plain
+    try:
+        streams = codecs.encode(aim.format, matrices, aim.threads)
+    except StreamError as error:
+        return str(error)
+    now = sum(each.nbytes for each in streams.values())
+    if now >= unit.nbytes and not aim.may_grow:
+        return f"{now} bytes would take the place of {unit.nbytes}"
+    return streams

@@ -13,16 +13,16 @@ from typing import Any
 
 from qdsl.checkpoint.components import within
 from qdsl.checkpoint.detect import OWN
-from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import CONFIG
 from qdsl.checkpoint.guard import guarded
-from qdsl.checkpoint.quantization import quantizations
-from qdsl.checkpoint.safetensors import TensorFile, laid_out, shown
-from qdsl.compress import pieces
+from qdsl.checkpoint.safetensors import Header, laid_out, shown
+from qdsl.compress import original, pieces
 from qdsl.compress.codecs import LEAVES
-from qdsl.compress.original import ORIGINAL, original
+from qdsl.compress.model import Model
+from qdsl.compress.original import ORIGINAL
 from qdsl.compress.pieces import Made, Piece
-from qdsl.compress.units import Aim, Bytes, bytes_of, placed
+from qdsl.compress.tensors import Bytes, placed
+from qdsl.compress.units import Aim
 from qdsl.rewrite import RewriteError
 from qdsl.rewrite.shards import Copy, Shard, in_order, index, key
 
@@ -35,48 +35,57 @@ VERSION = 1                                                      # of hlane's, f
 class _File:
     """A file as it is planned: its tensors, and out of which bytes they come.
 
-    old: the file that it was.  changed: whether it has other tensors than that.
+    old: the plain file that it was: the bytes before its tensors, and what they state.  changed: whether it has other tensors.
     """
 
-    old: TensorFile | None = None
+    old: tuple[bytes, Header] | None = None
     tensors: dict[str, Bytes] = field(default_factory=dict)
     changed: bool = False
 
 
-def shards(models: Mapping[str, Folder], aim: Aim, made: Sequence[tuple[Piece, Made]], sources: Mapping[Any, list[Any]],
+def shards(models: Mapping[str, Model], aim: Aim, made: Sequence[tuple[Piece, Made]], sources: Mapping[Any, list[Any]],
            ) -> list[Shard]:
     """All files.  Raises RewriteError where two tensors would have one name."""
-    return [shard for model, folder in models.items() for shard in _of_model(model, folder, aim, made, sources)]
+    return [shard for name, model in models.items() for shard in _of_model(name, model, aim, made, sources)]
 
 
-def _of_model(model: str, folder: Folder, aim: Aim, made: Sequence[tuple[Piece, Made]], sources: Mapping[Any, list[Any]],
+def _of_model(name: str, model: Model, aim: Aim, made: Sequence[tuple[Piece, Made]], sources: Mapping[Any, list[Any]],
               ) -> list[Shard]:
-    held = {unit.name: (unit, piece, each) for unit, piece, each in pieces.held(made) if unit.model == model}
-    gone = {name for unit, _, _ in held.values() for name in unit.parts}
+    encoded = {unit.name: (unit, piece, each) for unit, piece, each in pieces.held(made) if unit.model == name}
+    gone = {own for unit, _, _ in encoded.values() for own in unit.parts}
     files: dict[str, _File] = {}
-    keep = aim.format != "df11" or not held
-    homes = held if aim.by_group else {}
+    keep = aim.format != "df11" or not encoded
+    homes = encoded if aim.by_group else {}
     if homes:
         files[SINGLE] = _File()                                  # also where nothing is left for it
 
-    def add(name: str, data: Bytes, old: str, home: str) -> None:
-        place = folder.file(old).path.name if keep else home
-        file = files.setdefault(place, _File(folder.file(old) if keep else None))
-        if any(name in each.tensors for each in files.values()):
-            raise RewriteError(f"{folder.path}: two tensors would be called {shown(name)}")
-        file.tensors[name] = data
+    def add(own: str, data: Bytes, old: str, home: str) -> None:
+        place = model.places[old] if keep else home
+        file = files.setdefault(place, _File(model.files[place] if keep else None))
+        if any(own in each.tensors for each in files.values()):
+            raise RewriteError(f"{model.path}: two tensors would be called {shown(own)}")
+        file.tensors[own] = data
 
-    for name in folder.names():
-        if name not in gone:
-            add(name, bytes_of(folder, name), name, _home(name, homes))
+    plain = _plain(name, model, made)
+    for own in model.names():
+        if own not in gone:
+            add(own, plain[own], own, _home(own, homes))
         elif keep:
-            files.setdefault(folder.file(name).path.name, _File(folder.file(name))).changed = True
-    for unit, piece, each in held.values():
-        largest = max(unit.parts, key=lambda name: unit.parts[name].nbytes)
-        for name in map(unit.full, LEAVES[aim.format]):
-            add(name, placed(piece.path, each.header.tensors[name]), largest, _home(name, homes))
+            place = model.places[own]
+            files.setdefault(place, _File(model.files[place])).changed = True
+    for unit, piece, each in encoded.values():
+        largest = max(unit.parts, key=lambda own: unit.parts[own].nbytes)
+        for own in map(unit.full, LEAVES[aim.format]):
+            add(own, placed(piece.path, each.header.tensors[own]), largest, _home(own, homes))
     known = {**sources, **{piece.path: [piece.key] for piece, _ in made}}
-    return [_shard(within(model, name), file, known) for name, file in files.items() if file.tensors or not keep]
+    return [_shard(within(name, own), file, known) for own, file in files.items() if file.tensors or not keep]
+
+
+def _plain(name: str, model: Model, made: Sequence[tuple[Piece, Made]]) -> dict[str, Bytes]:
+    """Where tensors lie that stay as they are: in their files, and in pieces those that were decoded."""
+    decoded = {own: placed(piece.path, each.header.tensors[own]) for piece, each in made for unit in piece.units
+               if unit.model == name and unit.name in each.raw for own in unit.parts if own in each.header.tensors}
+    return {own: data for own, data in model.data.items() if isinstance(data, Bytes)} | decoded
 
 
 def _home(name: str, groups: Mapping[str, object]) -> str:
@@ -88,53 +97,49 @@ def _home(name: str, groups: Mapping[str, object]) -> str:
 
 def _shard(name: str, file: _File, sources: Mapping[Any, list[Any]]) -> Shard:
     if file.old is not None and not file.changed:
-        start, header = file.old.start_bytes(), file.old.header
+        start, header = file.old
     else:
-        metadata = (file.old.header.metadata or None) if file.old else None
+        metadata = (file.old[1].metadata or None) if file.old else None
         start, header = laid_out(name, {each: (data.dtype, data.shape) for each, data in file.tensors.items()}, metadata)
     steps = [Copy(each, data.path, data.start, data.nbytes, header.tensors[each].start) for each, data in file.tensors.items()]
     said = [[step.path.name, sources[step.path], step.start, step.nbytes] for step in steps]
     return Shard(name, start, header.size, tuple(header.tensors), in_order(steps), key(start.hex(), said))
 
 
-def said(models: Mapping[str, Folder], aim: Aim, made: Sequence[tuple[Piece, Made]], used: Mapping[str, Mapping[str, list[str]]],
+def said(models: Mapping[str, Model], aim: Aim, made: Sequence[tuple[Piece, Made]], used: Mapping[str, Mapping[str, list[str]]],
          shards: Sequence[Shard]) -> dict[str, str | None]:
-    """The files that say something else now: configs, indices, and what is needed to make the old files again."""
-    found: dict[str, str | None] = {}
-    for model, folder in models.items():
-        held = [(unit, each) for unit, _, each in pieces.held(made) if unit.model == model]
-        index_text = _text(folder, folder.index_name)
-        if not held:
-            found |= {within(model, folder.index_name): index_text} if index_text is not None else {}
+    """The files that say something else now: configs, indices, and what is needed to make the plain files again."""
+    texts: dict[str, str | None] = {}
+    for name, model in models.items():
+        encoded = [(unit, each) for unit, _, each in pieces.held(made) if unit.model == name]
+        if not encoded:
+            texts |= {within(name, own): text for own, text in model.plain_texts().items()}
             continue
-        config = _config(folder, aim, used.get(model, {}))
+        config = _config(model, aim, used.get(name, {}))
         if config is not None:
-            found[within(model, "config.json")] = config
-        mine = [shard for shard in shards if shard.name.rpartition("/")[0] == model]
-        indexed = aim.format != "df11" and (bool(folder.index) or len(mine) > 1)
-        found[within(model, folder.index_name)] = index(mine, folder.index) if indexed else None
-        found[within(model, ORIGINAL)] = original(folder, aim, held)
-    return found
+            texts[within(name, "config.json")] = config
+        mine = [shard for shard in shards if shard.name.rpartition("/")[0] == name]
+        indexed = aim.format != "df11" and (bool(model.index) or len(mine) > 1)
+        texts[within(name, model.index_name)] = index(mine, model.index) if indexed else None
+        groups = {unit.name: list(unit.parts) for unit, _ in encoded} if aim.format == "df11" else {}
+        crc = {own: each.crc[own] for unit, each in encoded for own in unit.parts}
+        texts[within(name, ORIGINAL)] = original.text(aim.format, model.files, model.texts, groups, crc)
+    return texts
 
 
-def _config(folder: Folder, aim: Aim, patterns: Mapping[str, list[str]]) -> str | None:
+def _config(model: Model, aim: Aim, patterns: Mapping[str, list[str]]) -> str | None:
     """The model's config.json, guarded; None for a file by itself that needs none.
 
     Settings of other layers stay, for these need them; hlane's and fix4's tensors and DF11's groups are recognised without any.
     """
-    config = dict(folder.config) if folder.path.is_dir() else {}
+    config = model.config
     if aim.format == "df11":
         config[CONFIG] = {"version": DF11_VERSION, "threads_per_block": [aim.threads], "bytes_per_thread": 8,
                           "pattern_dict": patterns}
         if aim.plain_config:
             return json.dumps(config, indent=2)
-    elif not folder.path.is_dir():
+    elif not model.path.is_dir():
         return None
-    if not folder.path.is_dir() or not quantizations(folder):
+    if not model.path.is_dir() or not model.has_settings:
         config["quantization_config"] = {"quant_method": OWN, "format": aim.format, "storage": aim.format, "version": VERSION}
     return json.dumps(guarded(config), indent=2, ensure_ascii=False) + "\n"
-
-
-def _text(folder: Folder, name: str) -> str | None:
-    path = folder.root / name
-    return path.read_bytes().decode() if folder.path.is_dir() and path.is_file() else None

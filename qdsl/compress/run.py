@@ -12,12 +12,12 @@ import numpy as np
 
 from qdsl.checkpoint import components
 from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.groups import groups
 from qdsl.checkpoint.safetensors import Entry, shown
 from qdsl.compress import codecs, pieces, plan
-from qdsl.compress.original import ORIGINAL
+from qdsl.compress.model import Model, Shapes, decoded, lasting, plain
 from qdsl.compress.pieces import Made, Piece
-from qdsl.compress.units import Aim, Bytes, Unit, left, needed, placed, units
+from qdsl.compress.tensors import Bytes, Reader, placed
+from qdsl.compress.units import Aim, left, needed, units
 from qdsl.entropy.lookup import StreamError
 from qdsl.files import check_output
 from qdsl.processes import affordable, results
@@ -27,11 +27,14 @@ from qdsl.rewrite.shards import Copy, Shard, identity, share
 from qdsl.rewrite.work import Tell, Telling, quiet, write
 
 
-def compress(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None, check: bool = False,
-             tell: Telling = quiet) -> dict[str, Any]:
+def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None,
+             jobs: int | None = 1, part: tuple[int, int] | None = None, check: bool = False, tell: Telling = quiet,
+             ) -> dict[str, Any]:
     """Write a checkpoint whose bfloat16 matrices are held in fewer bits, and all else is as it was.
 
-    path: a folder, one of several models, or a .safetensors file.  part: (i, n), from 1: the i-th of n parts of the encoding
+    path: a folder, one of several models, or a .safetensors file.  Of compressed models matrices are decoded on the way, those
+    that are coded together at a time; what is written is what the plain model would become.  like, shapes: as of
+    `decompress`, where files of compressed models do not state shapes.  part: (i, n), from 1: the i-th of n parts of the encoding
     alone, which leaves the rest to a call without it, or to `merge`.  check: what was written is decoded and compared before it
     takes its place.
     What was done by an earlier call is not done again, where it was made of the same files by the same version; bytes do not
@@ -42,12 +45,13 @@ def compress(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tup
     Raises RewriteError, CheckpointError and OSError.
     """
     check_output(out, path)
-    with components.opened(path) as models:
-        aim = replace(aim, only=components.meant(models, aim.only))
-        work = _work(path, models, aim, out)
+    with components.opened(path) as folders:
+        aim = replace(aim, only=components.meant(folders, aim.only))
         if stage.was_ended(out):
             return _report(out, aim, (), (), [])
-        asked = {"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()), **asdict(aim)}
+        work = _work(path, folders, aim, out, like, shapes)
+        asked = {"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()),
+                 "like": lasting(like), **asdict(aim)}
         stage.begin(out, _plain(asked))
         jobs = jobs or _jobs(work)
         mine = work.pieces if part is None else share(work.pieces, *part)
@@ -57,7 +61,7 @@ def compress(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tup
         return _finish(work, _there(mine), out, jobs, check, tell)
 
 
-def merge(out: Path, *, jobs: int | None = 1, tell: Telling = quiet) -> dict[str, Any]:
+def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell: Telling = quiet) -> dict[str, Any]:
     """Complete a checkpoint whose parts are all there.
 
     Raises RewriteError where some are missing, or are not of the input as it is now.
@@ -66,8 +70,8 @@ def merge(out: Path, *, jobs: int | None = 1, tell: Telling = quiet) -> dict[str
     aim = Aim(asked["format"], asked["threads"], asked["patterns"], asked["by_group"], tuple(asked["only"]),
               asked["plain_config"])
     path = Path(asked["from"])
-    with components.opened(path) as models:
-        work = _work(path, models, aim, out)
+    with components.opened(path) as folders:
+        work = _work(path, folders, aim, out, asked.get("like"), shapes)
         there = _there(work.pieces)
         if missing := len(work.pieces) - len(there):
             raise RewriteError(f"{out}: {missing} of {len(work.pieces)} pieces are not there, or not of {path} as it is now")
@@ -81,7 +85,7 @@ class _Work:
     """
 
     path: Path
-    models: Mapping[str, Folder]
+    models: Mapping[str, Model]
     aim: Aim
     pieces: Sequence[Piece]
     left: Sequence[str]
@@ -89,18 +93,18 @@ class _Work:
     sources: Mapping[Path, list[Any]]
 
 
-def _work(path: Path, models: Mapping[str, Folder], aim: Aim, out: Path) -> _Work:
-    """Raises RewriteError for a model of which weights are held together already, or that was compressed."""
-    for model, folder in models.items():
-        if aim.means(model) and (groups(folder) or (folder.path.is_dir() and (folder.path / ORIGINAL).exists())):
-            raise RewriteError(f"{folder.path}: is compressed already; `qdsl decompress` makes of it what it was")
-    made, used = units(models, aim)
-    sources = {each: identity(each) for folder in models.values() for each in folder.shards}
-    return _Work(path, models, aim, pieces.pieces(made, aim, out / stage.STAGE, sources), left(models, aim, made), used, sources)
+def _work(path: Path, folders: Mapping[str, Folder], aim: Aim, out: Path, like: str | Path | None, shapes: Shapes | None,
+          ) -> _Work:
+    compressed = decoded({name: folder for name, folder in folders.items() if aim.means(name)}, like, shapes)
+    models = {name: compressed.get(name) or plain(folder) for name, folder in folders.items()}
+    every, used = units(models, aim)
+    sources = {each: identity(each) for folder in folders.values() for each in folder.shards}
+    return _Work(path, models, aim, pieces.pieces(every, aim, out / stage.STAGE, sources), left(models, aim, every), used,
+                 sources)
 
 
 def _jobs(work: _Work) -> int:
-    return affordable(needed(max(unit.nbytes for piece in work.pieces for unit in piece.units)))
+    return affordable(needed(max(unit.nbytes_read for piece in work.pieces for unit in piece.units)))
 
 
 def _there(every: Sequence[Piece]) -> list[tuple[Piece, Made]]:
@@ -134,66 +138,72 @@ def _finish(work: _Work, there: Sequence[tuple[Piece, Made]], out: Path, jobs: i
         write(todo, out / stage.STAGE, jobs, told)
     if check:
         checks = list(_checks(shards, there, out))
-        with tell(sum(each.unit.nbytes for each in checks)) as told:
+        with tell(sum(each.piece.size for each in checks)) as told:
             _check(checks, jobs, told)
-    read = {each for folder in work.models.values() for each in (*folder.shards, folder.root / folder.index_name)}
+    read = {each for model in work.models.values()
+            for each in (*model.folder.shards, model.folder.root / model.folder.index_name)}
     notes = complete(work.path, read, shards, plan.said(work.models, work.aim, there, work.used, shards), out)
     return _report(out, work.aim, there, shards, [*work.left, *notes]) | {"checked": check}
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A unit, and where its tensors were written."""
+    """A piece, and of its units that were encoded the names and where their tensors were written."""
 
-    unit: Unit
-    format: str
-    threads: int
-    tensors: Mapping[str, Bytes]
+    piece: Piece
+    tensors: Mapping[str, Mapping[str, Bytes]]
 
 
 def _checks(shards: Sequence[Shard], there: Sequence[tuple[Piece, Made]], out: Path) -> Iterator[Check]:
     written = {(shard.name.rpartition("/")[0], step.name): (stage.place(shard, out), step.to) for shard in shards
                for step in shard.steps if isinstance(step, Copy)}
-    for unit, piece, made in pieces.held(there):
-        tensors = {}
-        for leaf in codecs.LEAVES[piece.aim.format]:
-            entry = made.header.tensors[unit.full(leaf)]
-            path, start = written[unit.model, unit.full(leaf)]
-            tensors[leaf] = placed(path, Entry(entry.dtype, entry.shape, start, start + entry.nbytes))
-        yield Check(unit, piece.aim.format, piece.aim.threads, tensors)
+    for piece, made in there:
+        units: dict[str, dict[str, Bytes]] = {}
+        for unit in piece.units:
+            for leaf in codecs.LEAVES[piece.aim.format] if unit.name not in made.raw else ():
+                entry = made.header.tensors[unit.full(leaf)]
+                path, start = written[unit.model, unit.full(leaf)]
+                units.setdefault(unit.name, {})[leaf] = placed(path, Entry(entry.dtype, entry.shape, start, start + entry.nbytes))
+        yield Check(piece, units)
 
 
 def _check(checks: Sequence[Check], jobs: int, told: Tell) -> None:
     count = 0
-    with closing(results(same, checks, min(jobs, len(checks)))) as answers:
-        for each, wrong in zip(checks, answers, strict=True):
+    with closing(results(different, checks, min(jobs, len(checks)))) as answers:
+        for check, wrong in zip(checks, answers, strict=True):
             if wrong:
-                raise RewriteError(f"{each.unit.label}: {wrong}")
-            count += each.unit.nbytes
-            told(count, each.unit.label)
+                raise RewriteError(wrong)
+            count += check.piece.size
+            told(count, check.piece.units[-1].label)
 
 
-def same(each: Check) -> str:
-    """What a process does: '' where a unit's tensors stand for its matrices, else what is wrong."""
-    shapes = [part.shape for part in each.unit.parts.values()]
-    try:
-        tensors = {leaf: data.read() for leaf, data in each.tensors.items()}
-        found = codecs.decode(each.format, tensors, shapes, each.threads, every=True)
-    except StreamError as error:
-        return str(error)
-    wrong = [name for (name, part), matrix in zip(each.unit.parts.items(), found, strict=True)
-             if not np.array_equal(part.read().reshape(-1), matrix)]
-    return f"{shown(wrong[0])} is another matrix when it is decoded" if wrong else ""
+def different(check: Check) -> str:
+    """What a process does: '' where the tensors of all units stand for their matrices, else what is wrong."""
+    reader = Reader()
+    for unit in check.piece.units:
+        if unit.name not in check.tensors:
+            continue
+        shapes = [part.shape for part in unit.parts.values()]
+        try:
+            tensors = {leaf: data.read() for leaf, data in check.tensors[unit.name].items()}
+            matrices = codecs.decode(check.piece.aim.format, tensors, shapes, check.piece.aim.threads, every=True)
+        except StreamError as error:
+            return f"{unit.label}: {error}"
+        for (name, part), matrix in zip(unit.parts.items(), matrices, strict=True):
+            if not np.array_equal(reader.read(part).reshape(-1), matrix):
+                return f"{unit.label}: {shown(name)} is another matrix when it is decoded"
+    return ""
 
 
 def _report(out: Path, aim: Aim, there: Sequence[tuple[Piece, Made]], shards: Sequence[Shard], notes: Sequence[str],
             ) -> dict[str, Any]:
-    held = [unit for unit, _, _ in pieces.held(there)]
+    encoded = [unit for unit, _, _ in pieces.held(there)]
     raw = [{"name": unit.label, "why": made.raw[unit.name]} for piece, made in there for unit in piece.units
            if unit.name in made.raw]
-    before = sum(unit.nbytes for unit in held)
-    after = sum(entry.nbytes for _, made in there for entry in made.header.tensors.values())
-    return {"out": str(out), "format": aim.format, "units": len(held), "matrices": sum(len(unit.parts) for unit in held),
+    before = sum(unit.nbytes for unit in encoded)
+    after = sum(made.header.tensors[unit.full(leaf)].nbytes for unit, _, made in pieces.held(there)
+                for leaf in codecs.LEAVES[aim.format])
+    return {"out": str(out), "format": aim.format, "units": len(encoded), "matrices": sum(len(unit.parts) for unit in encoded),
             "raw": raw, "nbytes_before": before, "nbytes_after": after,
             "bits_per_weight": 16 * after / before if before else None,
             "shards": [shard.name for shard in shards], "nbytes": sum(shard.size for shard in shards), "notes": list(notes)}

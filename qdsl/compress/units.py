@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass, replace
 
 from qdsl.checkpoint.components import within
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.safetensors import Entry
 from qdsl.compress import patterns
-from qdsl.compress.codecs import NUMPY, Shape
+from qdsl.compress.model import WEIGHT, Model
+from qdsl.compress.tensors import Coded, Data, Part
 from qdsl.entropy.huffman_windows import THREADS
 from qdsl.rewrite import RewriteError
 
@@ -47,42 +41,32 @@ class Aim:
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
-    """A tensor in a file."""
-
-    path: Path
-    dtype: str
-    shape: Shape
-    start: int
-    nbytes: int
-
-    def read(self) -> NDArray[Any]:
-        """Mapped: what is not touched is not read, and the system may take back what is."""
-        if not self.nbytes:
-            return np.empty(self.shape, NUMPY[self.dtype])
-        return np.memmap(self.path, NUMPY[self.dtype], "r", self.start, self.shape)
-
-
-def bytes_of(folder: Folder, name: str) -> Bytes:
-    entry = folder.entry(name)
-    return placed(folder.file(name).path, entry)
-
-
-def placed(path: Path, entry: Entry) -> Bytes:
-    return Bytes(path, entry.dtype, entry.shape, entry.start, entry.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
 class Unit:
-    """Matrices that are held together, by their names.  model: the folder of a pipeline's model, ''.  name: of the module."""
+    """Matrices that are coded together, by their names.  model: the folder of a pipeline's model, ''.  name: of the module.
+
+    number: its place in the order of the files.  plain: why it stays plain, '' for one that is encoded.
+    """
 
     model: str
     name: str
-    parts: Mapping[str, Bytes]
+    parts: Mapping[str, Data]
+    number: int = 0
+    plain: str = ""
 
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self.parts.values())
+
+    @property
+    def source(self) -> Coded | None:
+        """What the first of its matrices is decoded out of; None for plain ones."""
+        first = next(iter(self.parts.values()))
+        return first.coded if isinstance(first, Part) else None
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of all matrices in memory, those among them that are decoded together with its own."""
+        return max([self.nbytes, *(part.coded.nbytes for part in self.parts.values() if isinstance(part, Part))])
 
     @property
     def label(self) -> str:
@@ -94,49 +78,52 @@ class Unit:
         return f"{self.name}.{leaf}" if self.name else leaf
 
 
-def units(models: Mapping[str, Folder], aim: Aim) -> tuple[list[Unit], dict[str, dict[str, list[str]]]]:
+def units(models: Mapping[str, Model], aim: Aim) -> tuple[list[Unit], dict[str, dict[str, list[str]]]]:
     """What becomes smaller, in the order of the files, and by model the patterns of DF11's groups.
 
     Raises RewriteError where nothing does, and for patterns that do not fit.
     """
     if unknown := [name for name in aim.only if name not in models]:
         raise RewriteError(f"no model {unknown[0]!r}: there are {', '.join(filter(None, models)) or 'not several here'}")
-    made: list[Unit] = []
+    result: list[Unit] = []
     used: dict[str, dict[str, list[str]]] = {}
-    for model, folder in models.items():
-        if not aim.means(model):
+    for name, model in models.items():
+        if not aim.means(name):
             continue
         if aim.format == "df11":
-            chosen = patterns.found(patterns.matrices(folder), patterns.modules(folder)) if aim.patterns is None else {
+            chosen = patterns.found(patterns.matrices(model), patterns.modules(model)) if aim.patterns is None else {
                 key: list(each) for key, each in aim.patterns.items()}
-            held = patterns.matched(folder, chosen)
-            used |= {model: chosen} if held else {}
+            groups = patterns.matched(model, chosen)
+            used |= {name: chosen} if groups else {}
         else:
-            held = {name.removesuffix(patterns.WEIGHT): [name] for name in folder.names()
-                    if patterns.is_matrix(folder, name) or patterns.is_stack(folder, name)}
-        made += [Unit(model, name, {each: bytes_of(folder, each) for each in parts}) for name, parts in held.items()]
-    if not made:
-        where = ", ".join(str(folder.path) for folder in models.values())
+            groups = {own.removesuffix(WEIGHT): [own] for own in model.names()
+                      if patterns.is_matrix(model, own) or patterns.is_stack(model, own)}
+        coded = {own for weights in groups.values() for own in weights}
+        result += [Unit(name, own, {each: model.data[each] for each in weights}) for own, weights in groups.items()]
+        result += [Unit(name, own, {own: data}, plain="it is no part of a unit that is encoded")
+                   for own, data in model.data.items() if isinstance(data, Part) and own not in coded]
+    if all(unit.plain for unit in result):
+        where = ", ".join(str(model.path) for model in models.values())
         what = "no pattern names a module" if aim.patterns else "no bfloat16 matrix, whose exponents could be coded"
         raise RewriteError(f"{where}: {what}")
-    return made, used
+    return [replace(unit, number=number) for number, unit in enumerate(result)], used
 
 
-def left(models: Mapping[str, Folder], aim: Aim, made: Iterable[Unit]) -> list[str]:
+def left(models: Mapping[str, Model], aim: Aim, encoded: Iterable[Unit]) -> list[str]:
     """What of the models that are meant stays as it is, in words; of tensors with one axis it goes without saying."""
-    held = {(unit.model, name) for unit in made for name in unit.parts}
+    coded = {(unit.model, name) for unit in encoded for name in unit.parts}
     sums: dict[tuple[str, str, int], list[int]] = {}
-    for model, folder in models.items():
-        for name in folder.names() if aim.means(model) else ():
-            entry = folder.entry(name)
-            if len(entry.shape) > 1 and (model, name) not in held:
-                sums.setdefault((model, entry.dtype, len(entry.shape)), []).append(entry.nbytes)
+    for own, model in models.items():
+        for name in model.names() if aim.means(own) else ():
+            entry = model.entry(name)
+            if len(entry.shape) > 1 and (own, name) not in coded:
+                sums.setdefault((own, entry.dtype, len(entry.shape)), []).append(entry.nbytes)
     kinds = "not of Linear or Embedding" + ("" if aim.format == "df11" else ", nor experts")
     plain = "no pattern names them" if aim.patterns else kinds
-    others = [f"{model}: stays as it is; `--component {model}` compresses it" for model in models if not aim.means(model)]
-    described = (f"{model}{': ' * bool(model)}tensors of {dtype} with {axes} axes stay as they are, {len(sizes)} of "
+    others = [f"{own}: stays as it is; `--component {own}` compresses it" for own in models if not aim.means(own)]
+    described = (f"{own}{': ' * bool(own)}tensors of {dtype} with {axes} axes stay as they are, {len(sizes)} of "
                  f"{sum(sizes)} bytes: {plain if dtype == 'BF16' else 'not bfloat16'}"
-                 for (model, dtype, axes), sizes in sums.items())
+                 for (own, dtype, axes), sizes in sums.items())
     return [*others, *described]
 
 

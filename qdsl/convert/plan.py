@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from qdsl.checkpoint.components import within
 from qdsl.checkpoint.detect import EXPERTS, choices, numbers, saying, says_extents, says_numbers
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.groups import refuse_groups
 from qdsl.checkpoint.layer_weights import module_of, unread
 from qdsl.checkpoint.layers import Layer, Layers
 from qdsl.checkpoint.leaves import WEIGHT
@@ -141,6 +142,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     changed = [layer for layer in wanted if not aim.reached(layer)]
     _refuse(folder, [(layer, layer.why) for layer in known if not layer.format])
     if not wanted and not aim.is_from_plain:
+        refuse_groups(folder, layers.groups)
         raise RewriteError(f"{folder.path}: no layer of format {aim.format}" if known else
                            f"{folder.path}: no quantized layer; `qdsl quantize FOLDER --format FORMAT` quantizes plain ones")
     named: dict[str, _Named] = {}

@@ -16,6 +16,7 @@ from typing import Any
 from qdsl.checkpoint import components, worker
 from qdsl.checkpoint.components import within
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.groups import refuse_groups
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.safetensors import shown
 from qdsl.convert.aim import Aim
@@ -80,9 +81,11 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
     for name, folder in models.items():
         known = layers(folder)
         is_meant = name in aim.only or not aim.only
-        if is_meant and (known.layers or known.groups):
-            what = f"layer {shown(known.layers[0].name)} is quantized" if known.layers else "it is compressed"
-            raise RewriteError(f"{folder.path}: {what} already; `qdsl convert --requantize` writes another format")
+        if is_meant and known.layers:
+            raise RewriteError(f"{folder.path}: layer {shown(known.layers[0].name)} is quantized already; `qdsl convert "
+                               "--requantize` writes another format")
+        if is_meant:
+            refuse_groups(folder, known.groups)
         chosen, left = plain_layers(folder, aim.ignore or ()) if is_meant else ([], {"": f"`--component {name}` quantizes it"})
         planned = plan(folder, replace(known, layers=chosen), aim, name)
         used = {full for layer in planned.changed for full in layer.tensors.values()}

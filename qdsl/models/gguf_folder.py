@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.groups import refuse_groups
 from qdsl.checkpoint.safetensors import bytes_of, shown
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap, TensorRule, is_row_wise, row_order, source_rows, source_tensors
@@ -67,6 +68,7 @@ class LanguageFolder:
 
         self.path, self.folder = path, Folder(path)
         self.paths = self.folder.shards
+        refuse_groups(self.folder)
         try:
             config = AutoConfig.from_pretrained(path)
         except Exception as error:                               # of many kinds, by what is wrong

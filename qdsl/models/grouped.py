@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class HiddenWeight(NoWeight):
 
     @property
     def dtype(self) -> torch.dtype:
-        return compute_dtype(self._group.block)
+        return self._group.dtype
 
     @property
     def device(self) -> torch.device:
@@ -103,16 +103,26 @@ class Member:
         setattr(self.module, self.parameter, self.weight(row))
 
 
+class Decoder(Protocol):
+    """What decodes blocks in the order in which they run."""
+
+    def row(self, block: GroupedBlock) -> Tensor:
+        """All numbers of a block that runs now, in one row."""
+
+
 class GroupedBlock:
     """Decodes weights that are coded together before a module runs, into memory that the next block takes.
 
     block: the module that runs with the decoded weights, and whose parameters are the group's tensors (see `hold_group`).
-    names: of these parameters, by the format's.  Where gradients flow, weights are decoded into memory of their own, which
-    autograd keeps.
+    names: of these parameters, by the format's.  depth: how many blocks with groups of their own are around this one, whose
+    decoded weights must stay.  ahead: decodes the next block while this one runs (see `prefetch_`).  Where gradients flow,
+    weights are decoded into memory of their own, which autograd keeps.
     """
 
     def __init__(self, block: nn.Module, packed: PackedWeight, names: Mapping[str, str], members: Sequence[Member]) -> None:
         self.block = block
+        self.depth = 0
+        self.ahead: Decoder | None = None
         self.names = dict(names)
         self.members = tuple(members)
         self._packed = packed.derive({})
@@ -122,6 +132,17 @@ class GroupedBlock:
         """The group as one weight of one row after the other."""
         tensors: dict[str, Any] = {name: self.block._parameters[own] for name, own in self.names.items()}
         return self._packed.derive({name: tensor.data for name, tensor in tensors.items()})
+
+    @staticmethod
+    def of(module: nn.Module) -> GroupedBlock | None:
+        """The group that a module decodes; None for one without."""
+        own = getattr(vars(module).get("forward"), "__self__", None)
+        return own if isinstance(own, GroupedBlock) else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of decoded weights."""
+        return compute_dtype(self.block)
 
     def install(self) -> None:
         """Hide the weights, and show them while the block runs.
@@ -133,7 +154,7 @@ class GroupedBlock:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the block computes."""
-        row = self.row()
+        row = self.row() if self.ahead is None else self.ahead.row(self)
         for member in self.members:
             member.show(row)
         try:
@@ -146,12 +167,16 @@ class GroupedBlock:
 
         shared: in memory that the next block takes, where no gradients flow.
         """
-        packed, dtype = self.packed, compute_dtype(self.block)
+        fresh = not shared or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        packed = self.packed
+        return self.decode(None if fresh else scratch(f"group of weights {self.depth}", packed.shape, self.dtype, packed.device))
+
+    def decode(self, out: Tensor | None) -> Tensor:
+        """All numbers of the group in one row.  out: memory for them."""
+        packed = self.packed
         if packed.device.type == "meta":                         # torch's CPU kernels compute with tensors on meta, in silence
             raise TypeError(f"the coded weights of this {type(self.block).__name__} are on meta: load them before it runs")
-        fresh = not shared or torch.is_grad_enabled() or torch.compiler.is_compiling()
-        out = None if fresh else scratch("group of weights", packed.shape, dtype, packed.device)
-        return packed.format.dequantize(packed, dtype, out).view(-1)
+        return packed.format.dequantize(packed, self.dtype, out).view(-1)
 
     def _hide(self) -> None:
         for member in self.members:

@@ -30,6 +30,8 @@ from qdsl.runtime.module import PackedModule
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.stored import OF_X
 
+SMALL = 1 << 20                                                  # bytes of a plain tensor that may be copied
+
 
 @dataclass(slots=True)
 class LoadReport:
@@ -178,9 +180,15 @@ class _Loader:
         self.dtype = dtype
         self.copy = copy
         self.origin = origin_of(self.source)
+        self.blocks: list[GroupedBlock] = []
         self.report = LoadReport(dense=dict(plan.dense), unused=list(plan.unused), bytes_before=_dense_bytes(names, dtype))
 
     def finished(self) -> LoadReport:
+        blocks = {id(own.block): own for own in self.blocks}
+        for module in [own.block for own in self.blocks]:
+            for inner in module.modules():
+                if inner is not module and id(inner) in blocks:
+                    blocks[id(inner)].depth += 1
         sizes = held_bytes(self.model)
         self.report.device_bytes, self.report.bytes_after = sizes, sum(sizes.values())
         self.report.resident_bytes = resident_bytes()
@@ -223,7 +231,7 @@ class _Loader:
             with torch.no_grad():
                 old.copy_(tensor)
             return
-        value = self._moved(tensor, device, dtype)
+        value = _aligned(self._moved(tensor, device, dtype))
         if name in self.names.buffers:
             self._set(name, value)
             return
@@ -448,7 +456,8 @@ class _Loader:
             self.report.packed[weight.removesuffix(".weight")] = f"{step.group.format}.{packed.storage}"
         for runs, own_members in members.items():
             hold_group(runs, parameters, dtype)
-            GroupedBlock(runs, packed, names, own_members).install()
+            self.blocks.append(GroupedBlock(runs, packed, names, own_members))
+            self.blocks[-1].install()
         self.origin.groups[step.name] = step.group
 
     def _decode_group(self, step: GroupStep) -> None:
@@ -459,6 +468,13 @@ class _Loader:
             self._fill(name, torch.cat([decoded[part] for part in parts]).view(old.shape))
             self.report.dense[name] = step.dense
         self.origin.changed = True
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """A small tensor in memory of its own unless it lies at a multiple of 16 bytes, on which bits of torch's products depend."""
+    is_small = tensor.device.type == "cpu" and tensor.nbytes <= SMALL
+    return tensor.clone() if is_small and tensor.data_ptr() % 16 else tensor
+
 
 def held_bytes(model: nn.Module) -> dict[str, int]:
     """Bytes of a model's parameters and buffers by device, shared ones once."""

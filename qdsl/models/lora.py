@@ -119,8 +119,11 @@ class PackedLoraLayer(nn.Module, LoraLayer):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Raises AdapterError: the merged weight needs another layer."""
-        raise AdapterError(f"layers of {self._format} do not take in an adapter in place: qdsl.models.peft.merge(model) puts "
-                           f"dense layers there, and merge(model, into='same') quantizes to {self._format} again")
+        remedy = (f"qdsl.models.peft.merge(model) puts dense layers there, and merge(model, into='same') quantizes to "
+                  f"{self._format} again")
+        if not isinstance(self.get_base_layer(), PackedModule):
+            remedy = "they are coded together with others; run `qdsl decompress` on the checkpoint, and fuse into what it writes"
+        raise AdapterError(f"layers of {self._format} do not take in an adapter in place: {remedy}")
 
 
 class PackedLoraLinear(PackedLoraLayer, Linear):

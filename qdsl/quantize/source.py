@@ -10,6 +10,7 @@ from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.gguf import ORIG_SHAPE, SPLIT, GgufFile
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.gguf_write import DIFFUSION
+from qdsl.checkpoint.groups import refuse_groups
 from qdsl.checkpoint.safetensors import shown
 from qdsl.quantize import QuantizeError, diffusion
 from qdsl.quantize.mixes import Choice, Model, Options, Tensor, choose
@@ -133,6 +134,7 @@ class Safetensors:
         self._arguments = path, architecture
         self.folder = Folder(path)
         self.paths = self.folder.shards
+        refuse_groups(self.folder)
         names = self.folder.names()
         self.architecture = self._architecture(names, architecture)
         parts = [name for name in names if name.startswith(diffusion.PREFIX)]

@@ -127,8 +127,12 @@ def share(every: Sequence[Each], place: int, count: int) -> list[Each]:
 
 def index(shards: Sequence[Shard], old: Mapping[str, Any]) -> str:
     """The text of the index of new files of a folder: what the old one said besides places and size stays."""
-    metadata = old.get("metadata", {})
     placed = {name: Path(shard.name).name for shard in shards for name in shard.tensors}
-    size = sum(shard.nbytes for shard in shards)
-    said = {**(metadata if isinstance(metadata, dict) else {}), "total_size": size}
-    return json.dumps({"metadata": said, "weight_map": dict(sorted(placed.items()))}, indent=2) + "\n"
+    return index_text(placed, sum(shard.nbytes for shard in shards), old)
+
+
+def index_text(placed: Mapping[str, str], nbytes: int, old: Mapping[str, Any]) -> str:
+    """The text of an index.  placed: the file of each tensor.  old: an index whose other metadata stays."""
+    metadata = old.get("metadata", {})
+    metadata = {**(metadata if isinstance(metadata, dict) else {}), "total_size": nbytes}
+    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(placed.items()))}, indent=2) + "\n"

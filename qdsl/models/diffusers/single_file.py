@@ -24,6 +24,7 @@ from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.mapped_source import MappedSource, logical_shape, tensor_names
 from qdsl.models.plan import LoadError
+from qdsl.models.save import QUANTIZATION
 from qdsl.models.traced import kept_trace
 from qdsl.models.transformers.config import QdslConfig
 
@@ -87,7 +88,7 @@ def _built(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None) -> An
     torch.set_default_dtype(dtype or torch.float32)
     try:
         with init_empty_weights():
-            return cls.from_config({key: value for key, value in unguarded(config).items() if key != "quantization_config"})
+            return cls.from_config({key: value for key, value in unguarded(config).items() if key not in QUANTIZATION})
     finally:
         torch.set_default_dtype(default)
 

@@ -1,0 +1,55 @@
+"""The shapes of a model's parameters, from the class that its config names: DF11's files do not state them."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.guard import CLASS, unguarded
+from qdsl.checkpoint.safetensors import shown
+from qdsl.checkpoint.sources import FolderSource
+from qdsl.models.plan import Names, renamed
+from qdsl.models.save import QUANTIZATION
+from qdsl.models.stacks import piece_shapes, usual_stacks
+from qdsl.rewrite import RewriteError
+
+
+def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
+    """The shapes of all parameters, and of experts that the folder has one by one, by the names of files.
+
+    Names are those of the class, with and without the prefix of its base model.  Raises RewriteError for a config that names no
+    class of diffusers or transformers, and where the library is not installed.
+    """
+    model = _on_meta(folder)
+    parameters = Names(model).parameters
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    stacks = usual_stacks(parameters, FolderSource(folder), partial(renamed, rename=None))
+    shapes |= {f"{name}.weight": shape for name, shape in piece_shapes(parameters, stacks).items()}
+    if prefix := getattr(model, "base_model_prefix", ""):
+        start = f"{prefix}."
+        shapes |= {name.removeprefix(start) if name.startswith(start) else start + name: shape for name, shape in shapes.items()}
+    return shapes
+
+
+def _on_meta(folder: Folder) -> Any:
+    """The model of a folder's config, without numbers."""
+    config = {key: value for key, value in unguarded(folder.config).items() if key not in QUANTIZATION}
+    library = "diffusers" if CLASS in config else "transformers"
+    names = [config.get(CLASS)] if library == "diffusers" else config.get("architectures") or []
+    if not names:
+        raise RewriteError("config.json names no class of diffusers or transformers")
+    try:
+        cls = getattr(import_module(library), str(names[0]), None)
+    except ImportError:
+        raise RewriteError(f"config.json names {shown(str(names[0]))}, and {library} is not installed") from None
+    if cls is None:
+        raise RewriteError(f"config.json names {shown(str(names[0]))}, which {library} does not have")
+    try:
+        with torch.device("meta"):
+            return cls.from_config(config) if library == "diffusers" else cls(cls.config_class.from_dict(config))
+    except Exception as error:                                   # of many kinds, by what is wrong
+        raise RewriteError(f"{names[0]} of {library} cannot be built by config.json: {error}") from error
