@@ -223,16 +223,18 @@ class Format:
         return torch.equal(tensor, _in_order(tensor, 1 if is_order else size))
 
     def empty(self, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
-              optional: Sequence[str] = (), **params: int | str) -> PackedWeight:
+              optional: Sequence[str] | None = None, **params: int | str) -> PackedWeight:
         """A weight [N, K] of the tensors that its storage would have, on a device that need not hold them, not filled.
 
         Tensors whose size depends on the weights have no elements.
-        optional: which of the tensors that may be missing are there.  Raises FormatError for a shape that does not fit.
+        optional: which of the tensors that may be missing are there, by default scales.  Raises FormatError for a shape that does not
+        fit.
         """
         chosen = self.complete(params)
         name, layout = self.storage(storage, chosen)
         sizes = self.sizes(chosen, shape)
         known = {key: stored.optional for key, stored in layout.tensors.items() if stored.optional}
+        optional = [key for key in known if layout.tensors[key].dtype in self.params] if optional is None else optional
         for key in optional:
             if key not in known:
                 raise FormatError(f"{self.name}.{name} has no optional tensor '{key}'; it has {', '.join(known) or 'none'}")
