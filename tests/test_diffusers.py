@@ -167,17 +167,38 @@ def test_a_safetensors_file_of_the_authors_names(prefix: str, tmp_path: Path) ->
     weights = {own.removesuffix(".weight"): fp8_tensor.quantize(tensor) for own, tensor in tensors.items()
                if tensor.dim() == 2 and tensor.shape[1] == 256}
     others = {own: tensor for own, tensor in tensors.items() if own.removesuffix(".weight") not in weights}
-    write(tmp_path / "fp8.safetensors", {**folders.named(weights), **others})
+    named = folders.named(weights)
+    if prefix:                                                   # the names and the marker of older files
+        named = {own.replace("weight_scale", "scale_weight"): tensor for own, tensor in named.items()}
+        others |= {f"{own}.scale_input": torch.ones(1) for own in weights}
+        others[f"{prefix}scaled_fp8"] = torch.empty(0, dtype=torch.float8_e4m3fn)
+    write(tmp_path / "fp8.safetensors", {**named, **others})
     base = models.write_config(tmp_path / "base", FLUX2)
     packed = plugin.load_single_file(type(model), tmp_path / "fp8.safetensors", base, dtype=torch.bfloat16)
     assert packed.dtype == torch.bfloat16 and packed.x_embedder.weight.dtype == torch.bfloat16
     labels = packed.hf_quantizer.report.packed.values()
-    assert set(labels) == {"fp8_tensor.safetensors"} and len(labels) > 25
+    assert set(labels) == {"fp8_tensor.safetensors"} and len(labels) > 25 and not packed.hf_quantizer.report.unused
     assert models.output(packed).equal(models.output(decoded_copy(packed, FLUX2)))
+    numbers = {own.removeprefix(prefix): fp8_tensor.dequantize(weights[module], torch.float32)
+               if (module := own.removesuffix(".weight")) in weights else tensor for own, tensor in tensors.items()}
+    model.load_state_dict(models.converted(FLUX2, numbers, model.config))
+    assert models.output(packed).equal(models.output(model.to(torch.bfloat16)))
     write(tmp_path / "plain.safetensors", tensors)
     online = plugin.load_single_file(type(model), tmp_path / "plain.safetensors", base, quantization_config=QdslConfig("q8_0"))
     assert isinstance(online.transformer_blocks[0].attn.to_q, QuantizedLinear) and type(online.norm_out.linear) is nn.Linear
     assert models.output(online).equal(models.output(decoded_copy(online, FLUX2)))
+
+
+def test_a_cast_of_a_whole_model(tmp_path: Path) -> None:
+    """All tensors as FP8 E4M3 without scales: matrices stay packed, and norms become plain numbers."""
+    model = models.random_model(FLUX2)
+    tensors = {own: tensor.to(torch.float8_e4m3fn) for own, tensor in models.original(FLUX2, model.state_dict()).items()}
+    write(tmp_path / "cast.safetensors", tensors)
+    packed = plugin.load_single_file(type(model), tmp_path / "cast.safetensors", models.write_config(tmp_path / "base", FLUX2))
+    model.load_state_dict(models.converted(FLUX2, {own: tensor.float() for own, tensor in tensors.items()}, model.config))
+    assert len(packed.hf_quantizer.report.packed) > 30 and models.output(packed).equal(models.output(model))
+    packed.save_pretrained(tmp_path / "folder")
+    assert models.output(type(model).from_pretrained(tmp_path / "folder")).equal(models.output(model))
 
 
 def test_a_file_that_does_not_fill_the_model(tmp_path: Path) -> None:

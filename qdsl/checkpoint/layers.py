@@ -298,8 +298,10 @@ class _Finder:
         key = (*sorted(given.items(), key=lambda item: item[0]),
                *((leaf, repr(_without_numbers(content))) for leaf, content in contents.items()), repr(stated), shape)
         if key not in self.fitting:
-            ways = [each for each in self._ways(given, contents, stated, shape) if is_cast or each.has_scale]
-            self.fitting[key] = ways or self._nearest(given, contents, stated, shape)
+            found = self._ways(given, contents, stated, shape)
+            ways = [each for each in found if is_cast or each.has_scale]
+            bare = Misfit(TOLD, f"{found[0].label} needs a scale; given are {', '.join(given)}") if found and stated else None
+            self.fitting[key] = ways or bare or self._nearest(given, contents, stated, shape)
         return self.fitting[key]
 
     def _contents(self, tensors: Mapping[str, str]) -> dict[str, Any]:

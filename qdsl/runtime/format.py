@@ -293,7 +293,7 @@ class Format:
             if not self.is_default(variant, key, field, sizes):
                 extra = self._order_of(layout, name, key, field, shape, chosen)
                 held = _moved(variant, held, extra[layout.order])
-        held |= {key: self.default(variant, key, shape, sizes, next(iter(held.values())).device)
+        held |= {key: self.default(variant, key, shape, chosen, next(iter(held.values())).device)
                  for key in layout.always if key not in held}
         stored = [key for key in variant.fields if key not in layout.where]
         missing = [key for key in stored if key not in held and key not in variant.defaults]
@@ -371,15 +371,16 @@ class Format:
                 raise FormatError(f"{self.name}: field '{name}' has values from {int(value.min())} to {most}; {kind} holds {low} "
                                   f"to {high}")
 
-    def default(self, variant: Variant, name: str, shape: tuple[int, int], sizes: Mapping[str, int],
+    def default(self, variant: Variant, name: str, shape: tuple[int, int], params: Mapping[str, int | str],
                  device: torch.device) -> Tensor:
         """The field where no tensor says what it is."""
         field, value = variant.fields[name], variant.defaults[name]
+        sizes, type = self.sizes(params, shape), str(params.get(field.type, field.type))
         if field.groups is not None:
             return _in_order(torch.empty(shape[1], dtype=torch.int32, device=device), field.groups.by(sizes))
         whole = extents(field.axes, *shape, sizes)
         assert whole is not None and value is not None
-        return torch.full(whole, value, dtype=torch_dtype(field.type), device=device)
+        return torch.full(whole, value, dtype=torch_dtype(type), device=device)
 
     def is_default(self, variant: Variant, name: str, value: Tensor, sizes: Mapping[str, int]) -> bool:
         """Whether a field that may be missing is as if it were."""
@@ -417,7 +418,7 @@ class Format:
         types = {key: value for key, value in params.items() if isinstance(value, str)}
         given = {} if importance is None else {"importance": self._importance(importance, weight)}
         chosen = {**layout.options, **rest, **(given if variant.importance else {})}
-        index = {key: self.default(variant, key, shape, sizes, weight.device) for key, field in variant.fields.items()
+        index = {key: self.default(variant, key, shape, params, weight.device) for key, field in variant.fields.items()
                  if field.type == "index" and key not in (*layout.where, *layout.omits)}
         whole = self._unfilled(name, shape, params)
         made = _stacked(whole, (self.pack({**fields, **index}, storage=name, **params) for fields in tiles.encode_rows(
