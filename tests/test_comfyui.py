@@ -90,7 +90,8 @@ def test_layers_of_a_file(kind: str, prefix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_a_header_says_the_formats_of_layers(prefix: str, tmp_path: Path) -> None:
     """Names in it may lack the prefix of the tensors' names."""
-    said = json.dumps({"format_version": "1.0", "layers": {LAYER: SAID, "other": {"format": "int8_blockwise", "group_size": 128}}})
+    blocks = {"format": "int8_blockwise", "group_size": 128}
+    said = json.dumps({"format_version": "1.0", "layers": {LAYER: SAID, "other": blocks}})
     tensors = {name: tensor for name, tensor in new(torch.randn(128, 128)).items() if name != "comfy_quant"}
     path = write_layers(tmp_path / "model.safetensors", {prefix + LAYER: tensors, prefix + "other": {
         "weight": torch.ones(128, 128, dtype=torch.int8), "weight_scale": torch.ones(1, 1)}}, {"_quantization_metadata": said})

@@ -227,8 +227,8 @@ class Format:
         """A weight [N, K] of the tensors that its storage would have, on a device that need not hold them, not filled.
 
         Tensors whose size depends on the weights have no elements.
-        optional: which of the tensors that may be missing are there, by default scales.  Raises FormatError for a shape that does not
-        fit.
+        optional: which of the tensors that may be missing are there, by default scales.  Raises FormatError for a shape that does
+        not fit.
         """
         chosen = self.complete(params)
         name, layout = self.storage(storage, chosen)
