@@ -107,21 +107,41 @@ def test_a_gguf_file_of_the_authors_names(name: str, tmp_path: Path) -> None:
     model = models.random_model(name)
     tensors = models.original(name, model.state_dict())
     blocks = {own: ("Q8_0", gguf_bytes(tensor, "Q8_0")) for own, tensor in tensors.items() if models.packs(own, tensor, "Q8_0")}
+    tensors |= {own: torch.zeros(shape) for own, shape in models.UNUSED.get(name, {}).items()}
     path = models.write_file(tmp_path / "model.gguf", tensors, blocks)
     packed = plugin.load_single_file(type(model), path, models.write_config(tmp_path / "base", name))
     numbers = {own: gguf_numbers(blocks[own][1], tensor.shape, "Q8_0") if own in blocks else tensor
                for own, tensor in tensors.items()}
     model.load_state_dict(models.converted(name, numbers, model.config))
     report = packed.hf_quantizer.report
-    assert len(report.packed) >= len(blocks) - 4 and not report.unused
+    assert len(report.packed) >= len(blocks) - 4 and sorted(report.unused) == sorted(models.UNUSED.get(name, {}))
     for own, module in packed.named_modules():
         if isinstance(module, PackedModule):
             assert module.dequantize(torch.float32).equal(model.get_submodule(own).weight), own
+    if not models.runs(name):
+        return
     assert models.output(packed).equal(models.output(model))
     packed.save_pretrained(tmp_path / "folder")
     assert [path.name for path in (tmp_path / "folder").glob("*.safetensors")] == ["diffusion_pytorch_model.safetensors"]
     again = type(model).from_pretrained(tmp_path / "folder")
     assert again.hf_quantizer.report.packed == report.packed and models.output(again).equal(models.output(model))
+
+
+@pytest.mark.parametrize("name", models.WIDE)
+def test_names_and_rows_of_the_authors(name: str) -> None:
+    """Every tensor of the model has the rows that it has in a file of the authors' names, as the traced converter takes them."""
+    cls, config = getattr(diffusers, name), models.WIDE[name].config
+    with torch.device("meta"):
+        state = cls(**config).state_dict()
+    shapes = {own: tuple(tensor.shape) for own, tensor in models.original(name, state).items()}
+    rules = trace(lambda rows: models.converted(name, rows, config), shapes)
+    assert rules.keys() == state.keys() and {source for rule in rules.values() for source in rule.sources} == shapes.keys()
+    ends = torch.tensor([len(tensor) for tensor in state.values()]).cumsum(0).tolist()
+    rows = {own: torch.arange(end - len(tensor), end) for (own, tensor), end in zip(state.items(), ends, strict=True)}
+    stored = models.original(name, rows)
+    for own, rule in rules.items():
+        source = torch.cat([stored[part] for part in rule.sources])
+        assert (source[row_order(rule.rows, None, len(source))] if rule.rows else source).equal(rows[own]), own
 
 
 @pytest.mark.parametrize("type", BLOCKS)
