@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,11 @@ def test_what_a_pipeline_cannot_do_is_an_error(files: Path) -> None:
     class Unguided:
         def __call__(self, prompt: str) -> None: ...
 
+    class PromptSecond:
+        def __call__(self, image: Any = None, prompt: str = "", generator: Any = None) -> Any:
+            return SimpleNamespace(images=[(image, prompt)])
+
+    assert images.generate_image(images.ImagePipeline("x", PromptSecond(), 0.0), "a fox").image == (None, "a fox")
     for pipeline, message in ((Video(), "Video generates videos, not images"), (Unguided(), "Unguided takes no guidance_scale")):
         with pytest.raises(ValueError, match=message):
             images.generate_image(images.ImagePipeline("x", pipeline, 0.0), "a fox", guidance=1.0)

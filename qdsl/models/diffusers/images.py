@@ -126,7 +126,7 @@ def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tupl
     steps_taken: list[int] = []
     callback = {"callback_on_step_end": keep} if "callback_on_step_end" in known else {}
     began = time.perf_counter()
-    image = pipeline(prompt, generator=torch.Generator().manual_seed(seed), **options, **callback).images[0]
+    image = pipeline(prompt=prompt, generator=torch.Generator().manual_seed(seed), **options, **callback).images[0]
     seconds = time.perf_counter() - began
     return GeneratedImage(image, latents[0].float().cpu() if latents else None, len(steps_taken), seconds)
 
