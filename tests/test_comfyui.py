@@ -24,7 +24,7 @@ from qdsl.runtime import launch
 FP8 = torch.float8_e4m3fn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = "double_blocks.0.img_attn.qkv"
-SAID = {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
+SETTINGS = {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
 
 
 def bytes_of_json(settings: Mapping[str, Any]) -> Tensor:
@@ -45,7 +45,7 @@ def new(weight: Tensor) -> dict[str, Tensor]:
     """With those of 2026, and JSON of the layer in a tensor."""
     scale = weight.abs().max() / 448
     return {"weight": (weight / scale).to(FP8), "weight_scale": scale, "input_scale": torch.tensor(0.5),
-            "comfy_quant": bytes_of_json(SAID)}
+            "comfy_quant": bytes_of_json(SETTINGS)}
 
 
 FILES = {"cast": cast, "old": old, "new": new}
@@ -91,10 +91,10 @@ def test_layers_of_a_file(kind: str, prefix: str, tmp_path: Path) -> None:
 def test_a_header_says_the_formats_of_layers(prefix: str, tmp_path: Path) -> None:
     """Names in it may lack the prefix of the tensors' names."""
     blocks = {"format": "int8_blockwise", "group_size": 128}
-    said = json.dumps({"format_version": "1.0", "layers": {LAYER: SAID, "other": blocks}})
+    stated = json.dumps({"format_version": "1.0", "layers": {LAYER: SETTINGS, "other": blocks}})
     tensors = {name: tensor for name, tensor in new(torch.randn(128, 128)).items() if name != "comfy_quant"}
     path = write_layers(tmp_path / "model.safetensors", {prefix + LAYER: tensors, prefix + "other": {
-        "weight": torch.ones(128, 128, dtype=torch.int8), "weight_scale": torch.ones(1, 1)}}, {"_quantization_metadata": said})
+        "weight": torch.ones(128, 128, dtype=torch.int8), "weight_scale": torch.ones(1, 1)}}, {"_quantization_metadata": stated})
     one, other = read(path).layers
     assert (one.format, one.why) == ("fp8_tensor", "")
     assert other.why == "quantized in a way that is not known: format = int8_blockwise, group_size = 128"

@@ -1,4 +1,4 @@
-"""Whole pipelines of Flux2 and Qwen-Image, tiny ones, whose transformers come from GGUF files and whose text encoders are packed."""
+"""Tiny pipelines of Flux2 and Qwen-Image, whose transformers come from GGUF files and whose text encoders are packed."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def write_qwen_image(folder: Path) -> tuple[Any, dict[str, Path]]:
     encoder, transformer = transformers.Qwen2_5_VLForConditionalGeneration(config).eval(), models.random_model(
         "QwenImageTransformer2DModel")
     vae = diffusers.AutoencoderKLQwenImage(base_dim=8, z_dim=16, num_res_blocks=1)
-    pipeline = diffusers.QwenImagePipeline(diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae.eval(), encoder,
-                                           tokenizer(folder / "characters"), transformer)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    pipeline = diffusers.QwenImagePipeline(scheduler, vae.eval(), encoder, tokenizer(folder / "characters"), transformer)
     pipeline.save_pretrained(folder / "pipeline")
     models.write_q8_0(folder / "transformer.gguf", transformer)
     return pipeline, {"transformer": folder / "transformer.gguf"}

@@ -298,10 +298,12 @@ class _Finder:
         key = (*sorted(given.items(), key=lambda item: item[0]),
                *((leaf, repr(_without_numbers(content))) for leaf, content in contents.items()), repr(stated), shape)
         if key not in self.fitting:
-            found = self._ways(given, contents, stated, shape)
-            ways = [each for each in found if is_cast or each.has_scale]
-            bare = Misfit(TOLD, f"{found[0].label} needs a scale; given are {', '.join(given)}") if found and stated else None
-            self.fitting[key] = ways or bare or self._nearest(given, contents, stated, shape)
+            candidates = self._ways(given, contents, stated, shape)
+            scaled = [candidate for candidate in candidates if is_cast or candidate.has_scale]
+            if candidates and not scaled and stated is not None:
+                self.fitting[key] = Misfit(TOLD, f"{candidates[0].label} needs a scale; given are {', '.join(given)}")
+            else:
+                self.fitting[key] = scaled or self._nearest(given, contents, stated, shape)
         return self.fitting[key]
 
     def _contents(self, tensors: Mapping[str, str]) -> dict[str, Any]:

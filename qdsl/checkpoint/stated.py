@@ -77,19 +77,19 @@ class Stated:
         if LAYER in tensors:
             file = self._folder.file(tensors[LAYER])
             return _settings(file.start(tensors[LAYER], TEXT_LIMIT), f"{file.path}: tensor {shown(tensors[LAYER])}")
-        found = next((self._layers[name] for prefix in MODEL if module.startswith(prefix)
+        layer = next((self._layers[name] for prefix in MODEL if module.startswith(prefix)
                       and (name := module.removeprefix(prefix)) in self._layers), None)
-        return dict(found) if isinstance(found, Mapping) else None if found is None else {"format": str(found)}
+        return dict(layer) if isinstance(layer, Mapping) else None if layer is None else {"format": str(layer)}
 
 
 def _settings(text: bytes, where: str) -> dict[str, Any]:
     """The JSON object of a text.  Raises CheckpointError."""
     if len(text) > TEXT_LIMIT:
         raise CheckpointError(f"{where}: {len(text)} characters are over the limit of {TEXT_LIMIT}")
-    found = strict_json(text, where, depth=DEPTH)
-    if not isinstance(found, dict):
+    settings = strict_json(text, where, depth=DEPTH)
+    if not isinstance(settings, dict):
         raise CheckpointError(f"{where}: not a JSON object")
-    return found
+    return settings
 
 
 def flat(settings: Mapping[str, Any], head: str = "") -> dict[str, Any]:

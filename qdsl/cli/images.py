@@ -31,8 +31,8 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
         image, again = (images.generate_image(loaded, **options) for _ in range(2))
         report: dict[str, Any] = {
             "schema": 1, "model": loaded.name, "out": str(target), "size": image.image.size, "load_seconds": loaded.seconds,
-            "resident": resident_bytes(), "steps": image.steps, "seconds": [image.seconds, again.seconds],
-            "again": images.image_difference(again, image).data()}
+            "resident": resident_bytes(), "device_peak": images.peak_device_bytes(), "steps": image.steps,
+            "seconds": [image.seconds, again.seconds], "again": images.image_difference(again, image).data()}
         with replacing(target) as file:
             image.image.save(file, "PNG")
         if against is not None:
@@ -49,7 +49,8 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
                f"again in {second:.1f} s: {_text(report['again'])}")
     if against is not None:
         typer.echo(f"against {against}: {_text(report['against'])}")
-    typer.echo(f"loaded in {report['load_seconds']:.1f} s, {report['resident'] / 1e6:.0f} MB resident", err=True)
+    on_device = f", {report['device_peak'] / 1e6:.0f} MB of GPU memory" if report["device_peak"] else ""
+    typer.echo(f"loaded in {report['load_seconds']:.1f} s, {report['resident'] / 1e6:.0f} MB resident{on_device}", err=True)
 
 
 def _target(out: Path | None, inputs: Iterable[str]) -> Path:

@@ -131,13 +131,18 @@ def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tupl
     return GeneratedImage(image, latents[0].float().cpu() if latents else None, len(steps_taken), seconds)
 
 
+def peak_device_bytes() -> int:
+    """The most bytes of GPU memory that tensors of this process took at one time; 0 without a GPU."""
+    return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+
+
 def image_difference(one: GeneratedImage, other: GeneratedImage) -> ImageDifference:
     """How far an image lies from another.  Raises LoadError for images of different sizes."""
     if one.image.size != other.image.size:
         sizes = " and ".join(f"{image.width}x{image.height}" for image in (one.image, other.image))
         raise LoadError(f"the images have {sizes} pixels; name a size for both with --size")
-    pixels, others = (torch.frombuffer(bytearray(each.image.convert("RGB").tobytes()), dtype=torch.uint8).double()
-                      for each in (one, other))
+    pixels, others = (torch.frombuffer(bytearray(drawn.image.convert("RGB").tobytes()), dtype=torch.uint8).double()
+                      for drawn in (one, other))
     error = float((pixels - others).square().mean())
     psnr = 10 * math.log10(PEAK ** 2 / error) if error else math.inf
     if one.latents is None or other.latents is None or one.latents.shape != other.latents.shape:
