@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from qdsl.cli import app
@@ -108,6 +110,18 @@ def test_a_name_that_is_no_component_is_refused(files: Path) -> None:
         pipelines.from_pretrained(files / "Z-Image", transfomer=files / "q8_0.gguf")
     names = re.findall(r'kwargs\.pop\("(\w+)"', inspect.getsource(diffusers.DiffusionPipeline.from_pretrained))
     assert {*names} == {*pipelines.LIBRARY, "dtype", "torch_dtype"}
+
+
+@pytest.mark.parametrize("format", [None, "q4_0"])
+def test_a_text_encoder_that_lacks_a_weight_is_refused(files: Path, tmp_path: Path, format: str | None) -> None:
+    """The library would run with random numbers in its place."""
+    shutil.copytree(files / "Z-Image", tmp_path / "Z-Image")
+    path = tmp_path / "Z-Image" / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["layers.0.mlp.up_proj.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    result = run(tmp_path / "Z-Image", *OPTIONS, "--out", tmp_path / "a.png", *([] if format is None else ["--format", format]))
+    assert result.exit_code == 1 and "layers.0.mlp.up_proj.weight" in result.stderr and not (tmp_path / "a.png").exists()
 
 
 def test_what_a_pipeline_cannot_do_is_an_error(files: Path) -> None:

@@ -42,6 +42,7 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
     folder = pipeline_folder(ref)
     index = DiffusionPipeline.load_config(folder)
     _check_names(ref, index, kwargs)
+    library_options = kwargs.keys() & {*LIBRARY}
     mapping: dict[str, QdslConfig] = {}
     for name, entry in index.items():
         cls = _model_class(entry)
@@ -53,7 +54,9 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
             if not own.exists():
                 raise LoadError(f"{name}: no file or folder {own}")
         online = None if format is None or not name.startswith(QUANTIZED) else QdslConfig(format, ignore=ignore, **(params or {}))
-        if isinstance(own, str | Path) and (name in kwargs or _is_packed(folder / name)):
+        # The library would fill missing weights of a plain text encoder with random numbers.
+        is_plain_encoder = issubclass(cls, PreTrainedModel) and online is None and dtype is not None and not library_options
+        if isinstance(own, str | Path) and (name in kwargs or is_plain_encoder or _is_packed(folder / name)):
             kwargs[name] = load_component(cls, Path(own), folder / name, dtype, device, online)
         elif name not in kwargs and online is not None:
             mapping[name] = online
@@ -89,7 +92,10 @@ def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = 
         return load_single_file(cls, ref, None if ref.is_dir() else base, dtype=dtype, device=device, quantization_config=config)
     options: dict[str, Any] = {"dtype": dtype or torch.float32} | ({} if device is None else {"device_map": device})
     if config is None and not is_packed:
-        return cls.from_pretrained(ref, **options)
+        model, loading = cls.from_pretrained(ref, output_loading_info=True, **options)
+        if missing := sorted(loading["missing_keys"]):
+            raise LoadError(f"{ref}: no tensor for {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+        return model
     return from_pretrained_language_model(ref, base=base if ref.suffix == ".gguf" else None, model_class=cls,
                                           quantization_config=config, **options)
 
