@@ -27,7 +27,7 @@ test-all: .venv/ready        ## the same, the dearest over every format too
 live: .venv-live/ready       ## with the packages of producers, in an environment of their own
 	.venv-live/bin/python -m pytest tests/test_compressed_tensors.py tests/test_transformers.py tests/test_bitsandbytes.py \
 		tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py tests/test_gguf_models_live.py \
-		tests/test_gguf_folder.py tests/test_evaluate_live.py
+		tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py
 
 bench: .venv/ready           ## figures, as ratios taken in one run
 	$(BIN)/python -m bench

@@ -1,4 +1,4 @@
-"""fp8_tensor: FP8 E4M3 codes with one scale for the whole tensor.
+"""fp8_tensor: FP8 E4M3 codes with one scale for the whole tensor, or none.
 
     w = q * s
     float32, rounded after each operation
@@ -10,7 +10,7 @@
     torchao: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec fp8_tensor (sha256 583814946dc26e1b) by qdsl 0.1.0.
+Built from the spec fp8_tensor (sha256 8c47a67be4f43ab9) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -30,20 +30,24 @@ from qdsl.runtime.numbers import e4m3
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def unpack_safetensors(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
+def unpack_safetensors(weight: Tensor, weight_scale: Tensor | None) -> dict[str, Tensor]:
     """Fields of weight float8_e4m3fn [N, K]; weight_scale scale_type [1]."""
-    return {
+    fields = {
         "q": weight,
-        "s": weight_scale.squeeze(0),
     }
+    if weight_scale is not None:
+        fields["s"] = weight_scale.squeeze(0)
+    return fields
 
 
-def pack_safetensors(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_safetensors(q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
     """weight, weight_scale of the fields; the inverse of unpack_safetensors."""
-    return {
+    tensors = {
         "weight": q,
-        "weight_scale": s.unsqueeze(-1),
     }
+    if s is not None:
+        tensors["weight_scale"] = s.unsqueeze(-1)
+    return tensors
 
 
 def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
@@ -62,29 +66,33 @@ def pack_torchao(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor | None, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
+    fields = {
         "q": r.view(torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-        "s": s,
     }
+    if s is not None:
+        fields["s"] = s
+    return fields
 
 
-def pack_planar(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_planar(q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
     """q, s of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    return {
+    tensors = {
         "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
     }
+    if s is not None:
+        tensors["s"] = s
+    return tensors
 
 
-def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+def decode(q: Tensor, s: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Weights [N, K], float32 rounded after each operation: w = q * s.  q [N, K], s []."""
     q = e4m3(q)
-    s = s.float()
+    s = 1 if s is None else s.float()
     return torch.mul(q, s, out=out)
 
 
@@ -109,7 +117,10 @@ def _dequantize_safetensors(weight, weight_scale, out, N, K, BN: tl.constexpr, B
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     weight += n.to(tl.int64) * K
-    s = device.scale(tl.load(weight_scale))
+    if weight_scale is None:
+        s = 1
+    else:
+        s = device.scale(tl.load(weight_scale))
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
     q = device.e4m3(tl.load(weight + k, live, 0))
@@ -127,7 +138,10 @@ def _linear_safetensors(weight, weight_scale, x, bias, out, N, K, BN: tl.constex
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
     weight += n.to(tl.int64) * K
-    s = device.scale(tl.load(weight_scale))
+    if weight_scale is None:
+        s = 1
+    else:
+        s = device.scale(tl.load(weight_scale))
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
@@ -196,7 +210,10 @@ def _few_safetensors(
     for r in tl.static_range(R):
         sum = acc[r]
         row = lanes.rows(first + 16 * r, N, start)
-        s_g = lanes.number(tl.load(weight_scale), 0)
+        if weight_scale is None:
+            s_g = 1.0
+        else:
+            s_g = lanes.number(tl.load(weight_scale), 0)
         sum *= s_g
         lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
 
@@ -218,7 +235,10 @@ def _narrow_safetensors(
     for chunk in tl.range(0, K // 128, num_stages=STAGES):
         acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
     sum = acc.to(tl.float32)
-    s_g = lanes.number(tl.load(weight_scale), 0)
+    if weight_scale is None:
+        s_g = 1.0
+    else:
+        s_g = lanes.number(tl.load(weight_scale), 0)
     sum *= s_g
     many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
 
@@ -355,7 +375,10 @@ def _dequantize_planar(q, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
     q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    s1 = device.scale(tl.load(s))
+    if s is None:
+        s1 = 1
+    else:
+        s1 = device.scale(tl.load(s))
     out += n.to(tl.int64) * K
     t = u // 32
     j = u // 8 % 4
@@ -380,7 +403,10 @@ def _linear_planar(q, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
     q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    s1 = device.scale(tl.load(s))
+    if s is None:
+        s1 = 1
+    else:
+        s1 = device.scale(tl.load(s))
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, 32 * tl.cdiv(K, 128), BK):
         u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
@@ -455,7 +481,10 @@ def _few_planar(
     for r in tl.static_range(R):
         sum = acc[r]
         row = lanes.rows(first + 16 * r, N, start)
-        s_g = lanes.number(tl.load(s), 0)
+        if s is None:
+            s_g = 1.0
+        else:
+            s_g = lanes.number(tl.load(s), 0)
         sum *= s_g
         lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
 
@@ -495,7 +524,10 @@ def _many_planar(
         acc = new
     for r in tl.static_range(R):
         sum = acc[r]
-        s_g = lanes.number(tl.load(s), 0)
+        if s is None:
+            s_g = 1.0
+        else:
+            s_g = lanes.number(tl.load(s), 0)
         sum *= s_g
         many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
 
@@ -511,7 +543,8 @@ VARIANT = Variant(
         "safetensors": Storage(
             tensors={
                 "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
-                "weight_scale": Stored("scale_type", "1", aliases=("weight_scale_inv", "scale", "qscale_weight"),
+                "weight_scale": Stored("scale_type", "1",
+                    aliases=("weight_scale_inv", "scale", "qscale_weight", "scale_weight"), optional="s",
                     bits=("s[]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
@@ -524,7 +557,7 @@ VARIANT = Variant(
                 "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
                 "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
             },
-            unpack=unpack_torchao, pack=pack_torchao,
+            unpack=unpack_torchao, pack=pack_torchao, always=("s",),
             kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k",
                     lanes=Lanes(_few_torchao, blocks=(), least=128, codes="qdata", special=127,
                         narrow=Narrow(_narrow_torchao, "e4m3", "qdata"))),
@@ -532,7 +565,7 @@ VARIANT = Variant(
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-                "s": Stored("scale_type", bits=("s[]",)),
+                "s": Stored("scale_type", optional="s", bits=("s[]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
@@ -542,11 +575,13 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
+    defaults={"s": 1},
 )
 
 FORMAT = Format(
-    name="fp8_tensor", title="FP8 E4M3 codes with one scale for the whole tensor",
-    source="AutoFP8, ModelOpt FP8, compressed-tensors float-quantized (tensor)", formula="q * s",
+    name="fp8_tensor", title="FP8 E4M3 codes with one scale for the whole tensor, or none",
+    source="AutoFP8, ModelOpt FP8, compressed-tensors float-quantized (tensor), ComfyUI fp8_scaled and fp8_e4m3fn",
+    formula="q * s",
     variants={(): VARIANT},
     params={"scale_type": ("f32", "bf16", "f16", "e8m0")},
     detect={"config": [{"quant_method": "compressed-tensors", "format": ["float-quantized", "naive-quantized", "null"],
@@ -555,11 +590,12 @@ FORMAT = Format(
         {"quant_method": "modelopt", "quant_algo": "FP8", "storage": "safetensors"},
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
-        "header": [{"_type": "Float8Tensor", "_data.block_size": ["N", "K"], "storage": "torchao",
+        "header": [{"format": "float8_e4m3fn", "storage": "safetensors"},
+        {"_type": "Float8Tensor", "_data.block_size": ["N", "K"], "storage": "torchao",
         "with": {"_data": {"mm_config": "null", "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="583814946dc26e1b",
+    digest="8c47a67be4f43ab9",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -107,21 +107,41 @@ def test_a_gguf_file_of_the_authors_names(name: str, tmp_path: Path) -> None:
     model = models.random_model(name)
     tensors = models.original(name, model.state_dict())
     blocks = {own: ("Q8_0", gguf_bytes(tensor, "Q8_0")) for own, tensor in tensors.items() if models.packs(own, tensor, "Q8_0")}
+    tensors |= {own: torch.zeros(shape) for own, shape in models.UNUSED.get(name, {}).items()}
     path = models.write_file(tmp_path / "model.gguf", tensors, blocks)
     packed = plugin.load_single_file(type(model), path, models.write_config(tmp_path / "base", name))
     numbers = {own: gguf_numbers(blocks[own][1], tensor.shape, "Q8_0") if own in blocks else tensor
                for own, tensor in tensors.items()}
     model.load_state_dict(models.converted(name, numbers, model.config))
     report = packed.hf_quantizer.report
-    assert len(report.packed) >= len(blocks) - 4 and not report.unused
+    assert len(report.packed) >= len(blocks) - 4 and sorted(report.unused) == sorted(models.UNUSED.get(name, {}))
     for own, module in packed.named_modules():
         if isinstance(module, PackedModule):
             assert module.dequantize(torch.float32).equal(model.get_submodule(own).weight), own
+    if not models.runs(name):
+        return
     assert models.output(packed).equal(models.output(model))
     packed.save_pretrained(tmp_path / "folder")
     assert [path.name for path in (tmp_path / "folder").glob("*.safetensors")] == ["diffusion_pytorch_model.safetensors"]
     again = type(model).from_pretrained(tmp_path / "folder")
     assert again.hf_quantizer.report.packed == report.packed and models.output(again).equal(models.output(model))
+
+
+@pytest.mark.parametrize("name", models.WIDE)
+def test_names_and_rows_of_the_authors(name: str) -> None:
+    """Every tensor of the model has the rows that it has in a file of the authors' names, as the traced converter takes them."""
+    cls, config = getattr(diffusers, name), models.WIDE[name].config
+    with torch.device("meta"):
+        state = cls(**config).state_dict()
+    shapes = {own: tuple(tensor.shape) for own, tensor in models.original(name, state).items()}
+    rules = trace(lambda rows: models.converted(name, rows, config), shapes)
+    assert rules.keys() == state.keys() and {source for rule in rules.values() for source in rule.sources} == shapes.keys()
+    ends = torch.tensor([len(tensor) for tensor in state.values()]).cumsum(0).tolist()
+    rows = {own: torch.arange(end - len(tensor), end) for (own, tensor), end in zip(state.items(), ends, strict=True)}
+    stored = models.original(name, rows)
+    for own, rule in rules.items():
+        source = torch.cat([stored[part] for part in rule.sources])
+        assert (source[row_order(rule.rows, None, len(source))] if rule.rows else source).equal(rows[own]), own
 
 
 @pytest.mark.parametrize("type", BLOCKS)
@@ -167,17 +187,38 @@ def test_a_safetensors_file_of_the_authors_names(prefix: str, tmp_path: Path) ->
     weights = {own.removesuffix(".weight"): fp8_tensor.quantize(tensor) for own, tensor in tensors.items()
                if tensor.dim() == 2 and tensor.shape[1] == 256}
     others = {own: tensor for own, tensor in tensors.items() if own.removesuffix(".weight") not in weights}
-    write(tmp_path / "fp8.safetensors", {**folders.named(weights), **others})
+    named = folders.named(weights)
+    if prefix:                                                   # the names and the marker of older files
+        named = {own.replace("weight_scale", "scale_weight"): tensor for own, tensor in named.items()}
+        others |= {f"{own}.scale_input": torch.ones(1) for own in weights}
+        others[f"{prefix}scaled_fp8"] = torch.empty(0, dtype=torch.float8_e4m3fn)
+    write(tmp_path / "fp8.safetensors", {**named, **others})
     base = models.write_config(tmp_path / "base", FLUX2)
     packed = plugin.load_single_file(type(model), tmp_path / "fp8.safetensors", base, dtype=torch.bfloat16)
     assert packed.dtype == torch.bfloat16 and packed.x_embedder.weight.dtype == torch.bfloat16
     labels = packed.hf_quantizer.report.packed.values()
-    assert set(labels) == {"fp8_tensor.safetensors"} and len(labels) > 25
+    assert set(labels) == {"fp8_tensor.safetensors"} and len(labels) > 25 and not packed.hf_quantizer.report.unused
     assert models.output(packed).equal(models.output(decoded_copy(packed, FLUX2)))
+    numbers = {own.removeprefix(prefix): fp8_tensor.dequantize(weights[module], torch.float32)
+               if (module := own.removesuffix(".weight")) in weights else tensor for own, tensor in tensors.items()}
+    model.load_state_dict(models.converted(FLUX2, numbers, model.config))
+    assert models.output(packed).equal(models.output(model.to(torch.bfloat16)))
     write(tmp_path / "plain.safetensors", tensors)
     online = plugin.load_single_file(type(model), tmp_path / "plain.safetensors", base, quantization_config=QdslConfig("q8_0"))
     assert isinstance(online.transformer_blocks[0].attn.to_q, QuantizedLinear) and type(online.norm_out.linear) is nn.Linear
     assert models.output(online).equal(models.output(decoded_copy(online, FLUX2)))
+
+
+def test_a_cast_of_a_whole_model(tmp_path: Path) -> None:
+    """All tensors as FP8 E4M3 without scales: matrices stay packed, and norms become plain numbers."""
+    model = models.random_model(FLUX2)
+    tensors = {own: tensor.to(torch.float8_e4m3fn) for own, tensor in models.original(FLUX2, model.state_dict()).items()}
+    write(tmp_path / "cast.safetensors", tensors)
+    packed = plugin.load_single_file(type(model), tmp_path / "cast.safetensors", models.write_config(tmp_path / "base", FLUX2))
+    model.load_state_dict(models.converted(FLUX2, {own: tensor.float() for own, tensor in tensors.items()}, model.config))
+    assert len(packed.hf_quantizer.report.packed) > 30 and models.output(packed).equal(models.output(model))
+    packed.save_pretrained(tmp_path / "folder")
+    assert models.output(type(model).from_pretrained(tmp_path / "folder")).equal(models.output(model))
 
 
 def test_a_file_that_does_not_fill_the_model(tmp_path: Path) -> None:

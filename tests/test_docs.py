@@ -94,6 +94,26 @@ def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         exec(compile(block, "README.md", "exec"), names)  # noqa: S102
 
 
+def write_diffusion_models() -> None:
+    """The pipeline and the GGUF file of the commands, tiny ones."""
+    from tests.support import diffusion_models
+
+    diffusion_models.write_pipeline(Path("Z-Image-Turbo"))
+    model = diffusion_models.random_model("ZImageTransformer2DModel")
+    diffusion_models.write_q8_0(Path("z_image_turbo-Q8_0.gguf"), model)
+
+
+def run_commands(text: str) -> int:
+    """Run the lines of a block that call qdsl, with images of few pixels; how many there were."""
+    lines = [line.split("#")[0] for line in text.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ")]
+    commands = [command for command in commands if command[0] not in ("demo", "analyze")]
+    for command in commands:
+        result = CliRunner().invoke(app, [word.replace("1024x1024", "32x32") for word in command], catch_exceptions=False)
+        assert result.exit_code == 0, (command, result.output)
+    return len(commands)
+
+
 class Mlp(nn.Module):
     """The layers of the page on models."""
 
@@ -164,27 +184,22 @@ def test_python_of_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: py
         language_models.add_tokenizer(tmp_path / name)
     (tmp_path / "wiki.test.raw").write_text("A text of more than one chunk of tokens. " * 20)
     [commands] = blocks(ROOT / "docs" / "transformers.md", "sh")
-    for line in commands.splitlines()[1:]:
-        result = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
-        assert result.exit_code == 0, (line, result.output)
-    assert (tmp_path / "kl.svg").is_file()
+    assert run_commands(commands) and (tmp_path / "kl.svg").is_file()
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("one_thread")
 def test_python_of_the_page_on_diffusers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
-    from tests.support import diffusion_models
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
-    diffusion_models.write_pipeline(Path("Z-Image-Turbo"))
-    model = diffusion_models.random_model("ZImageTransformer2DModel")
-    diffusion_models.write_q8_0(Path("z_image_turbo-Q8_0.gguf"), model)
+    write_diffusion_models()
     names: dict[str, object] = {}
     for block in blocks(ROOT / "docs" / "diffusers.md", "python"):
         exec(compile(block, "diffusers.md", "exec"), names)  # noqa: S102
     assert (tmp_path / "transformer-packed/diffusion_pytorch_model.safetensors").is_file()
+    [commands] = blocks(ROOT / "docs" / "diffusers.md", "sh")
+    assert run_commands(commands) == 1 and (tmp_path / "fox.png").is_file()
 
 
 def test_the_page_on_diffusers_lists_all_converters(bless: bool) -> None:
@@ -236,8 +251,11 @@ def test_the_distribution_has_one_name() -> None:
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("one_thread")
 def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     write_language_models(tmp_path)
     (tmp_path / "w4.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
     (tmp_path / "model.gguf").write_bytes(framed([info(dims=[32], type=2)], data=bytes(32)))
@@ -252,13 +270,8 @@ def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     matrices = {f"transformer_blocks.{block}.ff.weight": torch.randn(64, 128).bfloat16() for block in range(2)}
     folders.folder(tmp_path / "FLUX.1-dev" / "transformer", matrices, config={}, index=False)
     (tmp_path / "FLUX.1-dev" / "transformer" / "pytorch_model.bin").unlink()
-    lines = [line.split("#")[0] for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ")]
-    commands = [command for command in commands if command[0] not in ("demo", "analyze")]
-    assert len(commands) >= 15
-    for command in commands:
-        result = CliRunner().invoke(app, command, catch_exceptions=False)
-        assert result.exit_code == 0, (command, result.output)
+    write_diffusion_models()
+    assert run_commands("\n".join(blocks(ROOT / "README.md", "sh"))) >= 15
 
 
 def test_kernels_of_the_readme_are_analyzed() -> None:

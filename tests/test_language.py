@@ -105,14 +105,15 @@ def test_divergence_from_a_base(plain: Path, fp8: Path, text: Path, tmp_path: Pa
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     ("generate nowhere x", 1, "no such folder"), ("evaluate {plain} --text {text} -f q4_0", 2, "--against"),
     ("evaluate {plain} --text {text} -c 5000", 1, "give more text"), ("generate {plain} x -f q9", 1, "no format 'q9'"),
-    ("generate {fp8} x -f q4_0", 1, "contradicts")])
+    ("generate {fp8} x -f q4_0", 1, "contradicts"), ("generate {fp8} x --device cuda:77", 1, "'cuda:77' cannot be used here")])
 def test_errors_are_sentences(plain: Path, fp8: Path, text: Path, arguments: str, code: int, message: str) -> None:
     result = run(*arguments.format(plain=plain, fp8=fp8, text=text).split())
     assert result.exit_code == code and message in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("damage, message", [("tensor", "no tensor for model.layers.0.mlp.up_proj.weight"),
-                                             ("config", "transformers does not load it")])
+                                             ("config", "transformers does not load it"),
+                                             ("tokenizer", "transformers reads no tokenizer from it")])
 def test_a_damaged_plain_folder_is_refused(plain: Path, tmp_path: Path, damage: str, message: str) -> None:
     """transformers warns of a missing tensor and runs with random numbers in its place."""
     for path in plain.iterdir():
@@ -121,8 +122,10 @@ def test_a_damaged_plain_folder_is_refused(plain: Path, tmp_path: Path, damage: 
         tensors = load_file(plain / "model.safetensors")
         del tensors["model.layers.0.mlp.up_proj.weight"]
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    elif damage == "tokenizer":
+        (tmp_path / "tokenizer.json").write_text("{")
     else:
         config = json.loads((plain / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
     result = run("generate", tmp_path, "1", "-n", 1)
-    assert result.exit_code == 1 and message in result.stderr
+    assert result.exit_code == 1 and f"{tmp_path}: " in result.stderr and message in result.stderr

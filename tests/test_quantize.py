@@ -381,6 +381,15 @@ def test_a_flux_model(folder: Path) -> None:
                                                                          .get(types[name], "float32"))).float())
 
 
+def test_a_folder_of_diffusers_has_no_names_for_gguf(folder: Path) -> None:
+    """Readers of GGUF files know the authors' names; no --arch changes that."""
+    path = folder / "transformer"
+    path.mkdir()
+    checkpoint(path / "diffusion_pytorch_model.safetensors", {"layers.0.attention.to_q.weight": drawn(32, 32)})
+    (path / "config.json").write_text('{"_class_name": "ZImageTransformer2DModel"}')
+    assert "a folder of diffusers (ZImageTransformer2DModel), whose names" in refused(path, "-t", "q8_0")
+
+
 def test_rows_that_are_reshaped(folder: Path) -> None:
     """Of the two UNets alone: convolutions become rows of 256, and metadata say what they were."""
     tensors = {"model.diffusion_model.input_blocks.1.0.weight": drawn(32, 32, 3, 3, dtype=torch.float16),

@@ -22,7 +22,7 @@ from qdsl.checkpoint.groups import Group, groups
 from qdsl.checkpoint.leaves import Leaves
 from qdsl.checkpoint.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json, torch_name
-from qdsl.checkpoint.stated import Stated, flat
+from qdsl.checkpoint.stated import LAYER, Stated, flat
 from qdsl.shapes import granule
 from qdsl.spilled import LOST, is_spilled
 from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, meant, named
@@ -37,6 +37,7 @@ NUMBERS = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}
 WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes of numbers that bytes may be held in
 BYTES = ("U8", "I8")                                             # dtypes of weights of which two may lie in an element
 PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
+FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}                        # and those that are plain in a cast of a model, without scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,13 @@ class _Candidate:
     experts: int | None
 
     @property
+    def has_scale(self) -> bool:
+        """Whether no scale is left out, without which weights are plain casts."""
+        layout = self.format.layout(self.fit.storage, self.fit.params)
+        return not any(stored.optional and stored.dtype in self.format.params and name not in self.fit.tensors
+                       for name, stored in layout.items())
+
+    @property
     def label(self) -> str:
         return f"{self.format.name}.{self.fit.storage}" + "".join(f" {key}={value}" for key, value in self.fit.params.items())
 
@@ -171,7 +179,7 @@ class _Finder:
         there = {leaf: full for leaf, full in tensors.items() if full not in self.folder.missing}
         try:
             stated = self.stated.settings(name, there)
-            candidates = self._candidates(there, stated, turned, shape)
+            candidates = self._candidates(there, stated, turned, shape, len(there) == len(tensors))
         except CheckpointError as error:                         # what should be JSON is none
             return Layer(name, others=there, why=str(error))
         if candidates is None:
@@ -270,13 +278,19 @@ class _Finder:
     # -- what fits ----------------------------------------------------------------------------------------------------
 
     def _candidates(self, tensors: Mapping[str, str], stated: Mapping[str, Any] | None, turned: bool, shape: tuple[int, ...],
-                    ) -> list[_Candidate] | Misfit | None:
-        """Every way to read a module's tensors, or why there is none; None where they are plain."""
+                    is_complete: bool) -> list[_Candidate] | Misfit | None:
+        """Every way to read a module's tensors, or why there is none; None where they are plain.
+
+        8-bit floats without any scale are casts, unless a producer's settings state a quantization, or files are missing.
+        """
         given = self._given(tensors)
         if turned:
             given = {leaf: replace(each, shape=(*each.shape[:1], *each.shape[:0:-1])) if len(each.shape) == 3 else each
                      for leaf, each in given.items()}
-        if stated is None and all(tensor.dtype in PLAIN or leaf not in self.leaves.names for leaf, tensor in given.items()):
+        coded = [tensor for leaf, tensor in given.items() if tensor.dtype not in PLAIN and leaf in self.leaves.names]
+        is_cast = (self.says is None or self.says.method == OWN) and is_complete and bool(coded) \
+            and coded[0].dtype in FLOAT8 and len({*given} & {*self.leaves.names, LAYER}) == 1
+        if stated is None and (not coded or (is_cast and len(coded[0].shape) not in (2, 3))):
             return None
         contents = self._contents(tensors)
         given |= {leaf: replace(given[leaf], values=tuple(content)) for leaf, content in contents.items()
@@ -284,7 +298,12 @@ class _Finder:
         key = (*sorted(given.items(), key=lambda item: item[0]),
                *((leaf, repr(_without_numbers(content))) for leaf, content in contents.items()), repr(stated), shape)
         if key not in self.fitting:
-            self.fitting[key] = self._ways(given, contents, stated, shape) or self._nearest(given, contents, stated, shape)
+            candidates = self._ways(given, contents, stated, shape)
+            scaled = [candidate for candidate in candidates if is_cast or candidate.has_scale]
+            if candidates and not scaled and stated is not None:
+                self.fitting[key] = Misfit(TOLD, f"{candidates[0].label} needs a scale; given are {', '.join(given)}")
+            else:
+                self.fitting[key] = scaled or self._nearest(given, contents, stated, shape)
         return self.fitting[key]
 
     def _contents(self, tensors: Mapping[str, str]) -> dict[str, Any]:
@@ -366,7 +385,7 @@ class _Finder:
         if scheme.settings is None and not _needs_no_settings(best.format):
             problems = [f"its config leaves it as it is, by {scheme.by}"]
         problems += [f"{full}: {LOST}" for full in self._spilled(best, uses)]
-        settle = tuple(tensors[leaf] for leaf in best.format.detect.get("tensors", {})
+        settle = tuple(tensors[leaf] for leaf in (*best.format.detect.get("tensors", {}), LAYER)
                        if leaf in tensors and tensors[leaf] not in uses.values())
         others = {leaf: full for leaf, full in tensors.items() if full not in (*uses.values(), *settle)}
         return Layer(name, best.format.name, best.fit.storage, best.fit.params, best.fit.shape, best.experts, uses,

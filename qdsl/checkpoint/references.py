@@ -91,6 +91,15 @@ def local_headers(ref: str | os.PathLike[str]) -> Iterator[Path]:
             yield Path(folder) / next(iter(meant.parts))
 
 
+def has_file(ref: str | os.PathLike[str], name: str) -> bool:
+    """Whether a folder or a repository has a file of this name; other references have none.  Raises CheckpointError."""
+    meant = parsed(ref)
+    if isinstance(meant, Repository):
+        with _hub_errors(os.fspath(ref)):
+            return meant.file is None and meant.quant is None and name in _names(_hub(os.fspath(ref)), meant)
+    return isinstance(meant, Path) and (meant / name).is_file()
+
+
 def parsed(ref: str | os.PathLike[str]) -> Path | Repository | Url:
     """What a reference means.  Raises CheckpointError for a QUANT that a folder does not have, or has twice."""
     text = os.fspath(ref)
@@ -233,8 +242,10 @@ def _hub_errors(ref: str) -> Iterator[None]:
 
     try:
         yield
-    except (errors.HfHubHTTPError, errors.HFValidationError, errors.EntryNotFoundError, errors.OfflineModeIsEnabled,
-            ConnectionError) as error:
+    except Exception as error:
+        if not isinstance(error, errors.HfHubHTTPError | errors.HFValidationError | errors.EntryNotFoundError |
+                          errors.OfflineModeIsEnabled | ConnectionError) and not type(error).__module__.startswith("httpx"):
+            raise                                                # httpx, of which there are several, is the hub's client
         lines = [line.strip() for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
         raise CheckpointError(f"no file or folder {shown(ref)}, and the hub says: {next(iter(lines), type(error).__name__)}"
                               ) from error

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import SHARED_MEMORY, Group, memory
 from qdsl.checkpoint.layers import Layer, Layers
@@ -55,7 +56,7 @@ def _finite(value: Any) -> Any:
 
 
 def _layer(folder: Folder, layer: Layer) -> dict[str, Any]:
-    return {"name": layer.name, "format": layer.format or None, "storage": layer.storage or None, "params": dict(layer.params),
+    return {"name": layer.name, "format": layer.format or None, "storage": layer.storage or None, "params": _params_of(layer),
             "shape": list(layer.shape) if layer.format else None, "experts": layer.experts, "turned": layer.turned,
             "bits_per_weight": _bits(folder, layer.tensors.values(), _numbers(layer)), "tensors": dict(layer.tensors),
             "settings": list(layer.settings), "others": dict(layer.others), "by": layer.by,
@@ -160,6 +161,15 @@ def _ranges(numbers: Iterable[int]) -> str:
             ranges.append([number, number])
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
     return ",".join(shown if len(shown) <= 6 else [*shown[:3], "...", shown[-1]])
+
+
+def _params_of(layer: Layer) -> dict[str, int | str]:
+    """A layer's parameters, without the types of optional tensors that it does not have."""
+    if not layer.format:
+        return dict(layer.params)
+    layout = next(form for form in descriptions() if form.name == layer.format).layout(layer.storage, layer.params)
+    absent = {stored.dtype for name, stored in layout.items() if stored.optional and name not in layer.tensors}
+    return {name: value for name, value in layer.params.items() if name not in absent}
 
 
 def _extents(layer: Mapping[str, Any]) -> str:

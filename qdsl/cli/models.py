@@ -1,4 +1,4 @@
-"""Commands that run language models."""
+"""Commands that run language models and pipelines of diffusers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,59 @@ Device = Annotated[str | None, typer.Option("--device", help="Such as cpu or cud
 DType = Annotated[str, typer.Option("--dtype", help="Of products, such as float32; by default that of the model.")]
 
 
+TEXT, IMAGE = "Language models", "Pipelines of diffusers"        # headings of options that are for one kind of model
+
+
 @app.command()
-def generate(model: Model, prompt: Annotated[str, typer.Argument(help="What to continue, or to answer.", show_default=False)],
+def generate(context: typer.Context,
+             model: Annotated[str, typer.Argument(help="A folder or a repository of a language model, or of a pipeline of "
+                                                       "diffusers; or a GGUF file.", show_default=False)],
+             prompt: Annotated[str, typer.Argument(help="What to continue, to answer or to draw.", show_default=False)],
              format: Annotated[str | None, typer.Option("--format", "-f", help="Quantize a plain model in this format.")] = None,
-             param: Params = None,
-             max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.")] = 128,
-             temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: the most probable token.")] = 0.0,
-             seed: Annotated[int, typer.Option("--seed", help="Of sampling.")] = 0,
-             chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Use the chat template, where there is one.")] = True,
+             param: Params = None, seed: Annotated[int, typer.Option("--seed", help="Of sampling, or of noise.")] = 0,
+             max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.",
+                                                         rich_help_panel=TEXT)] = 128,
+             temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: the most probable token.",
+                                                        rich_help_panel=TEXT)] = 0.0,
+             chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Use the chat template, where there is one.",
+                                                rich_help_panel=TEXT)] = True,
+             out: Annotated[Path | None, typer.Option("--out", "-o", help="The .png file to write.",
+                                                      rich_help_panel=IMAGE)] = None,
+             size: Annotated[str | None, typer.Option("--size", metavar="WxH", help="Of the image; by default the pipeline's.",
+                                                      rich_help_panel=IMAGE)] = None,
+             steps: Annotated[int | None, typer.Option("--steps", min=1, help="Of denoising; by default the pipeline's.",
+                                                       rich_help_panel=IMAGE)] = None,
+             guidance: Annotated[float | None, typer.Option("--guidance", help="0 for many distilled models; by default "
+                                                            "the pipeline's.", rich_help_panel=IMAGE)] = None,
+             transformer: Annotated[str | None, typer.Option("--transformer", metavar="REF", help="A file or folder with the "
+                                                             "transformer.", rich_help_panel=IMAGE)] = None,
+             text_encoder: Annotated[str | None, typer.Option("--text-encoder", metavar="REF", help="One with the text encoder.",
+                                                              rich_help_panel=IMAGE)] = None,
+             against: Annotated[str | None, typer.Option("--against", metavar="PIPELINE", help="A pipeline whose image is "
+                                                         "compared.", rich_help_panel=IMAGE)] = None,
              device: Device = None, dtype: DType = "auto", as_json: Json = False) -> None:
-    """Run a language model on a prompt, with its weights packed, and print how fast it was and what memory it took."""
-    with _running() as language:
-        loaded = language.load_language_model(model, format, device, dtype, dict(map(_param, param or ())))
+    """Run a model on a prompt, with its weights packed, and print how fast it was and what memory it took.
+
+    Language models write text.  Pipelines draw an image, twice with one seed, and it is printed whether the two are the same.
+    """
+    from qdsl.checkpoint.references import has_file
+
+    with _reported():
+        is_pipeline = has_file(model, "model_index.json")
+    _refuse_others(context, TEXT if is_pipeline else IMAGE, model)
+    params = dict(map(_param, param or ()))
+    if is_pipeline:
+        from qdsl.cli.images import draw
+
+        models = {name: ref for name, ref in (("transformer", transformer), ("text_encoder", text_encoder)) if ref is not None}
+        options = {"prompt": prompt, "seed": seed, "steps": steps, "guidance": guidance}
+        draw(model, models, out, {**options, "size": size}, against, {"format": format, "params": params},
+             {"device": device, "dtype": dtype}, as_json)
+        return
+    with _running():
+        from qdsl.models import language
+
+        loaded = language.load_language_model(model, format, device, dtype, params)
         write = None if as_json else lambda text: typer.echo(text, nl=False)
         result = language.generate(loaded, prompt, max_new_tokens, temperature, seed, chat, write)
     if as_json:
@@ -41,6 +82,15 @@ def generate(model: Model, prompt: Annotated[str, typer.Argument(help="What to c
     memory = f"{result.resident / 1e6:.0f} MB resident, {loaded.bits_per_weight:.2f} bits per weight"
     speed = f"in {result.seconds:.1f} s, {result.tokens / result.seconds:.1f} per second"
     typer.echo(f"loaded in {loaded.seconds:.1f} s, {memory}; {result.tokens} tokens after {result.prompt} {speed}", err=True)
+
+
+def _refuse_others(context: typer.Context, heading: str, model: str) -> None:
+    """Exit with code 2 for an option of the other kind of model, by the heading of its help."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if getattr(parameter, "rich_help_panel", None) == heading and source is not None and source.name != "DEFAULT":
+            kind = "language model" if heading == IMAGE else "pipeline of diffusers"
+            _fail(f"error: {parameter.opts[0]} is for {heading[0].lower()}{heading[1:]}, and {model} is a {kind}", 2)
 
 
 @app.command()
@@ -56,9 +106,10 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
     """Measure what quantizing cost: perplexity, and divergence from another model, as llama-perplexity defines them."""
     if against is None and (format or svg):
         _fail("error: --format and --svg compare with a model: name it with --against", 2)
-    with _running() as language:
+    with _running():
         from qdsl.files import write_text
         from qdsl.models import evaluate as measure
+        from qdsl.models import language
 
         content = text.read_text(encoding="utf-8")
         base = None if against is None else measure.Base(language.load_language_model(against, None, device, dtype))
@@ -88,17 +139,12 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def _running() -> Iterator[Any]:
-    """The module that loads language models, with its problems as messages; exit code 2 where transformers is not installed."""
-    from qdsl.runtime.errors import FormatError
-
-    try:
-        from qdsl.models import language
-        from qdsl.models.plan import LoadError
-    except ImportError as error:
-        _fail(f"error: {error}; language models need `pip install 'qdsl-formats[models]'`", 2)
+def _running() -> Iterator[None]:
+    """Problems of models as messages; exit code 2 where the libraries that run them are not installed."""
     try:
         with _reported():
-            yield language
-    except (LoadError, FormatError, ValueError) as error:
+            yield
+    except ImportError as error:
+        _fail(f"error: {error}; to run models, `pip install 'qdsl-formats[models,diffusers]'`", 2)
+    except ValueError as error:                                  # LoadError and FormatError, too
         _fail(f"error: {error}")

@@ -13,7 +13,7 @@ from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.detect import SPOKEN, is_block
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.quantization import METADATA
-from qdsl.checkpoint.stated import PREFIX, Stated
+from qdsl.checkpoint.stated import LAYERS, PREFIX, Stated
 from qdsl.shapes import extents
 from qdsl.stored import Description, Stored
 
@@ -118,5 +118,5 @@ def texts(stated: Stated, changed: Mapping[str, str | None], kept: Sequence[Laye
 
 def renewed(old: Mapping[str, str], new: Mapping[str, str], changed: Sequence[str], plain: Sequence[str]) -> dict[str, str]:
     """A file's metadata with what is now to be said of weights in place of what was.  changed: names that weights have had."""
-    gone = {LIST, *changed, *(name for name in plain if "." in name), *([METADATA] if changed else [])}
+    gone = {LIST, *changed, *(name for name in plain if "." in name), *((METADATA, LAYERS) if changed else ())}
     return {**{key: text for key, text in old.items() if key not in gone}, **new}

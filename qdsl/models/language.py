@@ -16,6 +16,7 @@ import qdsl.models.transformers as plugin
 from qdsl.checkpoint.checkpoint import open_checkpoint
 from qdsl.checkpoint.references import local_path
 from qdsl.models.plan import LoadError
+from qdsl.models.plugin import usable_device
 from qdsl.processes import resident_bytes
 from qdsl.runtime.module import PackedModule
 
@@ -32,9 +33,12 @@ class LanguageModel:
     @cached_property
     def tokenizer(self) -> Any:
         """Its tokenizer; transformers takes seconds to make one of a GGUF file."""
-        if self.path.endswith(".gguf"):
-            return plugin.tokenizer(self.path)
-        return transformers.AutoTokenizer.from_pretrained(self.path)
+        try:
+            if self.path.endswith(".gguf"):
+                return plugin.tokenizer(self.path)
+            return transformers.AutoTokenizer.from_pretrained(self.path)
+        except Exception as error:                               # of many kinds, by what is wrong
+            raise LoadError(f"{self.path}: transformers reads no tokenizer from it: {error}") from error
 
     @property
     def packed_layers(self) -> int:
@@ -79,7 +83,7 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     path = local_path(ref)
     if not path.exists():
         raise LoadError(f"{ref}: no such folder or file")
-    options: dict[str, Any] = {"dtype": dtype, "device_map": device or ("cuda" if torch.cuda.is_available() else "cpu")}
+    options: dict[str, Any] = {"dtype": dtype, "device_map": usable_device(device)}
     if format is not None:
         options["quantization_config"] = plugin.QdslConfig(format, **(params or {}))
     is_gguf = path.suffix == ".gguf"

@@ -21,6 +21,7 @@ from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.stored import OF_X
 
 SCALES = (*OF_X, "input_scale")                                  # tensors of a layer that concern its input
+UNUSED = "scale_input"                                           # ComfyUI's, which is 1 where none is known
 RUNS = 4                                                         # runs of consecutive rows of an expert that are cut one by one
 
 
@@ -47,6 +48,7 @@ class MappedSource:
         self.names = tensor_names(file)
         self.rules = {name: rule for name, rule in rules.items()
                       if name in self._shapes and any(own in self.names for own in rule.sources)}
+        self._scales: dict[str, str] = {}                        # names in the file, by those that layers give them
         self.unused = [name for name in unused if name not in self._shapes]
         problems = [*problems, *self._missing(Names(model)), *self._misfits()]
         if problems:
@@ -99,9 +101,12 @@ class MappedSource:
         others = {leaf: full for layer in own for leaf, full in layer.others.items() if leaf in SCALES}
         if len(own) > 1 and others:                              # each has its own
             return None
+        module = name.removesuffix(".weight")
+        self._scales |= {f"{module}.{leaf}": full for leaf, full in others.items()}
+        others = {leaf: f"{module}.{leaf}" for leaf in others}
         experts = shape[0] if len(shape) == 3 else None
         rows = math.prod(shape) // own[0].shape[1]
-        return Layer(name.removesuffix(".weight"), own[0].format, own[0].storage, own[0].params,
+        return Layer(module, own[0].format, own[0].storage, own[0].params,
                      (rows // (experts or 1), own[0].shape[1]), experts, others=others)
 
     def _rule(self, layer: Layer) -> TensorRule:
@@ -161,14 +166,14 @@ class MappedSource:
         return [*filled, *self.unused]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name] if name in self.rules else self.file.shape(name)
+        return self._shapes[name] if name in self.rules else self.file.shape(self._scales.get(name, name))
 
     def nbytes(self, name: str) -> int:
-        return sum(map(self.file.nbytes, self.rules[name].sources if name in self.rules else (name,)))
+        return sum(map(self.file.nbytes, self.rules[name].sources if name in self.rules else (self._scales.get(name, name),)))
 
     def tensor(self, name: str) -> Tensor:
         if name not in self.rules:
-            return self.file.tensor(name)
+            return self.file.tensor(self._scales.get(name, name))
         rule, shape = self.rules[name], self._shapes[name]
         parts = [self._numbers(source) for source in rule.sources]
         tensor = parts[0]
@@ -214,7 +219,7 @@ def tensor_names(file: Source) -> dict[str, Layer | None]:
     for layer in file.layers.values():
         own = (*layer.tensors.values(), *layer.others.values())
         names[layer.name if layer.name in own else f"{layer.name}.weight"] = layer
-        names |= {full: None for leaf, full in layer.others.items() if leaf not in (*SCALES, "weight")}
+        names |= {full: None for leaf, full in layer.others.items() if leaf not in (*SCALES, UNUSED, "weight")}
     return names
 
 

@@ -8,6 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint
@@ -51,6 +52,17 @@ def without_disk(device_map: Any) -> Any:
     if isinstance(device_map, Mapping):
         return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
     return device_map
+
+
+def usable_device(device: str | None = None) -> str:
+    """A device by its name, by default a GPU where there is one.  Raises LoadError for one that this machine does not have."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:              # torch without CUDA asserts
+        raise LoadError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def single_device(device_map: Any) -> Any:

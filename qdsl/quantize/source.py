@@ -153,6 +153,9 @@ class Safetensors:
             raise QuantizeError(f"{self.path}: a language model; give the folder of all its files, with config.json and the "
                                 "tokenizer")
         found = given or diffusion.detect(names)
+        if found is None and isinstance(kind := self.folder.config.get("_class_name"), str):
+            raise QuantizeError(f"{self.path}: a folder of diffusers ({shown(kind)[1:-1]}), whose names readers of GGUF files do "
+                                "not know; give the file that the model's authors publish")
         if found is None:
             raise QuantizeError(f"{self.path}: its names do not tell the architecture; say with --arch which of "
                                 f"{', '.join(diffusion.ARCHITECTURES)} it is")

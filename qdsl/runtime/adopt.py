@@ -151,7 +151,7 @@ class _Adoption:
                 continue
             default = part.variant.defaults.get(name)
             value = fields[name] if name in fields or default is None else \
-                part.format.default(part.variant, name, part.shape, part.sizes, part.device)
+                part.format.default(part.variant, name, part.shape, part.params, part.device)
             found[name] = value.view(way.dtype) if way.bits else value.to(way.dtype)
         found |= {name: self._solved(way, name, found, fields[name]) for name, way in self.ways.items() if way.choices}
         index = {name: fields[name] for name, field in self.other.variant.fields.items() if field.groups and name in fields}

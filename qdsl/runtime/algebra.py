@@ -376,7 +376,7 @@ def _column_numbers(part: PackedWeight, name: str, unit: int, start: int) -> Ten
 def _all_fields(parts: Sequence[PackedWeight]) -> list[dict[str, Tensor]]:
     """The fields of every part, with the defaults of those that only other parts store."""
     def default(part: PackedWeight, name: str) -> Tensor:
-        return part.format.default(part.variant, name, part.shape, part.sizes, part.device)
+        return part.format.default(part.variant, name, part.shape, part.params, part.device)
 
     unpacked = [part.format.unpack(part) for part in parts]
     names = {name for fields in unpacked for name in fields}

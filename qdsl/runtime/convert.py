@@ -79,7 +79,7 @@ def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, T
     fields: dict[str, Tensor] = unpacked(weight, lambda held: True)      # without numbers, for their shapes
     for name in names:
         own = str(weight.layout.tensors[name].optional)
-        fields[own] = weight.format.default(weight.variant, own, weight.shape, weight.sizes, weight.device)
+        fields[own] = weight.format.default(weight.variant, own, weight.shape, weight.params, weight.device)
     stored = [name for name in weight.variant.fields if name not in weight.layout.where]
     tensors = weight.layout.tensors_of({name: fields.get(name) for name in stored}, weight.extents)
     return {name: tensors[name].contiguous() for name in names}
@@ -248,7 +248,7 @@ class _Change:
         done = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
         fields = unpacked(self.packed, lambda held: held <= done)
         packed = self.packed
-        fields |= {name: packed.format.default(packed.variant, name, packed.shape, packed.sizes, packed.device)
+        fields |= {name: packed.format.default(packed.variant, name, packed.shape, packed.params, packed.device)
                    for name in self.other.layout.always if name not in fields and self.turned is None}
         if self.turned is not None:
             fields = {name: field.to("meta") if name in done else field for name, field in self.turned.all(fields).items()}

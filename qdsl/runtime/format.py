@@ -223,16 +223,18 @@ class Format:
         return torch.equal(tensor, _in_order(tensor, 1 if is_order else size))
 
     def empty(self, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
-              optional: Sequence[str] = (), **params: int | str) -> PackedWeight:
+              optional: Sequence[str] | None = None, **params: int | str) -> PackedWeight:
         """A weight [N, K] of the tensors that its storage would have, on a device that need not hold them, not filled.
 
         Tensors whose size depends on the weights have no elements.
-        optional: which of the tensors that may be missing are there.  Raises FormatError for a shape that does not fit.
+        optional: which of the tensors that may be missing are there, by default scales.  Raises FormatError for a shape that does
+        not fit.
         """
         chosen = self.complete(params)
         name, layout = self.storage(storage, chosen)
         sizes = self.sizes(chosen, shape)
         known = {key: stored.optional for key, stored in layout.tensors.items() if stored.optional}
+        optional = [key for key in known if layout.tensors[key].dtype in self.params] if optional is None else optional
         for key in optional:
             if key not in known:
                 raise FormatError(f"{self.name}.{name} has no optional tensor '{key}'; it has {', '.join(known) or 'none'}")
@@ -291,7 +293,7 @@ class Format:
             if not self.is_default(variant, key, field, sizes):
                 extra = self._order_of(layout, name, key, field, shape, chosen)
                 held = _moved(variant, held, extra[layout.order])
-        held |= {key: self.default(variant, key, shape, sizes, next(iter(held.values())).device)
+        held |= {key: self.default(variant, key, shape, chosen, next(iter(held.values())).device)
                  for key in layout.always if key not in held}
         stored = [key for key in variant.fields if key not in layout.where]
         missing = [key for key in stored if key not in held and key not in variant.defaults]
@@ -369,15 +371,16 @@ class Format:
                 raise FormatError(f"{self.name}: field '{name}' has values from {int(value.min())} to {most}; {kind} holds {low} "
                                   f"to {high}")
 
-    def default(self, variant: Variant, name: str, shape: tuple[int, int], sizes: Mapping[str, int],
+    def default(self, variant: Variant, name: str, shape: tuple[int, int], params: Mapping[str, int | str],
                  device: torch.device) -> Tensor:
         """The field where no tensor says what it is."""
         field, value = variant.fields[name], variant.defaults[name]
+        sizes, type = self.sizes(params, shape), str(params.get(field.type, field.type))
         if field.groups is not None:
             return _in_order(torch.empty(shape[1], dtype=torch.int32, device=device), field.groups.by(sizes))
         whole = extents(field.axes, *shape, sizes)
         assert whole is not None and value is not None
-        return torch.full(whole, value, dtype=torch_dtype(field.type), device=device)
+        return torch.full(whole, value, dtype=torch_dtype(type), device=device)
 
     def is_default(self, variant: Variant, name: str, value: Tensor, sizes: Mapping[str, int]) -> bool:
         """Whether a field that may be missing is as if it were."""
@@ -415,7 +418,7 @@ class Format:
         types = {key: value for key, value in params.items() if isinstance(value, str)}
         given = {} if importance is None else {"importance": self._importance(importance, weight)}
         chosen = {**layout.options, **rest, **(given if variant.importance else {})}
-        index = {key: self.default(variant, key, shape, sizes, weight.device) for key, field in variant.fields.items()
+        index = {key: self.default(variant, key, shape, params, weight.device) for key, field in variant.fields.items()
                  if field.type == "index" and key not in (*layout.where, *layout.omits)}
         whole = self._unfilled(name, shape, params)
         made = _stacked(whole, (self.pack({**fields, **index}, storage=name, **params) for fields in tiles.encode_rows(

@@ -79,7 +79,7 @@ def gathered(source: Source, sizes: Mapping[str, int], gather: Gather, fields: M
         elif gather.index is not None:
             result[name] = gather.index.to(value.device)
         else:
-            result[name] = packed.format.default(packed.variant, name, source.shape, sizes, value.device)
+            result[name] = packed.format.default(packed.variant, name, source.shape, {**packed.params, **sizes}, value.device)
     return result
 
 

@@ -48,11 +48,11 @@ class QuantizedLinear(PackedModule, nn.Linear):
 
     @classmethod
     def empty(cls, shape: tuple[int, int], storage: str | None = None, bias: bool = False, device: torch.device | str = "meta",
-              dtype: torch.dtype | None = None, optional: Sequence[str] = (), **params: int | str) -> QuantizedLinear:
+              dtype: torch.dtype | None = None, optional: Sequence[str] | None = None, **params: int | str) -> QuantizedLinear:
         """A layer for a weight [N, K] that is yet to be loaded: on meta, by load_state_dict with assign=True.
 
-        dtype: compute_dtype, and the bias's.  optional: which of the tensors that may be missing there are.  A state_dict brings
-        its input_scale along.  Raises FormatError.
+        dtype: compute_dtype, and the bias's.  optional: which of the tensors that may be missing there are, by default scales.  A
+        state_dict brings its input_scale along.  Raises FormatError.
         """
         packed = cls.format.empty(shape, storage, device, optional, **params)
         return cls(packed, torch.empty(shape[0], dtype=dtype, device=device) if bias else None, dtype)
@@ -122,7 +122,7 @@ class QuantizedEmbedding(PackedModule, nn.Embedding):
 
     @classmethod
     def empty(cls, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
-              dtype: torch.dtype | None = None, optional: Sequence[str] = (), **params: int | str) -> QuantizedEmbedding:
+              dtype: torch.dtype | None = None, optional: Sequence[str] | None = None, **params: int | str) -> QuantizedEmbedding:
         """A layer for a weight [num_embeddings, embedding_dim] that is yet to be loaded.  As Linear.empty."""
         return cls(cls.format.empty(shape, storage, device, optional, **params), dtype=dtype)
 

@@ -21,6 +21,7 @@ from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.gguf_write import NewTensor
 from qdsl.checkpoint.gguf_write import write as write_gguf
 from qdsl.checkpoint.safetensors import bytes_of
+from tests.support import converter_names as names
 from tests.support import language_models
 
 
@@ -28,8 +29,7 @@ from tests.support import language_models
 class Tiny:
     """A class of diffusers with a config of few numbers.
 
-    original: regular expressions of its names and what the authors' files have in their place, applied in order.  '#0', '#1', ...
-    are parts of one tensor, '#swap' has its halves the other way round.  inputs: shapes of tensors that `forward` takes.
+    original: its table in converter_names.  inputs: shapes of tensors that `forward` takes.
     """
 
     config: Mapping[str, Any]
@@ -41,89 +41,82 @@ def tiny(original: Sequence[tuple[str, str]], inputs: Mapping[str, tuple[int, ..
     return Tiny(config, original, inputs or {})
 
 
-def qkv(pattern: str, replacement: str, names: Sequence[str] = ("to_q", "to_k", "to_v")) -> list[tuple[str, str]]:
-    """Projections that lie in one tensor, by what stands in front of their names."""
-    return [(pattern + name, f"{replacement}#{part}") for part, name in enumerate(names)]
-
-
-ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
-BLOCK, SINGLE = r"^transformer_blocks\.(\d+)\.", r"^single_transformer_blocks\.(\d+)\."
-SWAPPED = [("^proj_out", "final_layer.linear"), (r"^norm_out\.linear", "final_layer.adaLN_modulation.1#swap")]
-Z_IMAGE = [
-    *qkv(r"attention\.", "attention.qkv"), (r"attention\.to_out\.0", "attention.out"),
-    (r"attention\.norm_([qk])", r"attention.\1_norm"),
-    ("all_final_layer.2-1", "final_layer"), ("all_x_embedder.2-1", "x_embedder")]
-FLUX2 = [
-    *qkv(BLOCK + r"attn\.", r"double_blocks.\1.img_attn.qkv"), *qkv(BLOCK + r"attn\.", r"double_blocks.\1.txt_attn.qkv", ADDED),
-    (BLOCK + r"attn\.to_out\.0", r"double_blocks.\1.img_attn.proj"),
-    (BLOCK + r"attn\.to_add_out", r"double_blocks.\1.txt_attn.proj"),
-    (BLOCK + r"attn\.norm_q\.weight", r"double_blocks.\1.img_attn.norm.query_norm.scale"),
-    (BLOCK + r"attn\.norm_k\.weight", r"double_blocks.\1.img_attn.norm.key_norm.scale"),
-    (BLOCK + r"attn\.norm_added_q\.weight", r"double_blocks.\1.txt_attn.norm.query_norm.scale"),
-    (BLOCK + r"attn\.norm_added_k\.weight", r"double_blocks.\1.txt_attn.norm.key_norm.scale"),
-    (BLOCK + r"ff\.linear_in", r"double_blocks.\1.img_mlp.0"), (BLOCK + r"ff\.linear_out", r"double_blocks.\1.img_mlp.2"),
-    (BLOCK + r"ff_context\.linear_in", r"double_blocks.\1.txt_mlp.0"),
-    (BLOCK + r"ff_context\.linear_out", r"double_blocks.\1.txt_mlp.2"),
-    (SINGLE + r"attn\.to_qkv_mlp_proj", r"single_blocks.\1.linear1"), (SINGLE + r"attn\.to_out", r"single_blocks.\1.linear2"),
-    (SINGLE + r"attn\.norm_q\.weight", r"single_blocks.\1.norm.query_norm.scale"),
-    (SINGLE + r"attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
-    ("^x_embedder", "img_in"), ("^context_embedder", "txt_in"),
-    (r"^time_guidance_embed\.timestep_embedder\.linear_1", "time_in.in_layer"),
-    (r"^time_guidance_embed\.timestep_embedder\.linear_2", "time_in.out_layer"),
-    (r"^(\w+_stream_modulation\w*)\.linear", r"\1.lin"), *SWAPPED]
-SD3 = [
-    *qkv(BLOCK + r"attn\.", r"joint_blocks.\1.x_block.attn.qkv"),
-    *qkv(BLOCK + r"attn\.", r"joint_blocks.\1.context_block.attn.qkv", ADDED),
-    *qkv(BLOCK + r"attn2\.", r"joint_blocks.\1.x_block.attn2.qkv"),
-    (BLOCK + r"(attn2?)\.to_out\.0", r"joint_blocks.\1.x_block.\2.proj"),
-    (BLOCK + r"attn\.to_add_out", r"joint_blocks.\1.context_block.attn.proj"),
-    (BLOCK + r"(attn2?)\.norm_([qk])", r"joint_blocks.\1.x_block.\2.ln_\3"),
-    (BLOCK + r"attn\.norm_added_([qk])", r"joint_blocks.\1.context_block.attn.ln_\2"),
-    (BLOCK + r"norm1\.linear", r"joint_blocks.\1.x_block.adaLN_modulation.1"),
-    (r"^transformer_blocks\.1\.norm1_context\.linear", "joint_blocks.1.context_block.adaLN_modulation.1#swap"),  # the last
-    (BLOCK + r"norm1_context\.linear", r"joint_blocks.\1.context_block.adaLN_modulation.1"),
-    (BLOCK + r"ff\.net\.0\.proj", r"joint_blocks.\1.x_block.mlp.fc1"),
-    (BLOCK + r"ff\.net\.2", r"joint_blocks.\1.x_block.mlp.fc2"),
-    (BLOCK + r"ff_context\.net\.0\.proj", r"joint_blocks.\1.context_block.mlp.fc1"),
-    (BLOCK + r"ff_context\.net\.2", r"joint_blocks.\1.context_block.mlp.fc2"),
-    (r"^pos_embed\.proj", "x_embedder.proj"), (r"^pos_embed\.pos_embed", "pos_embed"),
-    (r"^time_text_embed\.timestep_embedder\.linear_1", "t_embedder.mlp.0"),
-    (r"^time_text_embed\.timestep_embedder\.linear_2", "t_embedder.mlp.2"),
-    (r"^time_text_embed\.text_embedder\.linear_1", "y_embedder.mlp.0"),
-    (r"^time_text_embed\.text_embedder\.linear_2", "y_embedder.mlp.2"), *SWAPPED]
-WAN = [
-    (r"attn1\.", "self_attn."), (r"attn2\.", "cross_attn."), (r"\.to_out\.0\.", ".o."), (r"\.to_([qkv])\.", r".\1."),
-    (r"^scale_shift_table", "head.modulation"), (r"scale_shift_table", "modulation"), ("^proj_out", "head.head"),
-    (r"ffn\.net\.0\.proj", "ffn.0"), (r"ffn\.net\.2", "ffn.2"), (r"\.norm2\.", ".norm3."),
-    (r"^condition_embedder\.(time|text)_embedder\.linear_1", r"\1_embedding.0"),
-    (r"^condition_embedder\.(time|text)_embedder\.linear_2", r"\1_embedding.2"),
-    (r"^condition_embedder\.time_proj", "time_projection.1")]
-LTX = [("^proj_in", "patchify_proj"), ("^time_embed", "adaln_single"), (r"\.norm_([qk])\.", r".\1_norm.")]
-
 TEXT = {"encoder_hidden_states": (1, 4, 256), "timestep": (1,)}
 TINY: dict[str, Tiny] = {
     "ZImageTransformer2DModel": tiny(
-        Z_IMAGE, dim=256, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=64, axes_lens=[64, 32, 32]),
+        names.Z_IMAGE, dim=256, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=64, axes_lens=[64, 32, 32]),
     "Flux2Transformer2DModel": tiny(
-        FLUX2, {"hidden_states": (1, 6, 32), **TEXT, "img_ids": (1, 6, 4), "txt_ids": (1, 4, 4)}, num_layers=2,
+        names.FLUX2, {"hidden_states": (1, 6, 32), **TEXT, "img_ids": (1, 6, 4), "txt_ids": (1, 4, 4)}, num_layers=2,
         num_single_layers=1, num_attention_heads=2, joint_attention_dim=256, in_channels=32, guidance_embeds=False),
     "QwenImageTransformer2DModel": tiny(
         (), {"hidden_states": (1, 6, 64), **TEXT, "encoder_hidden_states_mask": (1, 4)}, num_layers=1, num_attention_heads=2,
         joint_attention_dim=256),
     "SD3Transformer2DModel": tiny(
-        SD3, {"hidden_states": (1, 16, 8, 8), **TEXT, "pooled_projections": (1, 256)}, sample_size=8, num_layers=2,
+        names.SD3, {"hidden_states": (1, 16, 8, 8), **TEXT, "pooled_projections": (1, 256)}, sample_size=8, num_layers=2,
         num_attention_heads=4, joint_attention_dim=256, caption_projection_dim=256, pooled_projection_dim=256,
         pos_embed_max_size=8, dual_attention_layers=(0,), qk_norm="rms_norm"),
     "WanTransformer3DModel": tiny(
-        WAN, {"hidden_states": (1, 16, 1, 8, 8), **TEXT}, num_attention_heads=2, ffn_dim=512, text_dim=256, num_layers=1),
+        names.WAN, {"hidden_states": (1, 16, 1, 8, 8), **TEXT}, num_attention_heads=2, ffn_dim=512, text_dim=256, num_layers=1),
     "LTXVideoTransformer3DModel": tiny(
-        LTX, {"hidden_states": (1, 4, 32), **TEXT, "encoder_attention_mask": (1, 4)}, in_channels=32, out_channels=32,
+        names.LTX, {"hidden_states": (1, 4, 32), **TEXT, "encoder_attention_mask": (1, 4)}, in_channels=32, out_channels=32,
         num_attention_heads=4, cross_attention_dim=256, num_layers=1, caption_channels=256),
+    # of these, weights alone
+    "AuraFlowTransformer2DModel": tiny(
+        names.AURA_FLOW, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=64, caption_projection_dim=64, pos_embed_max_size=16),
+    "ChronoEditTransformer3DModel": tiny(
+        names.WAN, num_attention_heads=2, attention_head_dim=32, ffn_dim=64, text_dim=64, num_layers=1),
+    "CosmosTransformer3DModel": tiny(
+        names.COSMOS, num_attention_heads=2, attention_head_dim=32, num_layers=1, text_embed_dim=64, adaln_lora_dim=32,
+        extra_pos_embed_type=None),
+    "ErnieImageTransformer2DModel": tiny(
+        (), hidden_size=64, num_attention_heads=2, num_layers=1, ffn_hidden_size=128, text_in_dim=64, rope_axes_dim=(8, 12, 12)),
+    "Flux3Transformer2DModel": tiny(
+        names.FLUX3, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=64, axes_dims_rope=(8, 8, 8, 8)),
+    "HiDreamImageTransformer2DModel": tiny(
+        (), patch_size=2, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
+        caption_channels=[64, 64], text_emb_dim=64, axes_dims_rope=(16, 16), max_resolution=(8, 8), llama_layers=[0, 1]),
+    "MiniMaxH3Transformer3DModel": tiny(
+        names.MINIMAX, num_attention_heads=2, attention_head_dim=32, hidden_size=64, num_layers=1, num_refiner_layers=1,
+        ffn_dim=128, text_dim=64, time_embed_hidden_dim=64, time_embed_dim=32),
+    "MotifVideoTransformer3DModel": tiny(
+        (), num_attention_heads=2, attention_head_dim=32, num_layers=1, num_single_layers=1, text_embed_dim=64,
+        rope_axes_dim=(8, 12, 12)),
+    "QwenImage21Transformer2DModel": tiny(
+        names.QWEN21, num_layers=1, attention_head_dim=32, num_attention_heads=2, context_in_dim=64,
+        axes_dims_rope=(8, 12, 12)),
+    "SanaTransformer2DModel": tiny(
+        names.SANA, num_attention_heads=2, num_layers=1, num_cross_attention_heads=2, cross_attention_head_dim=32,
+        cross_attention_dim=64, caption_channels=64),
+    "SkyReelsV2Transformer3DModel": tiny(
+        names.WAN, num_attention_heads=2, attention_head_dim=32, ffn_dim=64, text_dim=64, num_layers=1),
+    "WanAnimate2Transformer3DModel": tiny(
+        names.WAN_ANIMATE2, dim=64, ffn_dim=128, text_dim=64, num_heads=2, num_layers=1, use_img_emb=False),
+    "WanVACETransformer3DModel": tiny(
+        names.WAN, num_attention_heads=2, attention_head_dim=32, ffn_dim=64, text_dim=64, num_layers=2, vace_layers=[0]),
 }
+# Classes whose converters have the width or the depth of the published model, or whose names are too long for GGUF files.
+WIDE: dict[str, Tiny] = {
+    "ChromaTransformer2DModel": tiny(names.CHROMA, num_layers=1, num_single_layers=1),
+    "FluxTransformer2DModel": tiny(names.FLUX1, num_layers=1, num_single_layers=1, guidance_embeds=True),
+    "HunyuanVideoTransformer3DModel": tiny(names.HUNYUAN, num_layers=1, num_single_layers=1, num_refiner_layers=1),
+    "LTX2VideoTransformer3DModel": tiny(
+        names.LTX2, num_attention_heads=2, attention_head_dim=32, cross_attention_dim=64, audio_num_attention_heads=2,
+        audio_attention_head_dim=32, audio_cross_attention_dim=64, num_layers=1, caption_channels=64),
+    "Lumina2Transformer2DModel": tiny(names.LUMINA2, num_layers=1),
+    "MochiTransformer3DModel": tiny(names.MOCHI),
+}
+UNUSED = {"SanaTransformer2DModel": {"pos_embed": (1, 4, 64), "y_embedder.y_embedding": (4, 64)}}      # by their converters
 OTHERS: dict[str, dict[str, Any]] = {                            # of inputs that are no random tensors
     "QwenImageTransformer2DModel": {"img_shapes": [[(1, 2, 3)]]},
     "LTXVideoTransformer3DModel": {"num_frames": 1, "height": 2, "width": 2},
 }
+
+
+def runs(name: str) -> bool:
+    """Whether `output` runs a class."""
+    return bool(TINY[name].inputs) or name.startswith("ZImage")
 
 
 def random_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -153,7 +146,7 @@ def original(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A model's tensors as the files of its authors have them."""
     parts: dict[str, dict[str, Tensor]] = {}
     for own, tensor in tensors.items():
-        for pattern, replacement in TINY[name].original:
+        for pattern, replacement in (TINY | WIDE)[name].original:
             own = re.sub(pattern, replacement, own)
         marks = re.findall(r"#(\w+)", own)
         parts.setdefault(re.sub(r"#\w+", "", own), {})[marks[0] if marks else "0"] = tensor
@@ -256,6 +249,7 @@ def coverage() -> str:
     lines = ["| class | converter of diffusers | tested with packed files |", "| --- | --- | --- |"]
     for name, entry in sorted(SINGLE_FILE_LOADABLE_CLASSES.items()):
         function = entry["checkpoint_mapping_fn"].__name__
-        tested = "decoded weights and outputs" if name in TINY else "names and rows" if name == "FluxTransformer2DModel" else ""
+        tested = "names and rows" if name in WIDE else "" if name not in TINY else "decoded weights"
+        tested += " and outputs" if name in TINY and runs(name) else ""
         lines.append(f"| {name} | {'names are the same' if function == '<lambda>' else f'`{function}`'} | {tested} |")
     return "\n".join(lines) + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,40 +12,75 @@ from diffusers import DiffusionPipeline, ModelMixin, PipelineQuantizationConfig
 from transformers import PreTrainedModel
 
 from qdsl.checkpoint.checkpoint import open_checkpoint
-from qdsl.checkpoint.references import local_path
+from qdsl.checkpoint.references import Repository, local_path, parsed
+from qdsl.checkpoint.safetensors import shown
 from qdsl.models.diffusers.single_file import load_single_file
+from qdsl.models.plan import LoadError
 from qdsl.models.transformers import from_pretrained as from_pretrained_language_model
 from qdsl.models.transformers.config import QdslConfig
 
 QUANTIZED = ("transformer", "unet", "text_encoder")              # beginnings of names of models that a format is for
+# Arguments of the library's `from_pretrained`; others name components.
+LIBRARY = ("cache_dir", "custom_pipeline", "custom_revision", "device_map", "disable_mmap", "force_download",
+           "load_connected_pipeline", "local_files_only", "low_cpu_mem_usage", "max_memory", "offload_folder",
+           "offload_state_dict", "provider", "provider_options", "proxies", "quantization_config", "revision", "sess_options",
+           "token", "trust_remote_code", "use_flashpack", "use_onnx", "use_safetensors", "variant")
 
 
-def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Sequence[str] = (), dtype: torch.dtype | None = None,
+def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Sequence[str] = (),
+                    params: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
                     device: torch.device | str | None = None, **kwargs: Any) -> Any:
     """Load a pipeline whose models are packed, plain, or given as files: GGUF, safetensors, or folders of one model.
 
     ref: a pipeline's folder or repository.  kwargs: references of models by their names, as `transformer="z_image-Q4_K.gguf"`,
     models themselves, and what `DiffusionPipeline.from_pretrained` takes.  Packed folders need no settings: DF11 as it is
     published, too.  format: in which plain transformers, UNets and text encoders are quantized; ignore: patterns of their modules
-    that stay dense.  dtype, or torch_dtype: of plain numbers and of products.  Raises LoadError where files do not fill a model.
+    that stay dense; params: options of the format's quantizer.  dtype, or torch_dtype: of plain numbers and of products.
+    Raises LoadError where files do not fill a model, and for a name that is no component of the pipeline.
     """
     dtype = kwargs.pop("torch_dtype", dtype)
-    folder = Path(ref) if Path(ref).is_dir() else Path(DiffusionPipeline.download(str(ref)))
+    folder = pipeline_folder(ref)
     index = DiffusionPipeline.load_config(folder)
+    _check_names(ref, index, kwargs)
+    library_options = kwargs.keys() & {*LIBRARY}
     mapping: dict[str, QdslConfig] = {}
     for name, entry in index.items():
         cls = _model_class(entry)
         if cls is None:
             continue
         own = kwargs.get(name, folder / name)
-        online = None if format is None or not name.startswith(QUANTIZED) else QdslConfig(format, ignore=ignore)
-        if isinstance(own, str | Path) and (name in kwargs or _is_packed(folder / name)):
-            kwargs[name] = load_component(cls, local_path(own), folder / name, dtype, device, online)
+        if isinstance(own, str | Path) and name in kwargs:
+            own = local_path(own)
+            if not own.exists():
+                raise LoadError(f"{name}: no file or folder {own}")
+        online = None if format is None or not name.startswith(QUANTIZED) else QdslConfig(format, ignore=ignore, **(params or {}))
+        # The library would fill missing weights of a plain text encoder with random numbers.
+        is_plain_encoder = issubclass(cls, PreTrainedModel) and online is None and dtype is not None and not library_options
+        if isinstance(own, str | Path) and (name in kwargs or is_plain_encoder or _is_packed(folder / name)):
+            kwargs[name] = load_component(cls, Path(own), folder / name, dtype, device, online)
         elif name not in kwargs and online is not None:
             mapping[name] = online
     config = PipelineQuantizationConfig(quant_mapping=mapping) if mapping else None
-    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, quantization_config=config, **kwargs)
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, quantization_config=config, **kwargs)
     return pipeline if device is None else pipeline.to(device)
+
+
+def pipeline_folder(ref: str | Path) -> Path:
+    """The folder of a pipeline, which is downloaded where it is a repository.  Raises LoadError for another path."""
+    meant = parsed(ref)
+    if isinstance(meant, Repository) and meant.file is None and meant.quant is None:
+        return Path(DiffusionPipeline.download(meant.name, revision=meant.revision))
+    if not isinstance(meant, Path) or not (meant / "model_index.json").is_file():
+        raise LoadError(f"{ref}: no pipeline of diffusers: it has no model_index.json")
+    return meant
+
+
+def _check_names(ref: str | Path, index: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    """Raises LoadError for a name that is neither a component of a pipeline nor an argument of the library."""
+    components = [name for name, entry in index.items() if isinstance(entry, list | tuple)]
+    for name in names:
+        if name not in (*index, *LIBRARY):
+            raise LoadError(f"{ref}: {index.get('_class_name')} has no component {shown(name)}; it has {', '.join(components)}")
 
 
 def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = None,
@@ -57,7 +92,10 @@ def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = 
         return load_single_file(cls, ref, None if ref.is_dir() else base, dtype=dtype, device=device, quantization_config=config)
     options: dict[str, Any] = {"dtype": dtype or torch.float32} | ({} if device is None else {"device_map": device})
     if config is None and not is_packed:
-        return cls.from_pretrained(ref, **options)
+        model, loading = cls.from_pretrained(ref, output_loading_info=True, **options)
+        if missing := sorted(loading["missing_keys"]):
+            raise LoadError(f"{ref}: no tensor for {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+        return model
     return from_pretrained_language_model(ref, base=base if ref.suffix == ".gguf" else None, model_class=cls,
                                           quantization_config=config, **options)
 

@@ -29,6 +29,7 @@ from qdsl.models.traced import kept_trace
 from qdsl.models.transformers.config import QdslConfig
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")    # of names in files of one model
+MARKER = "scaled_fp8"                                            # a tensor by which ComfyUI knows FP8 files with scales
 
 
 def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str, Any] | None = None, *,
@@ -116,8 +117,8 @@ def mapped(cls: Any, model: Any, file: Source, config: Mapping[str, Any]) -> Map
     rules = max(candidates, key=len)
     used = {source for rule in rules.values() for source in rule.sources}
     origin = f"the converter of diffusers {diffusers.__version__}"
-    return MappedSource(file, rules, model, origin=origin, unused=[name for name in file.plain if name not in used],
-                        has_experts=False)
+    unused = [name for name in file.plain if name not in used and not name.endswith(MARKER)]
+    return MappedSource(file, rules, model, origin=origin, unused=unused, has_experts=False)
 
 
 def _rules(cls: Any, names: set[str], shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> dict[str, TensorRule]:
@@ -138,9 +139,11 @@ def _loadable_class(cls: Any) -> str | None:
 
 
 def _shapes(file: Source) -> dict[str, tuple[int, ...]]:
-    """The shapes of a file's tensors; without those of layers that nobody recognises and that state none."""
+    """The shapes of a file's tensors; without those of layers that nobody recognises and that state none, and markers."""
     shapes = {}
     for name, layer in tensor_names(file).items():
+        if name.endswith(MARKER):
+            continue
         try:
             shapes[name] = logical_shape(file, name, layer)
         except CheckpointError:

@@ -1,0 +1,84 @@
+"""The part of `generate` that runs pipelines of diffusers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from qdsl.cli import _fail
+from qdsl.cli.models import _finite, _running
+
+
+def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[str, Any], against: str | None,
+         quantization: Mapping[str, Any], place: Mapping[str, Any], as_json: bool) -> None:
+    """Draw an image twice with one seed, write it, and print the figures.
+
+    models: references of models of the pipeline, by their names.  options: those of `generate_image`.  against: a pipeline that
+    draws the same, to compare with.  quantization: a format and its params.  place: a device and a dtype.
+    """
+    target = _target(out, [model, *models.values(), *([] if against is None else [against])])
+    options = {**options, "size": _size(options["size"])}
+    with _running():
+        from qdsl.files import replacing
+        from qdsl.models.diffusers import images
+        from qdsl.processes import resident_bytes
+
+        loaded = images.load_image_pipeline(model, models, **quantization, **place, is_quiet=as_json)
+        image, again = (images.generate_image(loaded, **options) for _ in range(2))
+        report: dict[str, Any] = {
+            "schema": 1, "model": loaded.name, "out": str(target), "size": image.image.size, "load_seconds": loaded.seconds,
+            "resident": resident_bytes(), "device_peak": images.peak_device_bytes(), "steps": image.steps,
+            "seconds": [image.seconds, again.seconds], "again": images.image_difference(again, image).data()}
+        with replacing(target) as file:
+            image.image.save(file, "PNG")
+        if against is not None:
+            del loaded                                           # its memory is free before the other is loaded
+            base = images.load_image_pipeline(against, **place, is_quiet=as_json)
+            difference = images.image_difference(image, images.generate_image(base, **options))
+            report |= {"against": {"model": against, **difference.data()}}
+    if as_json:
+        typer.echo(json.dumps(_finite(report)))
+        return
+    width, height = report["size"]
+    first, second = report["seconds"]
+    typer.echo(f"written  {target}: {width} x {height} pixels, {report['steps']} steps in {first:.1f} s; "
+               f"again in {second:.1f} s: {_text(report['again'])}")
+    if against is not None:
+        typer.echo(f"against {against}: {_text(report['against'])}")
+    on_device = f", {report['device_peak'] / 1e6:.0f} MB of GPU memory" if report["device_peak"] else ""
+    typer.echo(f"loaded in {report['load_seconds']:.1f} s, {report['resident'] / 1e6:.0f} MB resident{on_device}", err=True)
+
+
+def _target(out: Path | None, inputs: Iterable[str]) -> Path:
+    """The file to write.  Exits with code 2 for none, for one that is no .png file, and for one that is an input."""
+    if out is None or out.suffix.lower() != ".png":
+        _fail("error: say with --out which .png file to write", 2)
+    if not out.parent.is_dir():
+        _fail(f"error: --out {out}: {out.parent} is no folder", 2)
+    for ref in inputs:
+        path = Path(ref).resolve()
+        if out.exists() and path in (out.resolve(), *out.resolve().parents):
+            _fail(f"error: --out {out} would replace a file of {ref}", 2)
+    return out
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    """Width and height of '1024x768'; None for none.  Exits with code 2 for other text."""
+    if text is None:
+        return None
+    width, _, height = text.lower().partition("x")
+    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
+        _fail(f"error: --size is WIDTHxHEIGHT, such as 1024x1024, not '{text}'", 2)
+    return int(width), int(height)
+
+
+def _text(difference: Mapping[str, Any]) -> str:
+    """A difference in words."""
+    latents = ""
+    if difference["latents"] is not None:
+        latents = f", latents differ by {difference['latents']:.3g} at most, {difference['relative']:.3g} relative"
+    return "identical" if difference["identical"] else f"signal to noise {difference['psnr']:.2f} dB{latents}"

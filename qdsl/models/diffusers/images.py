@@ -1,0 +1,151 @@
+"""Images of a diffusion pipeline that one name loads, and how far they lie from those of another pipeline."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import Tensor
+
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.models.diffusers.pipeline import QUANTIZED, from_pretrained, pipeline_folder
+from qdsl.models.plan import LoadError
+from qdsl.models.plugin import usable_device
+
+PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+PEAK = 255.0                                                     # of a channel of an image
+
+
+@dataclass
+class ImagePipeline:
+    """A pipeline of diffusers.  name: how it was asked for.  seconds: to load it."""
+
+    name: str
+    pipeline: Any
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedImage:
+    """An image of PIL.  latents: after the last step, None where the pipeline does not give them.  steps: how many it took."""
+
+    image: Any
+    latents: Tensor | None
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ImageDifference:
+    """How far an image lies from another.
+
+    psnr: peak signal to noise in decibels, infinite for equal images.  latents: the largest difference of the final latents;
+    relative: the norm of their difference over that of the other's.  Both are None for latents of different shapes.
+    """
+
+    psnr: float
+    latents: float | None
+    relative: float | None
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether all pixels and latents are the same."""
+        return self.psnr == math.inf and not self.latents
+
+    def data(self) -> dict[str, Any]:
+        """The figures by their names."""
+        return {"identical": self.is_identical, **asdict(self)}
+
+
+def load_image_pipeline(ref: str, models: Mapping[str, str] | None = None, format: str | None = None, device: str | None = None,
+                        dtype: str = "auto", params: Mapping[str, Any] | None = None, is_quiet: bool = False) -> ImagePipeline:
+    """Load a folder or repository of a pipeline: packed weights as they are, plain ones plain or quantized in a format.
+
+    models: references of models that come from elsewhere, by their names in the pipeline.  device: by default a GPU where there
+    is one.  dtype: by default that of most plain numbers.  is_quiet: without a progress bar of steps.  Raises LoadError,
+    CheckpointError, OSError.
+    """
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
+    began = time.perf_counter()
+    device = usable_device(device)
+    folder = pipeline_folder(ref)
+    try:
+        pipeline = from_pretrained(folder, format=format, params=params, device=device,
+                                   dtype=_stored_dtype(folder) if dtype == "auto" else getattr(torch, dtype), **(models or {}))
+    except (LoadError, CheckpointError, OSError):
+        raise
+    except Exception as error:                                   # of many kinds, by what is wrong
+        raise LoadError(f"{ref}: diffusers does not load it: {error}") from error
+    pipeline.set_progress_bar_config(disable=is_quiet, leave=False)
+    return ImagePipeline(f"{ref} as {format}" if format else ref, pipeline, time.perf_counter() - began)
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of most plain numbers in a pipeline's models; autoencoders are often stored in another."""
+    counts: Counter[str] = Counter()
+    for path in sorted({file.parent for file in folder.glob("*/*.safetensors") if file.parent.name.startswith(QUANTIZED)}):
+        with Folder(path) as model:
+            for name in model.names():
+                counts[model.entry(name).dtype] += math.prod(model.entry(name).shape)
+    return PLAIN[max(PLAIN, key=counts.__getitem__)]
+
+
+def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tuple[int, int] | None = None,
+                   steps: int | None = None, guidance: float | None = None) -> GeneratedImage:
+    """Generate the image of a prompt.  size: width and height.  What is None is the pipeline's own choice.
+
+    The noise comes from a CPU, whatever the device.  Raises LoadError for a pipeline without an argument that is asked for.
+    """
+    pipeline, kind = loaded.pipeline, type(loaded.pipeline).__name__
+    width, height = size or (None, None)
+    options = {"width": width, "height": height, "num_inference_steps": steps, "guidance_scale": guidance}
+    options = {name: value for name, value in options.items() if value is not None}
+    known = inspect.signature(pipeline.__call__).parameters
+    if "num_frames" in known:
+        raise LoadError(f"{loaded.name}: {kind} generates videos, not images")
+    if unknown := [name for name in ("prompt", *options) if name not in known]:
+        raise LoadError(f"{loaded.name}: {kind} takes no {unknown[0]}")
+    latents: list[Tensor] = []
+
+    def keep(own: Any, step: int, timestep: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        latents[:] = [tensors["latents"]]
+        steps_taken.append(step)
+        return {}
+
+    steps_taken: list[int] = []
+    callback = {"callback_on_step_end": keep} if "callback_on_step_end" in known else {}
+    began = time.perf_counter()
+    image = pipeline(prompt=prompt, generator=torch.Generator().manual_seed(seed), **options, **callback).images[0]
+    seconds = time.perf_counter() - began
+    return GeneratedImage(image, latents[0].float().cpu() if latents else None, len(steps_taken), seconds)
+
+
+def peak_device_bytes() -> int:
+    """The most bytes of GPU memory that tensors of this process took at one time; 0 without a GPU."""
+    return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+
+
+def image_difference(one: GeneratedImage, other: GeneratedImage) -> ImageDifference:
+    """How far an image lies from another.  Raises LoadError for images of different sizes."""
+    if one.image.size != other.image.size:
+        sizes = " and ".join(f"{image.width}x{image.height}" for image in (one.image, other.image))
+        raise LoadError(f"the images have {sizes} pixels; name a size for both with --size")
+    pixels, others = (torch.frombuffer(bytearray(drawn.image.convert("RGB").tobytes()), dtype=torch.uint8).double()
+                      for drawn in (one, other))
+    error = float((pixels - others).square().mean())
+    psnr = 10 * math.log10(PEAK ** 2 / error) if error else math.inf
+    if one.latents is None or other.latents is None or one.latents.shape != other.latents.shape:
+        return ImageDifference(psnr, None, None)
+    distance = one.latents - other.latents
+    return ImageDifference(psnr, float(distance.abs().max()), float(distance.norm() / other.latents.norm()))
