@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import qdsl
 from qdsl.entropy import df11
-from qdsl.runtime import FormatError, PackedWeight, launch, linear, scratch, streams
+from qdsl.runtime import FormatError, PackedWeight, launch, linear, streams
 from qdsl.runtime.codings import huffman_lanes
 from qdsl.runtime.ops import words
 from tests.support.covering import ALL
@@ -339,13 +339,3 @@ def test_an_exponent_that_is_a_row_too_is_refused() -> None:
     tensors["luts"][-1, 250], tensors["luts"][-1, 119] = luts[-1, 119], 0
     with pytest.raises(FormatError, match="exponent 250 is the name of a row"):
         weight.format.wrap(tensors, shape=(1, 16))
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="buffers are kept on GPUs")
-def test_scratch_is_one_buffer_for_a_stream() -> None:
-    device = torch.device("cuda", 0)
-    first = scratch.scratch("weight", (4, 8), torch.bfloat16, device)
-    assert scratch.scratch("weight", (2, 3), torch.float32, device).data_ptr() == first.data_ptr()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        assert scratch.scratch("weight", (2, 3), torch.float32, device).data_ptr() != first.data_ptr()
-    scratch.release()

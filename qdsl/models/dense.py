@@ -59,7 +59,7 @@ def _groups(module: nn.Module) -> list[GroupedBlock]:
 
 def _decode_group(group: GroupedBlock, dtype: torch.dtype | None) -> None:
     """Give the modules of a group their weights for good."""
-    row: Tensor = group.row(shared=False)
+    row: Tensor = group.decode()
     for member in group.members:
         weight = member.weight(row)
         delattr(member.module, member.parameter)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from qdsl.runtime.distributed import GROUP
 from qdsl.runtime.no_weight import NoWeight
 from qdsl.runtime.packed import PackedWeight
-from qdsl.runtime.scratch import scratch
 
 DTYPE = "decoded_dtype"                                          # a buffer without elements: casts of the module cast it, too
 
@@ -49,7 +48,7 @@ class HiddenWeight(NoWeight):
 
     def decoded(self) -> Tensor:
         """The numbers, in memory of their own."""
-        return self._member.weight(self._group.row(shared=False))
+        return self._member.weight(self._group.decode())
 
     def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]
         return self.decoded()[index]
@@ -111,17 +110,14 @@ class Decoder(Protocol):
 
 
 class GroupedBlock:
-    """Decodes weights that are coded together before a module runs, into memory that the next block takes.
+    """Decodes weights that are coded together before a module runs; torch's allocator has the memory back when it has run.
 
     block: the module that runs with the decoded weights, and whose parameters are the group's tensors (see `hold_group`).
-    names: of these parameters, by the format's.  depth: how many blocks with groups of their own are around this one, whose
-    decoded weights must stay.  ahead: decodes the next block while this one runs (see `prefetch_`).  Where gradients flow,
-    weights are decoded into memory of their own, which autograd keeps.
+    names: of these parameters, by the format's.  ahead: decodes the next block while this one runs (see `prefetch_`).
     """
 
     def __init__(self, block: nn.Module, packed: PackedWeight, names: Mapping[str, str], members: Sequence[Member]) -> None:
         self.block = block
-        self.depth = 0
         self.ahead: Decoder | None = None
         self.names = dict(names)
         self.members = tuple(members)
@@ -154,7 +150,7 @@ class GroupedBlock:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the block computes."""
-        row = self.row() if self.ahead is None else self.ahead.row(self)
+        row = self.decode() if self.ahead is None else self.ahead.row(self)
         for member in self.members:
             member.show(row)
         try:
@@ -162,16 +158,7 @@ class GroupedBlock:
         finally:
             self._hide()
 
-    def row(self, shared: bool = True) -> Tensor:
-        """All numbers of the group, decoded, in one row.
-
-        shared: in memory that the next block takes, where no gradients flow.
-        """
-        fresh = not shared or torch.is_grad_enabled() or torch.compiler.is_compiling()
-        packed = self.packed
-        return self.decode(None if fresh else scratch(f"group of weights {self.depth}", packed.shape, self.dtype, packed.device))
-
-    def decode(self, out: Tensor | None) -> Tensor:
+    def decode(self, out: Tensor | None = None) -> Tensor:
         """All numbers of the group in one row.  out: memory for them."""
         packed = self.packed
         if packed.device.type == "meta":                         # torch's CPU kernels compute with tensors on meta, in silence

@@ -180,15 +180,9 @@ class _Loader:
         self.dtype = dtype
         self.copy = copy
         self.origin = origin_of(self.source)
-        self.blocks: list[GroupedBlock] = []
         self.report = LoadReport(dense=dict(plan.dense), unused=list(plan.unused), bytes_before=_dense_bytes(names, dtype))
 
     def finished(self) -> LoadReport:
-        blocks = {id(own.block): own for own in self.blocks}
-        for module in [own.block for own in self.blocks]:
-            for inner in module.modules():
-                if inner is not module and id(inner) in blocks:
-                    blocks[id(inner)].depth += 1
         sizes = held_bytes(self.model)
         self.report.device_bytes, self.report.bytes_after = sizes, sum(sizes.values())
         self.report.resident_bytes = resident_bytes()
@@ -456,8 +450,7 @@ class _Loader:
             self.report.packed[weight.removesuffix(".weight")] = f"{step.group.format}.{packed.storage}"
         for runs, own_members in members.items():
             hold_group(runs, parameters, dtype)
-            self.blocks.append(GroupedBlock(runs, packed, names, own_members))
-            self.blocks[-1].install()
+            GroupedBlock(runs, packed, names, own_members).install()
         self.origin.groups[step.name] = step.group
 
     def _decode_group(self, step: GroupStep) -> None:

@@ -56,7 +56,8 @@ def prefetch_(*models: nn.Module) -> Prefetch:
     """
     prefetch = Prefetch()
     blocks = [block for model in models for module in model.modules() if (block := GroupedBlock.of(module)) is not None]
-    prefetch.blocks = [block for block in blocks if not block.depth]
+    inner = {id(module) for block in blocks for module in block.block.modules() if module is not block.block}
+    prefetch.blocks = [block for block in blocks if id(block.block) not in inner]   # weights around them would be overwritten
     for block in prefetch.blocks:
         block.ahead = prefetch
     if not blocks:
@@ -92,7 +93,7 @@ class Prefetch:
         pending = self._join()
         if not self._is_possible(block):
             self._last = None                                    # it is no block's next one
-            return block.row()
+            return block.decode()
         if pending is not None and pending[1] == _state(block):
             row = pending[0]
         else:

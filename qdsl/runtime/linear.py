@@ -13,7 +13,6 @@ from torch import Tensor
 
 from qdsl.runtime import cpu, eight, launch
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.scratch import scratch
 from qdsl.runtime.tiles import decode_rows, row_tiles
 
 QUANTIZE_X, INVARIANT = "quantize_x", "batch_invariant"          # modes of a product
@@ -85,14 +84,13 @@ def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "
 
 
 def _decoded_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str) -> Tensor:
-    """The product with a weight that streams hold: few rows meet it as it is decoded, others when it is, in memory that the next
-    one takes.
+    """The product with a weight that streams hold: few rows meet it as it is decoded, others when it is.
     """
     if mode == INVARIANT or launch.is_fused(x, packed):
         out = x.new_empty(x.shape[0], packed.shape[0])
         launch.linear(x, packed, bias, out, invariant=mode == INVARIANT)
         return out
-    weight = scratch("weight", packed.shape, x.dtype, x.device)
+    weight = x.new_empty(packed.shape)
     launch.dequantize(packed, weight)
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from qdsl.runtime import ops, streams
 from qdsl.runtime.packed import FormatError, PackedWeight, damage
-from qdsl.runtime.scratch import scratch
 
 
 def dequantize_rows(packed: PackedWeight, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -43,8 +42,7 @@ def _decoded_rows(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Ten
             return _rows_of_blocks(packed, rows, dtype)
         if packed.device.type == "cpu" and (decoded := _rows_of_streams(packed, rows, dtype)) is not None:
             return decoded
-    room = scratch("weight", packed.shape, dtype, packed.device) if plain else None
-    return packed.format.dequantize(packed, dtype, room).index_select(0, rows)
+    return packed.format.dequantize(packed, dtype).index_select(0, rows)
 
 
 def _is_captured(packed: PackedWeight) -> bool:

@@ -125,7 +125,7 @@ class PackedWeight:
         if self.device.type == "cpu":
             with damage(self.format.name):
                 return self.with_plain(streams.decode(self.layout, self.tensors, self.shape))
-        found, calls = streams.opened(self, kept=True)
+        found, calls = streams.opened(self)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             for call in calls if self.device.type != "meta" else ():
                 call.run()

@@ -19,7 +19,6 @@ from qdsl.runtime.call import Call
 from qdsl.runtime.codings import huffman_lanes as lanes_launches
 from qdsl.runtime.codings import huffman_windows as windows_launches
 from qdsl.runtime.codings import window as window_launches
-from qdsl.runtime.scratch import scratch
 from qdsl.shapes import extents
 
 if TYPE_CHECKING:
@@ -141,10 +140,10 @@ def _read(facts: str, name: str) -> Mapping[str, int]:
 # -- by kernels --------------------------------------------------------------------------------------------------------
 
 
-def opened(packed: PackedWeight, kept: bool = False) -> tuple[PackedWeight, list[Call]]:
+def opened(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
     """A weight with what its streams hold in plain tensors, and the launches that write it there; itself where there are none.
 
-    kept: the tensors are the caller's; else they are whole until the next weight is opened.  Raises FormatError.
+    Raises FormatError.
     """
     if not packed.layout.streams:
         return packed, []
@@ -153,8 +152,7 @@ def opened(packed: PackedWeight, kept: bool = False) -> tuple[PackedWeight, list
     for name, stream in packed.layout.streams.items():
         shape = extents(stream.plain.axes, *packed.shape, packed.sizes)
         assert shape is not None
-        plain[name] = torch.empty(shape, dtype=torch.uint8, device=packed.device) if kept else \
-            scratch(f"symbols of {name}", shape, torch.uint8, packed.device)
+        plain[name] = torch.empty(shape, dtype=torch.uint8, device=packed.device)
         if plain[name].numel():
             calls += LAUNCHES[stream.coding].open_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name],
                                                        packed.shape)
