@@ -26,16 +26,17 @@ ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
     "layout": set(), "numbers": set(), "files": set(), "places": set(), "processes": set(), "progress": set(),
     "drawing": set(), "shapes": set(), "spilled": set(), "stored": {"shapes", "numbers"},
+    "borders": {"shapes", "stored"},
     # the compiler, in its order
     "spec": {"numbers", "shapes"},
     "ir": {"spec", "layout", "numbers"},
     "passes": {"spec", "ir", "layout", "numbers", "shapes"},
     "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
     # the running shore
-    "runtime": {"files", "numbers", "shapes", "spilled", "stored", "entropy"},
+    "runtime": {"borders", "files", "numbers", "shapes", "spilled", "stored", "entropy"},
     "encode": {"runtime", "numbers"},
     "entropy": set(),
-    "checkpoint": {"runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
+    "checkpoint": {"borders", "runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
     "generated": set(),
     # what joins them for a user
     "quantize": {"checkpoint", "drawing", "files", "runtime", "processes"},
@@ -64,8 +65,8 @@ PACKAGES: dict[str, set[str]] = {
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
-LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "progress", "shapes", "stored", "loading", "checkpoint",
-         "rewrite", "cli", "__main__", "")
+LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "progress", "shapes", "stored", "borders", "loading",
+         "checkpoint", "rewrite", "cli", "__main__", "")
 HEAVY = {"torch", "numpy", "triton"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
