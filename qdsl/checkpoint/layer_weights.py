@@ -45,7 +45,7 @@ def stacked(folder: Folder, layer: Layer) -> PackedWeight:
     if layer.experts is None:
         return weights(folder, layer)[0]
     n, k = layer.shape
-    if not layer.turned and all(axis.dim in ("N", "N*K") for stored in _layout(layer).values() for axis in stored.axes[:1]):
+    if not layer.turned and all(axis.dim in ("N", "N*K") for stored in layout_of(layer).values() for axis in stored.axes[:1]):
         whole = {name: _read(folder, layer, name) for name in layer.tensors} | _numbers(layer)
         with suppress(FormatError):
             weight: PackedWeight = module_of(layer).wrap(whole, (layer.experts * n, k), layer.storage, **layer.params)
@@ -74,7 +74,7 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
 
     Raises CheckpointError where they have not.
     """
-    stored = _layout(layer)
+    stored = layout_of(layer)
     found = []
     for each in tensors(folder, layer):
         known = _wrapped(folder, layer, {name: tensor if stored[name].dtype == "index" else tensor.to("meta")
@@ -160,10 +160,10 @@ def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
     import torch
 
     larger = tensor.is_floating_point() and tensor.element_size() > 1
-    return tensor.flatten().view(torch.uint8) if larger and _layout(layer)[name].dtype == "u8" else tensor
+    return tensor.flatten().view(torch.uint8) if larger and layout_of(layer)[name].dtype == "u8" else tensor
 
 
-def _layout(layer: Layer) -> Mapping[str, Stored]:
+def layout_of(layer: Layer) -> Mapping[str, Stored]:
     """The tensors of a layer's storage."""
     return next(each for each in descriptions() if each.name == layer.format).layout(layer.storage, layer.params)
 

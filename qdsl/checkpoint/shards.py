@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from qdsl.borders import UNITS, Span, piece_step, shard_step, span, targets
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layers import Layer
+from qdsl.checkpoint.layers import Layer, layers
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 from qdsl.stored import OF_X, Description
 
@@ -152,6 +152,30 @@ def _remedy(layer: Layer, dim: str, whole: int, ranks: int) -> str:
                 continue
             return f"it can be divided among {fewer}; or quantize the layer in smaller blocks"
     return "quantize the layer in smaller blocks, or serve it on one rank"
+
+
+def packed_layers(folder: Folder) -> dict[str, Layer]:
+    """The packed layers of a checkpoint by name, those that no format reads too.  Raises ShardError for groups of weights."""
+    known = layers(folder)
+    if known.groups:
+        group = known.groups[0]
+        raise ShardError(f"{folder.path}: {group.format} codes the weights of {shown(group.name)} together, and engines load "
+                         "them one by one; run `qdsl decompress`, then `qdsl compress --format hlane`")
+    return {layer.name: with_order(folder, layer) for layer in known.layers}
+
+
+def plain_layers(folder: Folder) -> dict[str, Layer]:
+    """The matrices `NAME.weight` of plain numbers as layers of the formats that hold such numbers, by name."""
+    formats = {each.detect["safetensors"]: each for each in descriptions() if "safetensors" in each.detect}
+    result: dict[str, Layer] = {}
+    for full in folder.names():
+        entry, name = folder.entry(full), full.removesuffix(".weight")
+        if name != full and entry.dtype in formats and len(entry.shape) == 2:
+            format = formats[entry.dtype]
+            storage, tensors = next(iter(format.variants[()].items()))
+            result[name] = Layer(name, format.name, storage, {}, (entry.shape[0], entry.shape[1]),
+                                 tensors={next(iter(tensors)): full})
+    return result
 
 
 def with_order(folder: Folder, layer: Layer) -> Layer:

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from qdsl.borders import Span
-from qdsl.checkpoint.layer_weights import as_stored, wrapped
+from qdsl.checkpoint.layer_weights import as_stored, layout_of, module_of, wrapped
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import shown
 from qdsl.checkpoint.shards import Piece, ShardError
 from qdsl.runtime.algebra import concatenated
 from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.stored import element_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,29 @@ class Collector:
 
     @property
     def leaves(self) -> dict[str, str]:
-        """The storage's names of the tensors by the last parts of their names in the checkpoint."""
+        """The storage's names of the tensors by what follows the layer's name in the checkpoint, such as 'weight_scale'."""
         return {full[len(self.layer.name) + 1:]: name for name, full in self.layer.tensors.items()}
 
+    @property
+    def unused(self) -> list[str]:
+        """What follows the layer's name in the names of tensors that no weight is made of, such as scales of x; not the bias."""
+        others = [full[len(self.layer.name) + 1:] for full in (*self.layer.others.values(), *self.layer.settings)]
+        return [leaf for leaf in others if leaf != "bias"]
+
+    def dtype(self, leaf: str) -> torch.dtype:
+        """The dtype of a tensor of the storage, by what follows the layer's name."""
+        layout = layout_of(self.layer)[self.leaves[leaf]]
+        dtype: torch.dtype = getattr(torch, element_dtype(str(self.layer.params.get(layout.dtype, layout.dtype))))
+        return dtype
+
     def take(self, leaf: str, tensor: Tensor) -> None:
-        """Keep a whole tensor of the checkpoint, by the last part of its name."""
+        """Keep a whole tensor of the checkpoint, by what follows the layer's name."""
         name = self.leaves[leaf]
         self._tensors[name] = as_stored(self.layer, name, tensor)
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._tensors)
 
     @property
     def is_complete(self) -> bool:
@@ -73,6 +90,14 @@ class Collector:
             raise ShardError(f"{shown(self.layer.name)}: {error}") from None
         return [Part(weight.apply(partial(_own, device=device)), piece.span)
                 for weight, piece in zip(weights, self.pieces, strict=True)]
+
+
+def zeros(piece: Piece, device: torch.device | None = None) -> Part:
+    """A piece of a layer of zeros, as a model has it that is loaded without weights.  Raises FormatError."""
+    layer, size = piece.layer, piece.span.last - piece.span.first
+    shape = (size, layer.shape[1]) if piece.span.dim == "N" else (layer.shape[0], size)
+    dense = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    return Part(module_of(layer).quantize(dense, layer.storage, **layer.params), piece.span)
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
