@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "rewrite": {"checkpoint", "files", "processes", ""},
     "convert": {"rewrite", "checkpoint", "files", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
-    "models": {"checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
+    "models": {"borders", "checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
                "stored"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime", "checkpoint", "models"},
@@ -60,7 +60,7 @@ PACKAGES: dict[str, set[str]] = {
     "entropy": {"numpy"},
     "checkpoint": {"torch", "numpy", "huggingface_hub"}, "": {"torch"}, "cli": {"typer", "rich"},
     "demo": {"torch", "transformers", "tokenizers"}, "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"},
-    "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece"},
+    "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece", "vllm"},
     "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")

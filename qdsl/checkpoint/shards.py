@@ -14,7 +14,7 @@ from qdsl.checkpoint.layers import Layer, layers
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 from qdsl.stored import OF_X, Description
 
-MOST_PADDING = 2                                                 # times the rows or columns that a rank needs, which it may hold
+MOST_PADDING = 4                                                 # times the rows or columns that a rank needs, which it may hold
 
 
 class ShardError(CheckpointError):
@@ -44,6 +44,7 @@ def merged_pieces(name: str, layers: Sequence[Layer], parts: Sequence[tuple[int,
     pieces: list[Piece] = []
     left = list(parts)
     for layer in layers:
+        _check(name, layer)
         start = 0
         while start < layer.shape[0] and left:
             own, whole = left.pop(0)
@@ -63,6 +64,7 @@ def merged_pieces(name: str, layers: Sequence[Layer], parts: Sequence[tuple[int,
 
 def row_piece(name: str, layer: Layer, ranks: int, rank: int) -> Piece:
     """A rank's piece of a layer whose columns are divided among ranks, as o_proj and down_proj.  Raises ShardError."""
+    _check(name, layer)
     k = layer.shape[1]
     if k % ranks:
         raise ShardError(f"{shown(name)}: {k} columns cannot be divided among {ranks} ranks")
@@ -80,8 +82,7 @@ def piece(name: str, layer: Layer, dim: str, start: int, stop: int, ranks: int =
 
     Raises ShardError for a layer that is not recognised, and where a rank would hold more than MOST_PADDING times its part.
     """
-    if problem := unservable(layer):
-        raise ShardError(f"{shown(name)}: {problem}")
+    _check(name, layer)
     whole = layer.shape[dim == "K"]
     step, how = _step(layer, dim, start, stop)
     held = span(dim, start, stop, whole, step)
@@ -95,11 +96,18 @@ def piece(name: str, layer: Layer, dim: str, start: int, stop: int, ranks: int =
     return Piece(layer, held, how + extra)
 
 
+def _check(name: str, layer: Layer) -> None:
+    if problem := unservable(layer):
+        raise ShardError(f"{shown(name)}: {problem}")
+
+
 def unservable(layer: Layer) -> str:
     """Why a layer cannot be served as it is packed, on any number of ranks; '' where it can."""
     scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
     if scaled is not None:
         return f"'{scaled}' multiplies the layer's input first, which no engine does; quantize the model without it"
+    if layer.experts is not None:
+        return f"{layer.experts} experts are in one tensor, and engines load packed experts one by one; write tensors for each"
     return f"{shown(layer.name)} is not recognised: {layer.why}" if layer.why else ""
 
 

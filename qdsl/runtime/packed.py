@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qdsl.borders import UNITS
 from qdsl.entropy.lookup import StreamError
 from qdsl.runtime import algebra, streams
 from qdsl.runtime.errors import FormatError as FormatError
@@ -245,7 +246,7 @@ class PackedWeight:
         axes = [axis for name in self.tensors for axis in self.layout.tensors[name].axes]
         fields = [axis for field in self.variant.fields.values() for axis in field.axes]
         step = granule([*axes, *fields], dim, self.sizes, self.shape[1])
-        return step, f"its blocks and words have {step} {algebra.UNITS[dim]}"
+        return step, f"its blocks and words have {step} {UNITS[dim]}"
 
     def _too_small(self, dim: str, size: int) -> str:
         """Why the storage has no weight of so many rows or columns; '' where it has."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.models.utils import WeightsMapper
 
-OWN_KEYS = ("quant_method", "method", "format", "ignore", "version", "quantize_x", "layers")
+OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x")
 
 
 class QdslConfig(QuantizationConfig):

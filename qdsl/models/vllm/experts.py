@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 
 from qdsl.borders import Span
 from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.shards import ShardError, merged_pieces, row_piece
+from qdsl.checkpoint.shards import ShardError, merged_pieces, row_piece, unservable
 from qdsl.models.experts import Experts
 from qdsl.models.shards import Collector, Part, zeros
 from qdsl.models.vllm.methods import register_counters, remove_counters, take
@@ -25,12 +25,11 @@ GATE, DOWN, UP = "w1", "w2", "w3"                                # vLLM's names 
 
 
 def experts_method(config: QdslConfig, layer: RoutedExperts, prefix: str) -> PackedExpertsMethod | None:
-    """The method of a module of experts, None where they are plain.  Raises ShardError for a stack in one tensor."""
+    """The method of a module of experts, None where they are plain.  Raises ShardError for those that cannot be served."""
     begin = f"{prefix}."
     layers = {name[len(begin):]: own for name, own in config.layers.items() if name.startswith(begin)}
-    if stack := next((own for own in layers.values() if own.experts is not None), None):
-        raise ShardError(f"{stack.name}: {stack.experts} experts in one tensor; vLLM loads packed experts one by one: write "
-                         "tensors for each of them")
+    if problem := next(filter(None, map(unservable, layers.values())), ""):
+        raise ShardError(f"{prefix}: {problem}")
     return PackedExpertsMethod(layer, layers) if layers else None
 
 
@@ -86,6 +85,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Join the experts' weights where that can be done.  Raises ShardError for missing tensors."""
         device = remove_counters(layer)
+        if device is None:
+            return
         is_empty = not self.loaded and not any(each.has_begun for each in self.collectors.values())
         for key, collector in self.collectors.items():
             if key not in self.loaded:

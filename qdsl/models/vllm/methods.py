@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from qdsl.borders import Span
 from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.shards import Piece, ShardError, merged_pieces, piece, row_piece
+from qdsl.checkpoint.shards import Piece, ShardError, merged_pieces, piece, row_piece, unservable
 from qdsl.models.shards import Collector, Part, joined, linear, zeros
 from qdsl.runtime import eight
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HEADS = {"q": 0, "k": 1, "v": 2}                                 # vLLM's names for the parts of a layer of q, k and v
 
 
-def method_of(config: QdslConfig, layer: nn.Module, prefix: str) -> Any:
+def method_of(config: QdslConfig, layer: LinearBase, prefix: str) -> Any:
     """The method of a module, None for vLLM's own.  Raises ShardError where packed layers cannot be served."""
     if isinstance(layer, Attention | MLAAttention):
         return BaseKVCacheMethod(config)
@@ -64,7 +64,7 @@ def _parts(config: QdslConfig, prefix: str) -> list[Layer]:
     return [layers[name] for name in names]
 
 
-def register_counters(layer: nn.Module, collectors: Sequence[Collector], load: Callable[..., Any], stem: str = "") -> None:
+def register_counters(layer: LinearBase, collectors: Sequence[Collector], load: Callable[..., Any], stem: str = "") -> None:
     """Register a parameter for every name under which vLLM's loader brings tensors of a module; `load` takes them.
 
     It counts the tensors that have come, one element for each; the weights are registered once all are there.
@@ -91,9 +91,9 @@ def take(collector: Collector, counter: nn.Parameter, tensor: Tensor) -> bool:
     return collector.is_complete
 
 
-def remove_counters(layer: nn.Module) -> torch.device:
-    """Remove the parameters that count tensors, and return their device."""
-    device = torch.device("cpu")
+def remove_counters(layer: LinearBase) -> torch.device | None:
+    """Remove the parameters that count tensors, and return their device; None where there are none."""
+    device = None
     for name, param in list(layer.named_parameters(recurse=False)):
         if hasattr(param, "leaf"):
             device = param.device
@@ -108,7 +108,7 @@ class PackedMethod:
         self.quantize_x = config.quantize_x
         self.parts: list[Part] = []
 
-    def hold(self, layer: nn.Module, parts: Sequence[Part]) -> None:
+    def hold(self, layer: LinearBase, parts: Sequence[Part]) -> None:
         """Make the parts' tensors parameters of a module."""
         self.parts = list(parts)
         for number, part in enumerate(parts):
@@ -117,7 +117,7 @@ class PackedMethod:
             for name, tensor in part.weight.tensors.items():
                 layer.register_parameter(f"qdsl_{number}_{name}", nn.Parameter(tensor, requires_grad=False))
 
-    def held(self, layer: nn.Module) -> list[Part]:
+    def held(self, layer: LinearBase) -> list[Part]:
         """The parts, of the tensors that the module has now."""
         return [Part(part.weight.derive({name: getattr(layer, f"qdsl_{number}_{name}") for name in part.weight.tensors}),
                      part.span) for number, part in enumerate(self.parts)]
@@ -125,7 +125,7 @@ class PackedMethod:
     def product(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return weight.format.linear(x, weight, None, self.quantize_x, envs.VLLM_BATCH_INVARIANT)
 
-    def linear(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """x times the transpose of a rank's weight, as wide as vLLM has the layer; a vocabulary is padded with zeros."""
         product = linear(x, self.held(layer), self.product)
         missing = sum(layer.output_partition_sizes) - product.shape[-1]
@@ -133,7 +133,7 @@ class PackedMethod:
             product = nn.functional.pad(product, (0, missing))
         return product if bias is None else product + bias
 
-    def dequantize_weight(self, layer: nn.Module) -> Tensor:
+    def dequantize_weight(self, layer: LinearBase) -> Tensor:
         """A rank's weight, dense, for vLLM to quantize anew."""
         return torch.cat([part.dequantize(layer.params_dtype) for part in self.held(layer)])
 
@@ -148,7 +148,7 @@ class PackedLinearMethod(PackedMethod, LinearMethodBase):
         self.loaded: dict[int, list[Part]] = {}
         self.places: list[int] = []                              # the collector of every part of the module
 
-    def create_weights(self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+    def create_weights(self, layer: LinearBase, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
                        output_size: int, params_dtype: torch.dtype, **extra: Any) -> None:
         """Plan what the rank holds.  Raises ShardError, before anything is loaded."""
         pieces = self._pieces(layer, input_size_per_partition, output_partition_sizes, input_size) if self.layers else []
@@ -156,11 +156,12 @@ class PackedLinearMethod(PackedMethod, LinearMethodBase):
         self.places = [self.layers.index(each.layer) for each in pieces]
         register_counters(layer, self.collectors, self.load)
 
-    def _pieces(self, layer: nn.Module, columns: int, rows: Sequence[int], all_columns: int) -> list[Piece]:
+    def _pieces(self, layer: LinearBase, columns: int, rows: Sequence[int], all_columns: int) -> list[Piece]:
         """What the rank holds.  columns, rows: of the rank, rows of every part.  Raises ShardError."""
         first, vocabulary = self.layers[0], getattr(layer, "shard_indices", None)
-        if first.shape[1] != all_columns or any(own.shape[1] != all_columns for own in self.layers):
-            raise ShardError(f"{layer.prefix}: {first.name} has {first.shape[1]} columns, and the model {all_columns}")
+        for own in self.layers:
+            if not unservable(own) and own.shape[1] != all_columns:
+                raise ShardError(f"{layer.prefix}: {own.name} has {own.shape[1]} columns, and the model {all_columns}")
         if vocabulary is not None:
             start, stop = vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index
             return [piece(layer.prefix, first, "N", start, stop, layer.tp_size)]
@@ -176,11 +177,11 @@ class PackedLinearMethod(PackedMethod, LinearMethodBase):
         if take(self.collectors[number], param, loaded_weight):
             self.loaded[number] = self.collectors[number].parts(param.device)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Register the rank's weights; of a model loaded without weights, zeros.  Raises ShardError for missing tensors."""
-        if not self.layers:
-            return
         device = remove_counters(layer)
+        if device is None:
+            return
         if not self.loaded and not any(collector.has_begun for collector in self.collectors):
             self.loaded = {number: [zeros(each, device) for each in collector.pieces]
                            for number, collector in enumerate(self.collectors)}
@@ -190,16 +191,17 @@ class PackedLinearMethod(PackedMethod, LinearMethodBase):
         self.hold(layer, joined([part for number in sorted(self.loaded) for part in self.loaded[number]]))
         self.loaded = {}
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.linear(layer, x, bias)
 
-    def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
+    def embedding(self, layer: LinearBase, input_: Tensor) -> Tensor:
         part, = self.held(layer)
         if part.weight.shape[0] == 0:                            # a rank without rows of the vocabulary
             return torch.zeros(*input_.shape, part.weight.shape[1], dtype=layer.params_dtype, device=input_.device)
-        return part.weight.format.dequantize_rows(part.weight, input_ + part.span.padding[0], layer.params_dtype)
+        rows: Tensor = part.weight.format.dequantize_rows(part.weight, input_ + part.span.padding[0], layer.params_dtype)
+        return rows
 
-    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+    def tie_weights(self, layer: LinearBase, embed_tokens: nn.Module) -> nn.Module:
         """The embedding itself, which serves as the head, too."""
         return embed_tokens
 
@@ -213,7 +215,7 @@ class OnlineLinearMethod(PackedMethod, UnquantizedLinearMethod):
         self.module = import_module(f"qdsl.generated.{config.format}")
         self.options: Mapping[str, Any] = config.options
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
         try:
             weights = [self.module.quantize(rows, **self.options)
                        for rows in layer.weight.data.split(layer.output_partition_sizes)]
@@ -223,11 +225,11 @@ class OnlineLinearMethod(PackedMethod, UnquantizedLinearMethod):
         del layer.weight
         self.hold(layer, joined([Part(weight, Span("N", 0, weight.shape[0], 0, weight.shape[0])) for weight in weights]))
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.linear(layer, x, bias) if self.parts else UnquantizedLinearMethod.apply(self, layer, x, bias)
 
 
-def _rows(layer: nn.Module) -> list[int]:
+def _rows(layer: LinearBase) -> list[int]:
     """The rows of every part of a merged layer, of all ranks, each head once."""
     if hasattr(layer, "total_num_kv_heads"):
         return [layer.total_num_heads * layer.head_size, layer.total_num_kv_heads * layer.head_size,

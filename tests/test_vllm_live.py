@@ -1,0 +1,159 @@
+"""vLLM's engine over packed checkpoints, on a CPU: `make live-vllm`.  Prompts are as likely as for the decoded model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm")
+from qdsl.checkpoint.descriptions import descriptions  # noqa: E402
+from qdsl.checkpoint.safetensors import write  # noqa: E402
+from qdsl.convert.config import own_settings  # noqa: E402
+from tests.support import language_models  # noqa: E402
+from tests.support.formats import ROOT  # noqa: E402
+from tests.support.producer_folders import KINDS, Stored, named, write_files, write_folder  # noqa: E402
+from tests.support.vllm_engine import MARK  # noqa: E402
+
+CLOSE = 2e-5                                                     # of log probabilities in float32, whose sums have another order
+LAYERS = 8                                                       # of seven projections each, and so of all formats
+SOME = ("own q4_k", "gptq act-order", "compressed-tensors nvfp4", "bitsandbytes nf4", "fp8 block", "hlane")
+
+
+def answers(jobs: Sequence[Mapping[str, Any]], **environment: str) -> list[dict[str, Any]]:
+    """What the engine answers, one job after the other in one process."""
+    result = subprocess.run([sys.executable, "-m", "tests.support.vllm_engine", json.dumps(list(jobs))], cwd=ROOT, text=True,
+                            capture_output=True, check=False, env={**os.environ, **environment})
+    found = [json.loads(line.partition(MARK)[2]) for line in result.stdout.splitlines() if MARK in line]
+    assert len(found) == len(jobs), result.stdout[-3000:] + result.stderr[-3000:]
+    return found
+
+
+def assert_same(answer: Mapping[str, Any], reference: Mapping[str, Any], what: str = "") -> None:
+    assert "error" not in answer and "error" not in reference, (what, answer.get("error"), reference.get("error"))
+    difference = max(abs(a - b) for a, b in zip(answer["logprobs"], reference["logprobs"], strict=True))
+    print(f"{what}: log probabilities differ by {difference:.1e}")
+    assert difference < CLOSE, what
+    assert answer["tokens"] == reference["tokens"], what
+
+
+def write_decoded(path: Path, decoded: Mapping[str, Tensor], config: dict[str, Any]) -> Path:
+    """A plain folder of these weights."""
+    write_files(path, {name: tensor.float() for name, tensor in decoded.items()}, {"config.json": config}, "qwen3")
+    return path
+
+
+def stored_formats() -> list[Stored]:
+    """The first storage of every format that files have layer by layer, and that qdsl quantizes in."""
+    return [Stored(each.name, next(iter(next(iter(each.variants.values()))))) for each in descriptions()
+            if not {"safetensors", "parts"} & each.detect.keys() and not each.name.startswith(("aqlm", "bitnet"))]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model whose layers have all formats, the embedding and the head too, and the decoded model."""
+    path = tmp_path_factory.mktemp("mixed")
+    config = {**language_models.config_json("qwen3"), "num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS,
+              "max_window_layers": LAYERS}
+    formats, place = stored_formats(), 0
+    tensors: dict[str, Tensor] = {}
+    decoded: dict[str, Tensor] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for name, tensor in language_models.weights("qwen3").items():
+        is_block = name.startswith("model.layers.")
+        if is_block and not name.startswith("model.layers.0."):
+            continue
+        for own in [name.replace(".0.", f".{number}.", 1) for number in range(LAYERS)] if is_block else [name]:
+            if tensor.dim() != 2:
+                tensors[own], decoded[own] = tensor, tensor
+                continue
+            packed = formats[place % len(formats)].pack(tensor)
+            place += 1
+            layer = own.removesuffix(".weight")
+            tensors |= named(layer, packed)
+            decoded[own] = packed.format.dequantize(packed, torch.float32)
+            settings[layer] = {"format": packed.format.name, "storage": packed.storage, **packed.params}
+    assert place >= len(formats)
+    (path / "packed").mkdir()
+    write(path / "packed" / "model.safetensors", tensors, {"format": "pt"})
+    (path / "packed" / "config.json").write_text(json.dumps({**config, "quantization_config": own_settings(settings, ())}))
+    return path / "packed", write_decoded(path / "decoded", decoded, config)
+
+
+def test_layers_of_all_formats(mixed: tuple[Path, Path]) -> None:
+    packed, decoded = mixed
+    answer, reference = answers([{"model": str(packed)}, {"model": str(decoded)}])
+    assert_same(answer, reference, f"{len(stored_formats())} formats")
+
+
+def test_two_ranks(mixed: tuple[Path, Path]) -> None:
+    packed, decoded = mixed
+    answer, reference = answers([{"model": str(packed), "tensor_parallel_size": 2}, {"model": str(decoded)}])
+    assert_same(answer, reference, "two ranks")
+
+
+def test_checkpoints_of_producers(tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = []
+    kinds = [kind for kind in KINDS if kind != "df11"] if os.environ.get("QDSL_TEST_ALL") else SOME
+    for number, kind in enumerate(kinds):
+        decoded = write_folder(tmp_path / f"{number}", kind, "qwen3")
+        reference = write_decoded(tmp_path / f"{number} decoded", decoded, language_models.config_json("qwen3"))
+        jobs += [{"model": str(tmp_path / f"{number}"), "quantization": "qdsl"}, {"model": str(reference)}]
+    results = answers(jobs)
+    for kind, answer, reference in zip(kinds, results[::2], results[1::2], strict=True):
+        assert_same(answer, reference, kind)
+
+
+@pytest.mark.parametrize("kind", ["own q4_0", "fp8 block", "hlane"])
+def test_experts(kind: str, tmp_path: Path) -> None:
+    """On one rank, on two that have half of each expert, and on two that have half of the experts."""
+    decoded = write_folder(tmp_path / "packed", kind, "moe")
+    reference = write_decoded(tmp_path / "decoded", decoded, language_models.config_json("moe"))
+    model = {"model": str(tmp_path / "packed"), "quantization": "qdsl"}
+    one, wanted = answers([model, {"model": str(reference)}])
+    assert_same(one, wanted, f"{kind}, one rank")
+    for whole in (False, True):
+        two, = answers([{**model, "tensor_parallel_size": 2, "enable_expert_parallel": whole}])
+        assert_same(two, wanted, f"{kind}, two ranks, {'half of the experts' if whole else 'half of each expert'}")
+
+
+def test_plain_folders_are_quantized(tmp_path: Path) -> None:
+    """All Linear layers but those of `ignore` and the head."""
+    plain = language_models.write_plain(tmp_path / "plain", "qwen3")
+    decoded: dict[str, Tensor] = {}
+    for name, tensor in language_models.weights("qwen3").items():
+        decoded[name] = tensor
+        if language_models.is_projection(name) and "down_proj" not in name:
+            packed = Stored("fp8_block", "safetensors").pack(tensor.float())
+            decoded[name] = packed.format.dequantize(packed, torch.float32)
+    reference = write_decoded(tmp_path / "decoded", decoded, language_models.config_json("qwen3"))
+    settings = {"quantization_config": {"quant_method": "qdsl", "format": "fp8_block", "ignore": ["down_proj"]}}
+    answer, wanted = answers([{"model": str(plain), "hf_overrides": settings}, {"model": str(reference)}])
+    assert_same(answer, wanted, "quantized on the way")
+
+
+def test_refusals_come_before_loading(tmp_path: Path) -> None:
+    """A rank cannot have 32 of a block of 256 columns; weights that are coded together are not loaded one by one."""
+    write_folder(tmp_path / "df11", "df11", "qwen3")
+    answer, = answers([{"model": str(tmp_path / "df11"), "quantization": "qdsl"}])
+    assert "qdsl decompress" in answer["error"]
+
+
+def test_entry_point_is_light() -> None:
+    """It is called in every process of vLLM: nothing heavy is imported for it, nor the plug-in of transformers."""
+    point, = [each for each in entry_points(group="vllm.general_plugins") if each.name == "qdsl"]
+    code = (f"import sys; import {point.module}; heavy = {{'torch', 'transformers', 'vllm', 'triton'}} & sys.modules.keys(); "
+            "assert not heavy, heavy")
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = (f"import sys, torch; torch.compile = None; from {point.module} import register; register(); "
+            "assert 'qdsl.models.transformers' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True)
