@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("vllm")
-from qdsl.checkpoint.descriptions import descriptions  # noqa: E402
-from qdsl.checkpoint.safetensors import write  # noqa: E402
-from qdsl.convert.config import own_settings  # noqa: E402
-from tests.support import language_models  # noqa: E402
-from tests.support.formats import ROOT  # noqa: E402
-from tests.support.producer_folders import KINDS, Stored, named, write_files, write_folder  # noqa: E402
-from tests.support.vllm_engine import MARK  # noqa: E402
+from qdsl.checkpoint.descriptions import descriptions
+from qdsl.checkpoint.safetensors import write
+from qdsl.convert.config import own_settings
+from tests.support import language_models
+from tests.support.formats import ROOT
+from tests.support.producer_folders import KINDS, Stored, named, write_files, write_folder
+from tests.support.vllm_engine import MARK
 
 CLOSE = 2e-5                                                     # of log probabilities in float32, whose sums have another order
 LAYERS = 8                                                       # of seven projections each, and so of all formats
