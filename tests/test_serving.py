@@ -17,12 +17,11 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.serving import Row, check_layers
 from qdsl.checkpoint.shards import ShardError, packed_layers, plain_layers
 from qdsl.cli import app
-from qdsl.convert.config import own_settings
 from qdsl.generated import fp8_channel, hlane, int_group, nf4_nested, q4_k, q8_0
 from qdsl.runtime import PackedWeight
 from tests.support import checkpoints
 from tests.support.formats import ROOT
-from tests.support.producer_folders import named
+from tests.support.producer_folders import write_own
 
 CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 2}
 DF11 = ROOT / "tests" / "data" / "df11" / "compress_model_dir"
@@ -39,22 +38,10 @@ def act_order(n: int, k: int) -> PackedWeight:
     return int_group.pack({**int_group.unpack(packed), "g": index}, "gptq_v2", **packed.params)
 
 
-def write(path: Path, weights: dict[str, PackedWeight], plain: dict[str, Tensor] | None = None) -> Path:
-    """A folder of packed layers, with qdsl's settings, and of plain tensors."""
-    path.mkdir()
-    settings = {name: {"format": each.format.name, "storage": each.storage, **each.params} for name, each in weights.items()}
-    tensors = {full: tensor for name, each in weights.items() for full, tensor in named(name, each).items()} | (plain or {})
-    modules: dict[str, dict[str, Tensor]] = {}
-    for full, tensor in tensors.items():
-        module, _, leaf = full.rpartition(".")
-        modules.setdefault(module, {})[leaf] = tensor
-    return checkpoints.folder(path, modules, {**CONFIG, "quantization_config": own_settings(settings, ())})
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers of every kind, with columns in act-order and a layer of blocks that 8 ranks cannot divide."""
-    return write(tmp_path_factory.mktemp("models") / "model", {
+    return write_own(tmp_path_factory.mktemp("models") / "model", {
         f"{BLOCK}self_attn.q_proj": fp8_channel.quantize(random(512, 512)),
         f"{BLOCK}self_attn.k_proj": q8_0.quantize(random(128, 512)),
         f"{BLOCK}self_attn.o_proj": act_order(512, 1024),
@@ -65,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{BLOCK}mlp.experts.0.down_proj": q4_k.quantize(random(64, 256)),
         f"{BLOCK}mlp.gate": q8_0.quantize(random(8, 512)),
         "lm_head": q8_0.quantize(random(100, 512)),
-    }, {f"{BLOCK}mlp.other.weight": random(3, 5), "norm.weight": torch.ones(4)})
+    }, {f"{BLOCK}mlp.other.weight": random(3, 5), "norm.weight": torch.ones(4)}, CONFIG)
 
 
 def check(path: Path, ranks: int, whole_experts: bool = False) -> dict[str, Row]:
@@ -134,7 +121,7 @@ def test_layers_that_no_engine_serves(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["serve-check", str(DF11)])
     assert result.exit_code == 1 and "qdsl decompress" in result.output
     nested = nf4_nested.quantize(random(512, 128))
-    path = write(tmp_path / "others", {"a.o_proj": nested, "a.up_proj": nested})
+    path = write_own(tmp_path / "others", {"a.o_proj": nested, "a.up_proj": nested}, {}, CONFIG)
     assert {row.layer: row.how for row in check(path, 4).values()} == {"a.o_proj": "cut; 96 columns more than its own",
                                                                        "a.up_proj": "cut"}
     assert "columns 0 to 16 lie in blocks of 128" in check(path, 8)["a.o_proj"].problem

@@ -17,16 +17,18 @@ from torch import Tensor
 
 pytest.importorskip("vllm")
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.safetensors import write
-from qdsl.convert.config import own_settings
+from qdsl.runtime import PackedWeight
 from tests.support import language_models
 from tests.support.formats import ROOT
-from tests.support.producer_folders import KINDS, Stored, named, write_files, write_folder
+from tests.support.producer_folders import KINDS, Stored, write_files, write_folder, write_own
 from tests.support.vllm_engine import MARK
 
 CLOSE = 2e-5                                                     # of log probabilities in float32, whose sums have another order
 LAYERS = 8                                                       # of seven projections each, and so of all formats
 SOME = ("own q4_k", "gptq act-order", "compressed-tensors nvfp4", "bitsandbytes nf4", "fp8 block", "hlane")
+
+ON_RANKS = (Stored("q4_k", "gguf"), Stored("int_group", "awq", {"group": 64}), Stored("hlane", "hlane"),
+            Stored("fp8_tensor", "safetensors"), Stored("fp8_block", "safetensors"), Stored("nvfp4_ct", "compressed_tensors"))
 
 
 def answers(jobs: Sequence[Mapping[str, Any]], **environment: str) -> list[dict[str, Any]]:
@@ -64,29 +66,20 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     path = tmp_path_factory.mktemp("mixed")
     config = {**language_models.config_json("qwen3"), "num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS,
               "max_window_layers": LAYERS}
-    formats, place = stored_formats(), 0
-    tensors: dict[str, Tensor] = {}
-    decoded: dict[str, Tensor] = {}
-    settings: dict[str, dict[str, Any]] = {}
+    formats, weights = stored_formats(), dict[str, PackedWeight]()
+    plain: dict[str, Tensor] = {}
     for name, tensor in language_models.weights("qwen3").items():
         is_block = name.startswith("model.layers.")
         if is_block and not name.startswith("model.layers.0."):
             continue
         for own in [name.replace(".0.", f".{number}.", 1) for number in range(LAYERS)] if is_block else [name]:
             if tensor.dim() != 2:
-                tensors[own], decoded[own] = tensor, tensor
-                continue
-            packed = formats[place % len(formats)].pack(tensor)
-            place += 1
-            layer = own.removesuffix(".weight")
-            tensors |= named(layer, packed)
-            decoded[own] = packed.format.dequantize(packed, torch.float32)
-            settings[layer] = {"format": packed.format.name, "storage": packed.storage, **packed.params}
-    assert place >= len(formats)
-    (path / "packed").mkdir()
-    write(path / "packed" / "model.safetensors", tensors, {"format": "pt"})
-    (path / "packed" / "config.json").write_text(json.dumps({**config, "quantization_config": own_settings(settings, ())}))
-    return path / "packed", write_decoded(path / "decoded", decoded, config)
+                plain[own] = tensor
+            else:
+                weights[own.removesuffix(".weight")] = formats[len(weights) % len(formats)].pack(tensor)
+    assert len(weights) >= len(formats)
+    decoded = {f"{name}.weight": packed.format.dequantize(packed, torch.float32) for name, packed in weights.items()}
+    return write_own(path / "packed", weights, plain, config), write_decoded(path / "decoded", {**plain, **decoded}, config)
 
 
 def test_layers_of_all_formats(mixed: tuple[Path, Path]) -> None:
@@ -111,6 +104,25 @@ def test_checkpoints_of_producers(tmp_path: Path) -> None:
     results = answers(jobs)
     for kind, answer, reference in zip(kinds, results[::2], results[1::2], strict=True):
         assert_same(answer, reference, kind)
+
+
+def test_layers_on_ranks_one_after_the_other(tmp_path: Path) -> None:
+    """vLLM's own layers on 1 to 8 ranks: repeated heads, columns inside blocks, a scale for each part, and streams."""
+    shapes = {"lm_head": (496, 512), "model.embed_tokens": (496, 512)}
+    for name, shape in {"self_attn.q": (1024, 512), "self_attn.k": (256, 512), "self_attn.v": (256, 512),
+                        "self_attn.o": (512, 1024), "mlp.gate": (2048, 512), "mlp.up": (2048, 512),
+                        "mlp.down": (512, 2048)}.items():
+        shapes[f"model.layers.0.{name}_proj"] = shape
+    draw = torch.Generator().manual_seed(0)
+    folders = [write_own(tmp_path / stored.format, {name: stored.pack(torch.randn(*shape, generator=draw).bfloat16())
+                                                    for name, shape in shapes.items()}, {}, {}) for stored in ON_RANKS]
+    arguments = [json.dumps(list(map(str, folders))), "[1, 2, 4, 8]"]
+    result = subprocess.run([sys.executable, "-m", "tests.support.vllm_ranks", *arguments], cwd=ROOT, capture_output=True,
+                            text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for folder, errors in json.loads(result.stdout.partition(MARK)[2]).items():
+        print(Path(folder).name, errors)
+        assert max(errors.values()) < 2e-6
 
 
 @pytest.mark.parametrize("kind", ["own q4_0", "fp8 block", "hlane"])

@@ -15,6 +15,8 @@ from typing import Any
 PROMPT = [index * 7 % 192 for index in range(40)]
 MARK = "RESULT "
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")      # ranks share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
