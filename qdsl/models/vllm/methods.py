@@ -26,6 +26,8 @@ from qdsl.runtime.packed import FormatError, PackedWeight
 if TYPE_CHECKING:
     from qdsl.models.vllm.config import QdslConfig
 
+# Names in checkpoints of the parts of a layer, for models that do not state them or, as Qwen3-MoE, state them too late.
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 HEADS = {"q": 0, "k": 1, "v": 2}                                 # vLLM's names for the parts of a layer of q, k and v
 
 
@@ -55,7 +57,7 @@ def _parts(config: QdslConfig, prefix: str) -> list[Layer]:
     if prefix in config.layers:
         return [config.layers[prefix]]
     stem, _, last = prefix.rpartition(".")
-    names = [f"{stem}.{part}".lstrip(".") for part in config.packed_modules_mapping.get(last, ())]
+    names = [f"{stem}.{part}".lstrip(".") for part in config.packed_modules_mapping.get(last) or MERGED.get(last, ())]
     if not any(name in config.layers for name in names):
         return []
     layers = {**config.plain, **config.layers}
