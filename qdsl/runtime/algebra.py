@@ -49,6 +49,10 @@ def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight
 
     Blocks that end at both borders come first, so that pieces of a weight are alike; then those that go on beyond.
     """
+    if dim == "N" and packed.layout.streams and packed.device.type == "cpu":
+        opened = packed.open_rows(torch.arange(start, stop))     # rows of other ranks are not decoded
+        if opened is not None:
+            return _packed_again(Source.whole(opened))
     source = Source.whole(packed)
     source = Source(packed, source.rows[start:stop], 0, source.stop) if dim == "N" else Source(packed, source.rows, start, stop)
     borders = [border for border in (start, stop) if border != packed.shape[dim == "K"]]

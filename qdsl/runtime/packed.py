@@ -132,6 +132,25 @@ class PackedWeight:
                 call.run()
         return found
 
+    def open_rows(self, rows: Tensor) -> PackedWeight | None:
+        """The weight of these rows, rising int64 [M], opened; None where a stream, or a tensor beside it, has no separate rows.
+
+        On a CPU.  Other rows are decoded only where they share lanes with these.  Raises FormatError for a damaged stream.
+        """
+        streamed = {name for stream in self.layout.streams.values() for name in stream.names.values()}
+        axes = {name: self.layout.tensors[name].axes for name in self.tensors if name not in streamed}
+        if any(axis.dim == "N*K" or (axis.dim == "N" and axis.by(self.sizes) > 1) for stored in axes.values() for axis in stored):
+            return None
+        with damage(self.format.name):
+            plain = streams.decode_rows(self.layout, self.tensors, self.shape, rows)
+        if plain is None:
+            return None
+        tensors = dict(self.tensors)
+        for name, stored in axes.items():
+            for place, axis in enumerate(stored):
+                tensors[name] = tensors[name].index_select(place, rows) if axis.dim == "N" else tensors[name]
+        return self.derive(tensors, (len(rows), self.shape[1])).with_plain(plain)
+
     def with_plain(self, plain: Mapping[str, Tensor]) -> PackedWeight:
         """The weight with these tensors in place of the streams that hold them."""
         found = PackedWeight(self.format, self.storage, {}, self.shape, self.params, opened=True)
