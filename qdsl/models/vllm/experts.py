@@ -28,6 +28,7 @@ def experts_method(config: QdslConfig, layer: RoutedExperts, prefix: str) -> Pac
     """The method of a module of experts, None where they are plain.  Raises ShardError for those that cannot be served."""
     begin = f"{prefix}."
     layers = {name[len(begin):]: own for name, own in config.layers.items() if name.startswith(begin)}
+    config.served.update(begin + name for name in layers)
     if problem := next(filter(None, map(unservable, layers.values())), ""):
         raise ShardError(f"{prefix}: {problem}")
     return PackedExpertsMethod(layer, layers) if layers else None

@@ -55,6 +55,7 @@ def method_of(config: QdslConfig, layer: LinearBase, prefix: str) -> Any:
 def _parts(config: QdslConfig, prefix: str) -> list[Layer]:
     """The layers of the checkpoint that a module consists of, none where all are plain."""
     if prefix in config.layers:
+        config.served.add(prefix)
         return [config.layers[prefix]]
     stem, _, last = prefix.rpartition(".")
     names = [f"{stem}.{part}".lstrip(".") for part in config.packed_modules_mapping.get(last) or MERGED.get(last, ())]
@@ -63,6 +64,7 @@ def _parts(config: QdslConfig, prefix: str) -> list[Layer]:
     layers = {**config.plain, **config.layers}
     if missing := [name for name in names if name not in layers]:
         raise ShardError(f"{prefix}: the checkpoint has some of {', '.join(names)} packed, and lacks {', '.join(missing)}")
+    config.served.update(names)
     return [layers[name] for name in names]
 
 
