@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import asdict
 from typing import Annotated
 
@@ -31,16 +30,15 @@ def serve_check(model: Annotated[str, typer.Argument(metavar="REF", help="A fold
     if as_json:
         typer.echo(json.dumps({"schema": 1, "model": model, "ranks": ranks, "layers": [asdict(row) for row in rows]}))
     else:
-        alike = Counter((row.kind, row.packed, row.shape, row.how, row.problem) for row in rows)
-        first: dict[tuple[object, ...], Row] = {}
+        alike: dict[tuple[object, ...], list[Row]] = {}
         for row in rows:
-            first.setdefault((row.kind, row.packed, row.shape, row.how, row.problem), row)
+            alike.setdefault((row.kind, row.packed, row.shape, row.how), []).append(row)
         _table(["layers", "such as", "kind", "packed", "rows and columns", "on each rank"],
-               [[str(count), first[key].layer, key[0], key[1], " x ".join(map(str, key[2])), key[3] or "cannot be divided"]
-                for key, count in alike.items()])
-        for row in first.values():
-            if row.problem:
-                typer.echo(row.problem, err=True)
+               [[str(len(group)), group[0].layer, group[0].kind, group[0].packed, " x ".join(map(str, group[0].shape)),
+                 group[0].how or "cannot be divided"] for group in alike.values()])
+        for group in alike.values():
+            if group[0].problem:
+                typer.echo(group[0].problem, err=True)
     wrong = sum(bool(row.problem) for row in rows)
     if not rows:
         _fail(f"error: {model} has no packed layers", 1)
