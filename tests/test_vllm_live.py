@@ -215,10 +215,12 @@ def test_plain_folders_are_quantized(tmp_path: Path) -> None:
 
 
 def test_refusals_come_before_loading(tmp_path: Path) -> None:
-    """A rank cannot have 32 of a block of 256 columns; weights that are coded together are not loaded one by one."""
+    """Weights that are coded together are not loaded one by one; a plain folder needs a format."""
     write_folder(tmp_path / "df11", "df11", "qwen3")
-    answer, = answers([{"model": str(tmp_path / "df11"), "quantization": "qdsl"}])
-    assert "qdsl decompress" in answer["error"]
+    plain = language_models.write_plain(tmp_path / "plain", "qwen3")
+    coded, formless = answers([{"model": str(tmp_path / "df11"), "quantization": "qdsl"},
+                               {"model": str(plain), "quantization": "qdsl"}])
+    assert "qdsl decompress" in coded["error"] and "None is no format to quantize them in" in formless["error"]
 
 
 def test_entry_point_is_light() -> None:

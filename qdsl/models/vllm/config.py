@@ -87,12 +87,16 @@ class QdslConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read the headers of a folder, or of a repository, which is downloaded.  Raises CheckpointError."""
+        from qdsl.checkpoint.descriptions import descriptions
         from qdsl.checkpoint.references import local_path
-        from qdsl.checkpoint.shards import packed_layers, plain_layers
+        from qdsl.checkpoint.shards import ShardError, packed_layers, plain_layers
 
         is_remote = revision is not None and not Path(model_name).exists()
         with Folder(local_path(f"{model_name}@{revision}" if is_remote else model_name)) as folder:
             self.layers, self.plain = packed_layers(folder), plain_layers(folder)
+        if not self.layers and self.format not in [each.name for each in descriptions()]:
+            raise ShardError(f"{model_name} has no packed layers, and {self.format!r} is no format to quantize them in; name one "
+                             'as "format" of the quantization_config')
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Call layers as vLLM calls their modules."""
