@@ -45,7 +45,7 @@ def check_layers(folder: Folder, ranks: int, whole_experts: bool = False) -> lis
         kind, pieces = _division(name, layer, folder.config, whole_experts)
         label = f"{layer.format}.{layer.storage}" if layer.format else "?"
         try:
-            ways = dict.fromkeys(each.how for rank in range(ranks) for each in pieces(ranks, rank))
+            ways = dict.fromkeys(piece.how for rank in range(ranks) for piece in pieces(ranks, rank))
             rows.append(Row(name, kind, label, layer.shape, "; ".join(ways)))
         except ShardError as error:
             rows.append(Row(name, kind, label, layer.shape, problem=str(error)))

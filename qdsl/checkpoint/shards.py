@@ -85,15 +85,15 @@ def piece(name: str, layer: Layer, dim: str, start: int, stop: int, ranks: int =
     _check(name, layer)
     whole = layer.shape[dim == "K"]
     step, how = _step(layer, dim, start, stop)
-    held = span(dim, start, stop, whole, step)
+    own = span(dim, start, stop, whole, step)
     if layer.act_order and dim == "K":
-        held = _with_all_groups(layer, held, step)
-    if held.last - held.first > MOST_PADDING * (stop - start):
+        own = _with_all_groups(layer, own, step)
+    if own.last - own.first > MOST_PADDING * (stop - start):
         raise ShardError(f"{shown(name)}: {shown(layer.name)}, {layer.format}.{layer.storage} {list(layer.shape)}, cannot be "
                          f"divided among {ranks} ranks along {dim}: {UNITS[dim]} {start} to {stop} lie in blocks of {step}; "
                          f"{_remedy(layer, dim, whole, ranks)}")
-    extra = f"; {held.last - held.first - (stop - start)} {UNITS[dim]} more than its own" if held.is_padded else ""
-    return Piece(layer, held, how + extra)
+    extra = f"; {own.last - own.first - (stop - start)} {UNITS[dim]} more than its own" if own.is_padded else ""
+    return Piece(layer, own, how + extra)
 
 
 def _check(name: str, layer: Layer) -> None:
@@ -112,7 +112,7 @@ def unservable(layer: Layer) -> str:
 
 
 def _format(layer: Layer) -> Description:
-    return next(each for each in descriptions() if each.name == layer.format)
+    return next(known for known in descriptions() if known.name == layer.format)
 
 
 def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
@@ -137,16 +137,16 @@ def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
     return shard_step(format, layer.storage, layer.params, layer.shape, dim), "cut"
 
 
-def _with_all_groups(layer: Layer, held: Span, step: int) -> Span:
+def _with_all_groups(layer: Layer, own: Span, step: int) -> Span:
     """The columns held of a weight in act-order: so many that the smallest groups are as many as those of the whole weight."""
     format, k = _format(layer), layer.shape[1]
     sizes = [(name, [int(value) for value in format.params[name] if int(value) > 0]) for name, axis in format.sizes.items()
              if axis == "K"]
     needed = math.prod(-(-k // format.numbers(layer.params, layer.shape)[name]) * min(values) for name, values in sizes)
-    extra = max(0, needed - (held.last - held.first))
-    last = min(k, held.last + -(-extra // step) * step)
-    first = max(0, held.first - -(-max(0, needed - (last - held.first)) // step) * step)
-    return Span(held.dim, held.start, held.stop, first, last)
+    extra = max(0, needed - (own.last - own.first))
+    last = min(k, own.last + -(-extra // step) * step)
+    first = max(0, own.first - -(-max(0, needed - (last - own.first)) // step) * step)
+    return Span(own.dim, own.start, own.stop, first, last)
 
 
 def _remedy(layer: Layer, dim: str, whole: int, ranks: int) -> str:
@@ -174,7 +174,7 @@ def packed_layers(folder: Folder) -> dict[str, Layer]:
 
 def plain_layers(folder: Folder) -> dict[str, Layer]:
     """The matrices `NAME.weight` of plain numbers as layers of the formats that hold such numbers, by name."""
-    formats = {each.detect["safetensors"]: each for each in descriptions() if "safetensors" in each.detect}
+    formats = {format.detect["safetensors"]: format for format in descriptions() if "safetensors" in format.detect}
     result: dict[str, Layer] = {}
     for full in folder.names():
         entry, name = folder.entry(full), full.removesuffix(".weight")
@@ -188,7 +188,7 @@ def plain_layers(folder: Folder) -> dict[str, Layer]:
 
 def with_order(folder: Folder, layer: Layer) -> Layer:
     """The layer with `act_order` set where an index puts its columns into groups all over K.  Reads that tensor."""
-    format = next((each for each in descriptions() if each.name == layer.format), None)
+    format = next((known for known in descriptions() if known.name == layer.format), None)
     layout = {} if format is None else format.layout(layer.storage, layer.params)
     for name, full in layer.tensors.items():
         if format is None or (layout[name].dtype != "index" and layout[name].optional != name) or layer.experts is not None:

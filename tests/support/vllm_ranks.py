@@ -42,17 +42,17 @@ def modules(config: Any) -> dict[str, Any]:
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    def made(kind: Callable[..., Any], name: str, *sizes: Any, **options: Any) -> Any:
+    def build(kind: Callable[..., Any], name: str, *sizes: Any, **options: Any) -> Any:
         return kind(*sizes, quant_config=config, params_dtype=torch.float32, prefix=name, **options)
 
     return {
-        f"{ATTENTION}qkv_proj": made(QKVParallelLinear, f"{ATTENTION}qkv_proj", HIDDEN, WIDTH, HEADS, KV, bias=False),
-        f"{ATTENTION}o_proj": made(RowParallelLinear, f"{ATTENTION}o_proj", HEADS * WIDTH, HIDDEN, bias=False,
+        f"{ATTENTION}qkv_proj": build(QKVParallelLinear, f"{ATTENTION}qkv_proj", HIDDEN, WIDTH, HEADS, KV, bias=False),
+        f"{ATTENTION}o_proj": build(RowParallelLinear, f"{ATTENTION}o_proj", HEADS * WIDTH, HIDDEN, bias=False,
                                    reduce_results=False),
-        f"{MLP}gate_up_proj": made(MergedColumnParallelLinear, f"{MLP}gate_up_proj", HIDDEN, [INNER, INNER], bias=False),
-        f"{MLP}down_proj": made(RowParallelLinear, f"{MLP}down_proj", INNER, HIDDEN, bias=False, reduce_results=False),
-        "model.embed_tokens": made(VocabParallelEmbedding, "model.embed_tokens", VOCABULARY, HIDDEN),
-        "lm_head": made(ParallelLMHead, "lm_head", VOCABULARY, HIDDEN),
+        f"{MLP}gate_up_proj": build(MergedColumnParallelLinear, f"{MLP}gate_up_proj", HIDDEN, [INNER, INNER], bias=False),
+        f"{MLP}down_proj": build(RowParallelLinear, f"{MLP}down_proj", INNER, HIDDEN, bias=False, reduce_results=False),
+        "model.embed_tokens": build(VocabParallelEmbedding, "model.embed_tokens", VOCABULARY, HIDDEN),
+        "lm_head": build(ParallelLMHead, "lm_head", VOCABULARY, HIDDEN),
     }
 
 
@@ -105,7 +105,7 @@ def errors(path: str, ranks: Ranks, size: int) -> float:
         pairs.append((product, torch.nn.functional.pad(wanted, (0, product.shape[1] - wanted.shape[1]))))
     pairs += [(sums[name], wide @ dense[name].T) for name, wide in ((f"{ATTENTION}o_proj", heads), (f"{MLP}down_proj", inner))]
     pairs.append((looked_up, dense["model.embed_tokens"]))
-    return max(float((found - wanted).abs().max() / wanted.abs().max()) for found, wanted in pairs)
+    return max(float((product - wanted).abs().max() / wanted.abs().max()) for product, wanted in pairs)
 
 
 def main() -> None:
@@ -114,8 +114,8 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = Ranks()
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
-        found = {path: {size: errors(path, ranks, size) for size in json.loads(sys.argv[2])} for path in json.loads(sys.argv[1])}
-    print(MARK + json.dumps(found))
+        result = {path: {size: errors(path, ranks, size) for size in json.loads(sys.argv[2])} for path in json.loads(sys.argv[1])}
+    print(MARK + json.dumps(result))
 
 
 if __name__ == "__main__":

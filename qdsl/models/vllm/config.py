@@ -94,7 +94,7 @@ class QdslConfig(QuantizationConfig):
         is_remote = revision is not None and not Path(model_name).exists()
         with Folder(local_path(f"{model_name}@{revision}" if is_remote else model_name)) as folder:
             self.layers, self.plain = packed_layers(folder), plain_layers(folder)
-        if not self.layers and self.format not in [each.name for each in descriptions()]:
+        if not self.layers and self.format not in [format.name for format in descriptions()]:
             raise ShardError(f"{model_name} has no packed layers, and {self.format!r} is no format to quantize them in; name one "
                              'as "format" of the quantization_config')
 

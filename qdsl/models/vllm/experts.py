@@ -57,7 +57,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             for shard, name in self.names.items() if own != -1 else ():
                 self.collectors[own, shard] = self._collector(layer, f"{expert}.{name}", shard, intermediate_size_per_partition)
         for stem, shards in (("w13_", (GATE, UP)), ("w2_", (DOWN,))):
-            register_counters(layer, [each for (_, shard), each in self.collectors.items() if shard in shards], self.load, stem)
+            register_counters(layer, [own for (_, shard), own in self.collectors.items() if shard in shards], self.load, stem)
 
     def _collector(self, layer: RoutedExperts, name: str, shard: str, size: int) -> Collector:
         own, full = self.layers.get(name), f"{layer.layer_name}.{name}"
@@ -88,7 +88,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         device = remove_counters(layer)
         if device is None:
             return
-        is_empty = not self.loaded and not any(each.has_begun for each in self.collectors.values())
+        is_empty = not self.loaded and not any(own.has_begun for own in self.collectors.values())
         for key, collector in self.collectors.items():
             if key not in self.loaded:
                 self.loaded[key], = [zeros(collector.pieces[0], device)] if is_empty else collector.parts(device)

@@ -121,7 +121,7 @@ class PackedMethod:
             for name, tensor in part.weight.tensors.items():
                 layer.register_parameter(f"qdsl_{number}_{name}", nn.Parameter(tensor, requires_grad=False))
 
-    def held(self, layer: LinearBase) -> list[Part]:
+    def current(self, layer: LinearBase) -> list[Part]:
         """The parts, of the tensors that the module has now."""
         return [Part(part.weight.derive({name: getattr(layer, f"qdsl_{number}_{name}") for name in part.weight.tensors}),
                      part.span) for number, part in enumerate(self.parts)]
@@ -131,7 +131,7 @@ class PackedMethod:
 
     def linear(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """x times the transpose of a rank's weight, as wide as vLLM has the layer; a vocabulary is padded with zeros."""
-        product = linear(x, self.held(layer), self.product)
+        product = linear(x, self.current(layer), self.product)
         missing = sum(layer.output_partition_sizes) - product.shape[-1]
         if missing:
             product = nn.functional.pad(product, (0, missing))
@@ -139,7 +139,7 @@ class PackedMethod:
 
     def dequantize_weight(self, layer: LinearBase) -> Tensor:
         """A rank's weight, dense, for vLLM to quantize anew."""
-        return torch.cat([part.dequantize(layer.params_dtype) for part in self.held(layer)])
+        return torch.cat([part.dequantize(layer.params_dtype) for part in self.current(layer)])
 
 
 class PackedLinearMethod(PackedMethod, LinearMethodBase):
@@ -156,8 +156,8 @@ class PackedLinearMethod(PackedMethod, LinearMethodBase):
                        output_size: int, params_dtype: torch.dtype, **extra: Any) -> None:
         """Plan what the rank holds.  Raises ShardError, before anything is loaded."""
         pieces = self._pieces(layer, input_size_per_partition, output_partition_sizes, input_size) if self.layers else []
-        self.collectors = [Collector(own, [each for each in pieces if each.layer is own]) for own in self.layers]
-        self.places = [self.layers.index(each.layer) for each in pieces]
+        self.collectors = [Collector(own, [piece for piece in pieces if piece.layer is own]) for own in self.layers]
+        self.places = [self.layers.index(own.layer) for own in pieces]
         register_counters(layer, self.collectors, self.load)
 
     def _pieces(self, layer: LinearBase, columns: int, rows: Sequence[int], all_columns: int) -> list[Piece]:
@@ -187,7 +187,7 @@ class PackedLinearMethod(PackedMethod, LinearMethodBase):
         if device is None:
             return
         if not self.loaded and not any(collector.has_begun for collector in self.collectors):
-            self.loaded = {number: [zeros(each, device) for each in collector.pieces]
+            self.loaded = {number: [zeros(own, device) for own in collector.pieces]
                            for number, collector in enumerate(self.collectors)}
         for number, collector in enumerate(self.collectors):
             if number not in self.loaded:
@@ -199,7 +199,7 @@ class PackedLinearMethod(PackedMethod, LinearMethodBase):
         return self.linear(layer, x, bias)
 
     def embedding(self, layer: LinearBase, input_: Tensor) -> Tensor:
-        part, = self.held(layer)
+        part, = self.current(layer)
         if part.weight.shape[0] == 0:                            # a rank without rows of the vocabulary
             return torch.zeros(*input_.shape, part.weight.shape[1], dtype=layer.params_dtype, device=input_.device)
         rows: Tensor = part.weight.format.dequantize_rows(part.weight, input_ + part.span.padding[0], layer.params_dtype)

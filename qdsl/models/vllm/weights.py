@@ -31,7 +31,7 @@ class DecodingMapper(WeightsMapper):
         return self._with(WeightsMapper.__or__(other, self))
 
     def _with(self, mapper: WeightsMapper) -> DecodingMapper:
-        return DecodingMapper(**{each.name: getattr(mapper, each.name) for each in fields(WeightsMapper)}, config=self.config)
+        return DecodingMapper(**{field.name: getattr(mapper, field.name) for field in fields(WeightsMapper)}, config=self.config)
 
     def apply(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The weights by the names of vLLM."""
