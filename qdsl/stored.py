@@ -19,6 +19,7 @@ FLOATS = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
     "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
 }
+PLANAR = "planar"                                                # the storage that the compiler derives
 INTEGERS = {"u8": "uint8", "i8": "int8", "i16": "int16", "i32": "int32", "index": "int32", "shape": "int64"}
 # Tensors of a layer without which its weight is another one: x is multiplied by them first.
 OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale")
@@ -87,7 +88,8 @@ class Description:
 
     sizes: parameters that are block lengths, and the axis each divides.  variants: the tensors by storage, for each choice of
     the parameters named in `by`.  detect: the spec's rules for checkpoints.  tables: the numbers that small tensors beside a
-    weight repeat, as those rules say.
+    weight repeat, as those rules say.  fields: their axes by the same choices, of variants whose blocks are runs of weights.
+    planar: the choices that have the storage `planar`.
     """
 
     name: str
@@ -97,6 +99,8 @@ class Description:
     variants: Mapping[tuple[int | str, ...], Mapping[str, Mapping[str, Stored]]]
     detect: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    fields: Mapping[tuple[int | str, ...], Mapping[str, tuple[Axis, ...]]] = field(default_factory=dict)
+    planar: frozenset[tuple[int | str, ...]] = frozenset()
 
     @property
     def singles(self) -> list[str]:
@@ -124,7 +128,11 @@ class Description:
 
     def layout(self, storage: str, params: Mapping[str, int | str]) -> Mapping[str, Stored]:
         """The tensors of a storage, by all parameters."""
-        return self.variants[tuple(params[name] for name in self.by)][storage]
+        return self.variants[self.key(params)][storage]
+
+    def key(self, params: Mapping[str, int | str]) -> tuple[int | str, ...]:
+        """The choice of the parameters named in `by`."""
+        return tuple(params[name] for name in self.by)
 
     def numbers(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
         """Size parameters as numbers: -1 is the axis that the parameter divides."""

@@ -26,23 +26,24 @@ ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
     "layout": set(), "numbers": set(), "files": set(), "places": set(), "processes": set(), "progress": set(),
     "drawing": set(), "shapes": set(), "spilled": set(), "stored": {"shapes", "numbers"},
+    "borders": {"shapes", "stored"},
     # the compiler, in its order
     "spec": {"numbers", "shapes"},
     "ir": {"spec", "layout", "numbers"},
     "passes": {"spec", "ir", "layout", "numbers", "shapes"},
     "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
     # the running shore
-    "runtime": {"files", "numbers", "shapes", "spilled", "stored", "entropy"},
+    "runtime": {"borders", "files", "numbers", "shapes", "spilled", "stored", "entropy"},
     "encode": {"runtime", "numbers"},
     "entropy": set(),
-    "checkpoint": {"runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
+    "checkpoint": {"borders", "runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
     "generated": set(),
     # what joins them for a user
     "quantize": {"checkpoint", "drawing", "files", "runtime", "processes"},
     "rewrite": {"checkpoint", "files", "processes", ""},
     "convert": {"rewrite", "checkpoint", "files", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
-    "models": {"checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
+    "models": {"borders", "checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
                "stored"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime", "checkpoint", "models"},
@@ -59,13 +60,13 @@ PACKAGES: dict[str, set[str]] = {
     "entropy": {"numpy"},
     "checkpoint": {"torch", "numpy", "huggingface_hub"}, "": {"torch"}, "cli": {"typer", "rich"},
     "demo": {"torch", "transformers", "tokenizers"}, "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"},
-    "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece"},
+    "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece", "vllm"},
     "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
-LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "progress", "shapes", "stored", "loading", "checkpoint",
-         "rewrite", "cli", "__main__", "")
+LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "progress", "shapes", "stored", "borders", "loading",
+         "checkpoint", "rewrite", "cli", "__main__", "")
 HEAVY = {"torch", "numpy", "triton"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import qdsl.generated
+from qdsl.shapes import axis
 from qdsl.stored import Description, Stored
 
 
@@ -24,7 +25,10 @@ def described(data: dict[str, Any]) -> Description:
                                         for name, storage in variant["storages"].items()} for variant in data["variants"]}
     params = {name: tuple(values) for name, values in data["params"].items()}
     return Description(data["format"], params, data["sizes"], tuple(data["by"]), variants, data["detect"],
-                       {name: tuple(values) for name, values in data.get("tables", {}).items()})
+                       {name: tuple(values) for name, values in data.get("tables", {}).items()},
+                       {tuple(variant["key"]): {name: tuple(map(axis, axes)) for name, axes in variant["fields"].items()}
+                        for variant in data["variants"] if "fields" in variant},
+                       frozenset(tuple(variant["key"]) for variant in data["variants"] if variant.get("planar")))
 
 
 def _stored(data: dict[str, Any]) -> Stored:

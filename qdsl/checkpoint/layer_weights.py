@@ -45,7 +45,7 @@ def stacked(folder: Folder, layer: Layer) -> PackedWeight:
     if layer.experts is None:
         return weights(folder, layer)[0]
     n, k = layer.shape
-    if not layer.turned and all(axis.dim in ("N", "N*K") for stored in _layout(layer).values() for axis in stored.axes[:1]):
+    if not layer.turned and all(axis.dim in ("N", "N*K") for stored in layout_of(layer).values() for axis in stored.axes[:1]):
         whole = {name: _read(folder, layer, name) for name in layer.tensors} | _numbers(layer)
         with suppress(FormatError):
             weight: PackedWeight = module_of(layer).wrap(whole, (layer.experts * n, k), layer.storage, **layer.params)
@@ -74,7 +74,7 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
 
     Raises CheckpointError where they have not.
     """
-    stored = _layout(layer)
+    stored = layout_of(layer)
     found = []
     for each in tensors(folder, layer):
         known = _wrapped(folder, layer, {name: tensor if stored[name].dtype == "index" else tensor.to("meta")
@@ -151,24 +151,33 @@ def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]]
 
 
 def _read(folder: Folder, layer: Layer, name: str) -> Tensor:
-    """A tensor of the storage; bytes that the file holds as larger numbers as bytes again."""
+    """A tensor of the storage."""
+    return as_stored(layer, name, folder.tensor(layer.tensors[name]))
+
+
+def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a file as the storage has it: bytes that the file holds as larger numbers as bytes again."""
     import torch
 
-    tensor = folder.tensor(layer.tensors[name])
     larger = tensor.is_floating_point() and tensor.element_size() > 1
-    return tensor.flatten().view(torch.uint8) if larger and _layout(layer)[name].dtype == "u8" else tensor
+    return tensor.flatten().view(torch.uint8) if larger and layout_of(layer)[name].dtype == "u8" else tensor
 
 
-def _layout(layer: Layer) -> Mapping[str, Stored]:
+def layout_of(layer: Layer) -> Mapping[str, Stored]:
     """The tensors of a layer's storage."""
     return next(each for each in descriptions() if each.name == layer.format).layout(layer.storage, layer.params)
 
 
-def _wrapped(folder: Folder, layer: Layer, given: dict[str, Tensor]) -> PackedWeight:
+def wrapped(layer: Layer, tensors: Mapping[str, Tensor]) -> PackedWeight:
+    """A layer's weight of the tensors of its storage.  Raises FormatError where they do not fit together."""
+    weight: PackedWeight = module_of(layer).wrap({**tensors, **_numbers(layer)}, layer.shape, layer.storage, **layer.params)
+    return weight
+
+
+def _wrapped(folder: Folder, layer: Layer, tensors: dict[str, Tensor]) -> PackedWeight:
     from qdsl.runtime.packed import FormatError
 
     try:
-        found: PackedWeight = module_of(layer).wrap(given, layer.shape, layer.storage, **layer.params)
+        return wrapped(layer, tensors)
     except FormatError as error:
         raise CheckpointError(f"{folder.path}: layer {shown(layer.name)}: {error}") from None
-    return found

@@ -50,7 +50,8 @@ class Layer:
     say no more than the fields above do.  others: tensors of the module besides, by the last parts of their names: bias, scales
     of activations.  by: the config's rule or group for the layer.  problems: what its files say otherwise.
     why: the reason why it is not recognised; format and storage are '' then.  turned: tensors of three axes have the last two
-    in the other order than the storage, as experts' weights [E, K, N].
+    in the other order than the storage, as experts' weights [E, K, N].  act_order: columns belong to groups all over K; False
+    unless `qdsl.checkpoint.shards.with_order` has read the index.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Layer:
     problems: tuple[str, ...] = ()
     why: str = ""
     turned: bool = False
+    act_order: bool = False
 
     @property
     def stacked(self) -> bool:

@@ -784,3 +784,4 @@ def _table(heads: list[str], rows: list[list[str]]) -> None:
 # Their commands are those of this app.
 from qdsl.cli import capacity as _capacity  # noqa: E402, F401
 from qdsl.cli import models as _models  # noqa: E402, F401
+from qdsl.cli import serve as _serve  # noqa: E402, F401

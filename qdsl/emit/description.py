@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from struct import pack, unpack
 from typing import Any
 
-from qdsl.emit.axes import tensor_axes
+from qdsl.emit.axes import field_axes, tensor_axes
 from qdsl.emit.tensors import is_plain
+from qdsl.ir import index as ix
 from qdsl.ir.program import Program, Stream, Tensor
 from qdsl.layout import walk
 from qdsl.passes.derive_planar import PLANAR
@@ -33,7 +34,8 @@ def description(programs: Sequence[Program]) -> str:
         "params": {param.name.value: list(param.values) for param in first.spec.params},
         "sizes": {size: size_axis(first, size) for size in first.sizes},
         "by": by,
-        "variants": [{"key": [params[name] for name in by], "storages": storages} for params, storages in variants],
+        "variants": [{"key": [params[name] for name in by], **_fields([each for each in programs if each.params == params]),
+                      "storages": storages} for params, storages in variants],
         "detect": first.spec.detect,
         **_tables(first.spec),
     }) + "\n"
@@ -64,6 +66,15 @@ def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params
     for params, storages in found:
         kept.setdefault(tuple(params[name] for name in by), (params, storages))
     return by, list(kept.values())
+
+
+def _fields(programs: Sequence[Program]) -> dict[str, Any]:
+    """The axes of fields, unless a block has weights from all over the matrix; and whether there is a storage `planar`."""
+    first = programs[0]
+    atoms = [ix.flat_of(index) for each in first.fields for index in each.index]
+    axes = {} if any(atom and atom.op == "mod" for atom in atoms) else {
+        "fields": {each.name: field_axes(programs, each) for each in first.fields}}
+    return axes | ({"planar": True} if any(program.storage == PLANAR for program in programs) else {})
 
 
 def _tensors(program: Program) -> dict[str, dict[str, Any]]:

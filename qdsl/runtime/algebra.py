@@ -9,22 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, product
-from math import gcd, lcm, prod
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from qdsl.borders import UNITS, border_step, piece_step, spans_all, targets
 from qdsl.runtime.errors import FormatError
 from qdsl.runtime.gather import Source, gathered, group_index, group_size, is_scattered, plan
-from qdsl.runtime.layout import PLANAR
 from qdsl.shapes import Axis
 
 if TYPE_CHECKING:
     from qdsl.runtime.packed import PackedWeight
 
-UNITS = {"N": "rows", "K": "columns"}
 
 
 # -- rows and pieces --------------------------------------------------------------------------------------------------
@@ -51,6 +49,10 @@ def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight
 
     Blocks that end at both borders come first, so that pieces of a weight are alike; then those that go on beyond.
     """
+    if dim == "N" and packed.layout.streams and packed.device.type == "cpu":
+        opened = packed.open_rows(torch.arange(start, stop))     # rows of other ranks are not decoded
+        if opened is not None:
+            return _packed_again(Source.whole(opened))
     source = Source.whole(packed)
     source = Source(packed, source.rows[start:stop], 0, source.stop) if dim == "N" else Source(packed, source.rows, start, stop)
     borders = [border for border in (start, stop) if border != packed.shape[dim == "K"]]
@@ -93,19 +95,11 @@ def shard_step(packed: PackedWeight, dim: str) -> int:
 
 def _step(packed: PackedWeight, dim: str, storage: str, params: Mapping[str, int | str]) -> int:
     """The same for one storage and its parameters."""
-    (n, k), old, sizes = packed.shape, packed.sizes, packed.format.sizes(params, packed.shape)
+    n, k = packed.shape
     whole = max(1, n if dim == "N" else k)
-    if is_scattered(packed.variant) or ((dim == "K" or storage != packed.storage) and group_index(packed) is not None):
+    if (dim == "K" or storage != packed.storage) and group_index(packed) is not None:
         return whole                                             # other storages may have no columns in act-order
-    layout = packed.format.variant(params).storages[storage]
-    blocks = [axis for kind in packed.variant.fields.values() for axis in kind.axes if not _spans_all(axis, params)]
-    exact = [axis for stored in layout.tensors.values() for axis in stored.axes if axis.exact and not _spans_all(axis, params)]
-    if any(axis.by(old) % axis.by(sizes) and (axis.extent(n, k, old) or 0) > 1 for axis in blocks):
-        return whole                                             # smaller blocks that are not parts of the larger ones
-    if any(dim == "K" and axis.dim == "N*K" and k % axis.by(sizes) for axis in blocks):
-        return whole                                             # rows do not end with a block
-    step = min(whole, lcm(*(_border_step(axis, sizes, dim, packed.shape) for axis in blocks),
-                          *(_border_step(axis, sizes, dim, packed.shape, ends_rows=False) for axis in exact)))
+    step = piece_step(packed.format.description, packed.params, packed.shape, dim, storage, params)
     try:
         for size in {step, whole % step or step}:
             _template(packed, storage, params, (size, k) if dim == "N" else (n, size))
@@ -114,26 +108,13 @@ def _step(packed: PackedWeight, dim: str, storage: str, params: Mapping[str, int
     return step
 
 
-def _border_step(axis: Axis, sizes: Mapping[str, int], dim: str, shape: tuple[int, int], ends_rows: bool = True) -> int:
-    """At which multiples of rows or columns blocks end.  ends_rows: along K, those of a flat axis must end with every row."""
-    by = axis.by(sizes)
-    if axis.dim != "N*K":
-        return by if axis.dim == dim else 1
-    return by if dim == "K" and ends_rows else by // gcd(by, shape[dim == "N"])
-
-
 def _check_blocks_end(packed: PackedWeight, dim: str, borders: Sequence[int], sizes: Mapping[str, int]) -> None:
     """Raises FormatError for a border inside one of several blocks."""
     for name, kind in packed.variant.fields.items():
         for axis in kind.axes:
-            step = _border_step(axis, sizes, dim, packed.shape)
+            step = border_step(axis, sizes, dim, packed.shape)
             if any(border % step for border in borders) and (axis.extent(*packed.shape, packed.sizes) or 0) > 1:
                 raise FormatError(f"a border is inside a block of '{name}'")
-
-
-def _spans_all(axis: Axis, params: Mapping[str, int | str]) -> bool:
-    """Whether the axis has one block, however long the weight is."""
-    return any(params.get(size) == -1 for size in axis.step if isinstance(size, str))
 
 
 def _name(packed: PackedWeight) -> str:
@@ -153,20 +134,7 @@ def refusal(packed: PackedWeight, dim: str, start: int, stop: int, why: str, ste
 
 def _targets(packed: PackedWeight) -> Iterator[tuple[str, dict[str, int | str]]]:
     """The storages and parameters that a result may have: the source's own, then smaller blocks, then the storage `planar`."""
-    format = packed.format
-    names = [name for name in format.size_axes if name not in format.by]
-    values = [[packed.params[name], *_smaller(packed, name)] for name in names]
-    whole = {-1: 1 + max(packed.shape)}                          # longer than any other block
-    choices = sorted(product(*values), key=lambda choice: -prod(whole.get(int(value), int(value)) for value in choice))
-    for storage in dict.fromkeys((packed.storage, PLANAR)):
-        for choice in choices if storage in packed.variant.storages else ():
-            yield storage, {**packed.params, **dict(zip(names, choice, strict=True))}
-
-
-def _smaller(packed: PackedWeight, name: str) -> list[int]:
-    """The values of a size parameter that make blocks smaller, or as long as a whole axis that is one block; largest first."""
-    most = packed.sizes[name] - (packed.params[name] != -1)
-    return sorted((int(value) for value in packed.format.params[name] if 0 < int(value) <= most), reverse=True)
+    return targets(packed.format.description, packed.storage, packed.params, packed.shape)
 
 
 def _first_allowed(packed: PackedWeight, make: Callable[[str, dict[str, int | str]], PackedWeight]) -> PackedWeight:
@@ -325,7 +293,7 @@ class _Joint:
         sizes = first.format.sizes(params, self.shape)
         for name, kind in first.variant.fields.items():
             for axis in kind.axes:
-                if not _spans_all(axis, params):
+                if not spans_all(axis, params):
                     self._check_ends(name, axis, sizes)
         sources = [Source.whole(part) for part in self.parts]
         gathers = [plan(source, sizes) for source in sources]
@@ -342,7 +310,7 @@ class _Joint:
         """Raises FormatError where a block of a field would be of two parts."""
         if axis.dim == "N*K" and is_scattered(self.parts[0].variant):
             raise FormatError(f"one value of '{name}' is for weights all over the matrix")
-        step = _border_step(axis, sizes, self.dim, self.parts[0].shape)
+        step = border_step(axis, sizes, self.dim, self.parts[0].shape)
         ends_rows = axis.dim == "N*K" and self.dim == "K" and self.shape[0] > 1  # then every row of the last part must, too
         if wrong := [end for end in self.ends if end % step and (ends_rows or end != self.ends[-1])]:
             raise FormatError(f"a part would end at {wrong[0]}, inside a block of '{name}': parts are multiples of {step} "
@@ -354,7 +322,7 @@ class _Joint:
         if kind.groups is not None:
             values = [value + start // kind.groups.by(sizes) for value, start in zip(values, self.first_columns, strict=True)]
         for place, axis in enumerate(kind.axes):
-            if (axis.dim == self.dim and not _spans_all(axis, params)) or (axis.dim == "N*K" and self.dim == "N"):
+            if (axis.dim == self.dim and not spans_all(axis, params)) or (axis.dim == "N*K" and self.dim == "N"):
                 return torch.cat(values, place)
             if axis.dim == "N*K":
                 return torch.cat([value.view(self.shape[0], -1) for value in values], 1).flatten()   # a flat axis is alone

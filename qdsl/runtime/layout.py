@@ -11,9 +11,9 @@ import torch
 from qdsl import stored
 from qdsl.runtime.tables import Table
 from qdsl.shapes import Axis, axis
+from qdsl.stored import PLANAR as PLANAR
 from qdsl.stored import Stored
 
-PLANAR = "planar"                                                # the storage that the compiler derives
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in stored.FLOATS.items()}
 
 

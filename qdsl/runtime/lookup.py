@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdsl.runtime import ops, streams
-from qdsl.runtime.packed import FormatError, PackedWeight, damage
+from qdsl.runtime import ops
+from qdsl.runtime.packed import FormatError, PackedWeight
 
 
 def dequantize_rows(packed: PackedWeight, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,18 +68,6 @@ def _rows_of_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> T
 
 def _rows_of_streams(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Rows of a weight that streams hold, on a CPU; None where a stream, or a tensor beside it, has no separate rows."""
-    streamed = {name for stream in packed.layout.streams.values() for name in stream.names.values()}
-    axes = {name: packed.layout.tensors[name].axes for name in packed.tensors if name not in streamed}
-    if any(axis.dim == "N*K" or (axis.dim == "N" and axis.by(packed.sizes) > 1) for stored in axes.values() for axis in stored):
-        return None
     wanted, origin = torch.unique(rows.long(), return_inverse=True)
-    with damage(packed.format.name):
-        plain = streams.decode_rows(packed.layout, packed.tensors, packed.shape, wanted)
-    if plain is None:
-        return None
-    tensors = dict(packed.tensors)
-    for name, stored in axes.items():
-        for place, axis in enumerate(stored):
-            tensors[name] = tensors[name].index_select(place, wanted) if axis.dim == "N" else tensors[name]
-    part = packed.derive(tensors, (len(wanted), packed.shape[1])).with_plain(plain)
-    return packed.format.dequantize(part, dtype).index_select(0, origin)
+    part = packed.open_rows(wanted)
+    return None if part is None else packed.format.dequantize(part, dtype).index_select(0, origin)

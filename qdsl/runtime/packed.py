@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qdsl.borders import UNITS
 from qdsl.entropy.lookup import StreamError
 from qdsl.runtime import algebra, streams
 from qdsl.runtime.errors import FormatError as FormatError
@@ -131,6 +132,25 @@ class PackedWeight:
                 call.run()
         return found
 
+    def open_rows(self, rows: Tensor) -> PackedWeight | None:
+        """The weight of these rows, rising int64 [M], opened; None where a stream, or a tensor beside it, has no separate rows.
+
+        On a CPU.  Other rows are decoded only where they share lanes with these.  Raises FormatError for a damaged stream.
+        """
+        streamed = {name for stream in self.layout.streams.values() for name in stream.names.values()}
+        axes = {name: self.layout.tensors[name].axes for name in self.tensors if name not in streamed}
+        if any(axis.dim == "N*K" or (axis.dim == "N" and axis.by(self.sizes) > 1) for stored in axes.values() for axis in stored):
+            return None
+        with damage(self.format.name):
+            plain = streams.decode_rows(self.layout, self.tensors, self.shape, rows)
+        if plain is None:
+            return None
+        tensors = dict(self.tensors)
+        for name, stored in axes.items():
+            for place, axis in enumerate(stored):
+                tensors[name] = tensors[name].index_select(place, rows) if axis.dim == "N" else tensors[name]
+        return self.derive(tensors, (len(rows), self.shape[1])).with_plain(plain)
+
     def with_plain(self, plain: Mapping[str, Tensor]) -> PackedWeight:
         """The weight with these tensors in place of the streams that hold them."""
         found = PackedWeight(self.format, self.storage, {}, self.shape, self.params, opened=True)
@@ -245,7 +265,7 @@ class PackedWeight:
         axes = [axis for name in self.tensors for axis in self.layout.tensors[name].axes]
         fields = [axis for field in self.variant.fields.values() for axis in field.axes]
         step = granule([*axes, *fields], dim, self.sizes, self.shape[1])
-        return step, f"its blocks and words have {step} {algebra.UNITS[dim]}"
+        return step, f"its blocks and words have {step} {UNITS[dim]}"
 
     def _too_small(self, dim: str, size: int) -> str:
         """Why the storage has no weight of so many rows or columns; '' where it has."""

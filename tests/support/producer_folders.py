@@ -315,6 +315,15 @@ def _texts(kind: Kind, config: dict[str, Any], own: Mapping[str, Settings], plai
     return {"config.json": config, kind.file: {**settings, "quantization": {**settings["quantization"], **ignored}}}
 
 
+def write_own(path: Path, weights: Mapping[str, PackedWeight], plain: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
+    """Write packed weights of any formats, by the names of their layers, with plain tensors and qdsl's own settings."""
+    settings = {name: {"format": packed.format.name, "storage": packed.storage, **packed.params}
+                for name, packed in weights.items()}
+    tensors = {full: tensor for name, packed in weights.items() for full, tensor in named(name, packed).items()}
+    write_files(path, {**plain, **tensors}, {"config.json": {**config, "quantization_config": own_settings(settings, ())}}, "")
+    return path
+
+
 def write_files(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, Settings], model: str) -> None:
     """Write tensors and JSON files; those of a model with experts in two files with an index."""
     path.mkdir(parents=True)

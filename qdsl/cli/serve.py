@@ -1,0 +1,46 @@
+"""The command that checks a checkpoint before it is served on several GPUs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from qdsl.cli import Json, _fail, _reported, _table, app
+
+
+@app.command(name="serve-check")
+def serve_check(model: Annotated[str, typer.Argument(metavar="REF", help="A folder or a repository, of which headers are read.",
+                                                     show_default=False)],
+                ranks: Annotated[int, typer.Option("--tp", min=1, help="Ranks of tensor parallelism.")] = 1,
+                ep: Annotated[bool, typer.Option("--ep", help="Ranks hold whole experts (expert parallelism).")] = False,
+                as_json: Json = False) -> None:
+    """Print which layers of a checkpoint can be divided among ranks, and how.
+
+    Exit code 1 where a layer cannot.
+    """
+    from qdsl.checkpoint.folder import Folder
+    from qdsl.checkpoint.references import local_headers
+    from qdsl.checkpoint.serving import Row, check_layers
+
+    with _reported(), local_headers(model) as path, Folder(path) as folder:
+        rows = check_layers(folder, ranks, ep)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "model": model, "ranks": ranks, "layers": [asdict(row) for row in rows]}))
+    else:
+        alike: dict[tuple[object, ...], list[Row]] = {}
+        for row in rows:
+            alike.setdefault((row.kind, row.packed, row.shape, row.how), []).append(row)
+        _table(["layers", "such as", "kind", "packed", "rows and columns", "on each rank"],
+               [[str(len(group)), group[0].layer, group[0].kind, group[0].packed, " x ".join(map(str, group[0].shape)),
+                 group[0].how or "cannot be divided"] for group in alike.values()])
+        for group in alike.values():
+            if group[0].problem:
+                typer.echo(group[0].problem, err=True)
+    wrong = sum(bool(row.problem) for row in rows)
+    if not rows:
+        _fail(f"error: {model} has no packed layers", 1)
+    if wrong:
+        _fail("" if as_json else f"{wrong} of {len(rows)} layers cannot be served on {ranks} ranks")

@@ -1,0 +1,124 @@
+"""A rank's packed weights of layers that several ranks share, made of a checkpoint's tensors as a loader brings them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qdsl.borders import Span
+from qdsl.checkpoint.layer_weights import as_stored, layout_of, module_of, wrapped
+from qdsl.checkpoint.layers import Layer
+from qdsl.checkpoint.safetensors import shown
+from qdsl.checkpoint.shards import Piece, ShardError
+from qdsl.runtime.algebra import concatenated
+from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.stored import element_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A packed weight that a rank holds, and the rows or columns of it that belong to the rank."""
+
+    weight: PackedWeight
+    span: Span
+
+    def linear(self, x: Tensor, linear: Callable[[Tensor, PackedWeight], Tensor]) -> Tensor:
+        """x [..., K of the rank] times the transpose of the rank's rows and columns: [..., N of the rank]."""
+        before, after = self.span.padding
+        if self.span.dim == "K" and self.span.is_padded:
+            return linear(functional.pad(x, (before, after)), self.weight)
+        product = linear(x, self.weight)
+        return product.narrow(-1, before, self.span.stop - self.span.start) if self.span.is_padded else product
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The rank's rows and columns, dense."""
+        dense = self.weight.format.dequantize(self.weight, dtype)
+        return dense.narrow(int(self.span.dim == "K"), self.span.padding[0], self.span.stop - self.span.start)
+
+
+class Collector:
+    """Takes the tensors of one layer of a checkpoint in any order, and makes the rank's parts of them once all are there."""
+
+    def __init__(self, layer: Layer, pieces: Sequence[Piece]) -> None:
+        self.layer, self.pieces = layer, tuple(pieces)
+        self._tensors: dict[str, Tensor] = {}
+
+    @property
+    def leaves(self) -> dict[str, str]:
+        """The storage's names of the tensors by what follows the layer's name in the checkpoint, such as 'weight_scale'."""
+        return {full[len(self.layer.name) + 1:]: name for name, full in self.layer.tensors.items()}
+
+    @property
+    def unused(self) -> list[str]:
+        """What follows the layer's name in the names of tensors that no weight is made of, such as scales of x; not the bias."""
+        others = [full[len(self.layer.name) + 1:] for full in (*self.layer.others.values(), *self.layer.settings)]
+        return [leaf for leaf in others if leaf != "bias"]
+
+    def dtype(self, leaf: str) -> torch.dtype:
+        """The dtype of a tensor of the storage, by what follows the layer's name."""
+        layout = layout_of(self.layer)[self.leaves[leaf]]
+        dtype: torch.dtype = getattr(torch, element_dtype(str(self.layer.params.get(layout.dtype, layout.dtype))))
+        return dtype
+
+    def take(self, leaf: str, tensor: Tensor) -> None:
+        """Keep a whole tensor of the checkpoint, by what follows the layer's name."""
+        name = self.leaves[leaf]
+        self._tensors[name] = as_stored(self.layer, name, tensor)
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._tensors)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._tensors.keys() == self.layer.tensors.keys()
+
+    def parts(self, device: torch.device | None = None) -> list[Part]:
+        """The rank's parts, copied to a device; the tensors taken are let go.  Raises ShardError where they do not fit."""
+        if missing := self.layer.tensors.keys() - self._tensors.keys():
+            raise ShardError(f"{shown(self.layer.name)}: the loader did not bring {', '.join(sorted(missing))}")
+        tensors, self._tensors = self._tensors, {}
+        try:
+            whole = wrapped(self.layer, tensors)
+            weights = [whole.shard(piece.span.dim, piece.span.first, piece.span.last) for piece in self.pieces]
+        except FormatError as error:
+            raise ShardError(f"{shown(self.layer.name)}: {error}") from None
+        return [Part(weight.apply(partial(_own, device=device)), piece.span)
+                for weight, piece in zip(weights, self.pieces, strict=True)]
+
+
+def zeros(piece: Piece, device: torch.device | None = None) -> Part:
+    """A piece of a layer of zeros, as a model has it that is loaded without weights.  Raises FormatError."""
+    layer, size = piece.layer, piece.span.last - piece.span.first
+    shape = (size, layer.shape[1]) if piece.span.dim == "N" else (layer.shape[0], size)
+    dense = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    return Part(module_of(layer).quantize(dense, layer.storage, **layer.params), piece.span)
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Parts whose rows follow one another, those of the beginning as one weight where their tensors can be joined.
+
+    Weights of different formats, with a scale or an index of columns for all rows, and entropy-coded ones stay by themselves.
+    """
+    if len(parts) > 1 and all(part.span.dim == "N" and not part.span.is_padded for part in parts):
+        whole = concatenated([part.weight for part in parts])
+        if whole is not None:
+            return [Part(whole, Span("N", 0, whole.shape[0], 0, whole.shape[0]))]
+    return [*joined(parts[:-1]), parts[-1]] if len(parts) > 1 else list(parts)
+
+
+def linear(x: Tensor, parts: Sequence[Part], product: Callable[[Tensor, PackedWeight], Tensor]) -> Tensor:
+    """x [..., K] times the transposes of parts whose rows follow one another: [..., N]."""
+    products = [part.linear(x, product) for part in parts]
+    return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+
+def _own(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A contiguous copy on a device, which keeps no whole tensor of a file alive."""
+    moved = tensor.to(device or tensor.device)
+    return moved if moved.device != tensor.device else moved.clone(memory_format=torch.contiguous_format)

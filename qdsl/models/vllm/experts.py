@@ -1,0 +1,123 @@
+"""The method of vLLM's routed experts over packed weights, which the checkpoint has one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+
+from qdsl.borders import Span
+from qdsl.checkpoint.layers import Layer
+from qdsl.checkpoint.shards import ShardError, merged_pieces, row_piece, unservable
+from qdsl.models.experts import Experts
+from qdsl.models.shards import Collector, Part, zeros
+from qdsl.models.vllm.methods import register_counters, remove_counters, take
+from qdsl.runtime.algebra import concatenated
+
+if TYPE_CHECKING:
+    from qdsl.models.vllm.config import QdslConfig
+
+GATE, DOWN, UP = "w1", "w2", "w3"                                # vLLM's names for the weights of an expert
+
+
+def experts_method(config: QdslConfig, layer: RoutedExperts, prefix: str) -> PackedExpertsMethod | None:
+    """The method of a module of experts, None where they are plain.  Raises ShardError for those that cannot be served."""
+    begin = f"{prefix}."
+    layers = {name[len(begin):]: own for name, own in config.layers.items() if name.startswith(begin)}
+    config.served.update(begin + name for name in layers)
+    if problem := next(filter(None, map(unservable, layers.values())), ""):
+        raise ShardError(f"{prefix}: {problem}")
+    return PackedExpertsMethod(layer, layers) if layers else None
+
+
+class PackedExpertsMethod(FusedMoEMethodBase):
+    """Experts of packed layers '3.gate_proj', '3.up_proj' and '3.down_proj'; a rank holds whole experts, or a part of each.
+
+    The host waits for the number of rows of each expert, so a CUDA graph cannot hold it.
+    """
+
+    def __init__(self, layer: RoutedExperts, layers: Mapping[str, Layer]) -> None:
+        super().__init__(layer.moe_config)
+        names = {GATE: layer.ckpt_gate_proj_name, DOWN: layer.ckpt_down_proj_name, UP: layer.ckpt_up_proj_name}
+        self.layers, self.names = layers, {shard: name for shard, name in names.items() if name}
+        self.places: dict[int, int] = {}                         # the rank's numbers of experts, -1 for those of other ranks
+        self.collectors: dict[tuple[int, str], Collector] = {}
+        self.loaded: dict[tuple[int, str], Part] = {}
+        self.down: Span | None = None
+
+    def create_weights(self, layer: RoutedExperts, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
+                       params_dtype: torch.dtype, **extra: Any) -> None:
+        """Plan what the rank holds of each of its experts.  Raises ShardError, before anything is loaded."""
+        for expert in range(layer.global_num_experts):
+            own = self.places[expert] = layer._map_global_expert_id_to_local_expert_id(expert)
+            for shard, name in self.names.items() if own != -1 else ():
+                self.collectors[own, shard] = self._collector(layer, f"{expert}.{name}", shard, intermediate_size_per_partition)
+        for stem, shards in (("w13_", (GATE, UP)), ("w2_", (DOWN,))):
+            register_counters(layer, [own for (_, shard), own in self.collectors.items() if shard in shards], self.load, stem)
+
+    def _collector(self, layer: RoutedExperts, name: str, shard: str, size: int) -> Collector:
+        own, full = self.layers.get(name), f"{layer.layer_name}.{name}"
+        if own is None:
+            raise ShardError(f"{full}: it is plain or missing, and other experts are packed; quantize all experts or none")
+        ranks, rank = self.moe.tp_size, self.moe.tp_rank
+        piece = row_piece(full, own, ranks, rank) if shard == DOWN else \
+            merged_pieces(full, [own], [(size, own.shape[0])], ranks, rank)[0]
+        if shard != DOWN and piece.span.is_padded:
+            raise ShardError(f"{full}: {own.format}.{own.storage} {list(own.shape)} cannot be divided among {ranks} ranks: row "
+                             f"{piece.span.start} or {piece.span.stop} lies inside a block; serve whole experts "
+                             "(--enable-expert-parallel)")
+        self.down = piece.span if shard == DOWN else self.down
+        return Collector(own, [piece])
+
+    def load(self, param: nn.Parameter, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
+             return_success: bool = False) -> bool | None:
+        """Take a tensor of an expert, if it is one of this rank."""
+        own = self.places.get(expert_id, -1)
+        if own == -1:
+            return False if return_success else None
+        if take(self.collectors[own, shard_id], param, loaded_weight):
+            self.loaded[own, shard_id], = self.collectors[own, shard_id].parts(param.device)
+        return True if return_success else None
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Join the experts' weights where that can be done.  Raises ShardError for missing tensors."""
+        device = remove_counters(layer)
+        if device is None:
+            return
+        is_empty = not self.loaded and not any(own.has_begun for own in self.collectors.values())
+        for key, collector in self.collectors.items():
+            if key not in self.loaded:
+                self.loaded[key], = [zeros(collector.pieces[0], device)] if is_empty else collector.parts(device)
+        for name, shards in (("qdsl_w13", (GATE, UP)), ("qdsl_w2", (DOWN,))):
+            parts = [self.loaded[expert, shard] for expert in range(layer.local_num_experts) for shard in shards
+                     if shard in self.names]
+            weights = [part.weight for part in parts]
+            whole = concatenated(weights) or weights
+            layer.add_module(name, Experts(whole, layer.local_num_experts, dtype=layer.params_dtype))
+        self.loaded = {}
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        return None
+
+    def apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None,
+              shared_experts_input: Any = None) -> Tensor:
+        """The weighted sum of the rank's experts' outputs for rows of x [M, K], by their ids and weights [M, top-k]."""
+        count, top = layer.local_num_experts, topk_ids.shape[1]
+        ids = topk_ids.long() if layer.expert_map is None else layer.expert_map[topk_ids.long()].long()
+        flat = torch.where(ids < 0, count, ids).flatten()        # of other ranks: behind the last
+        order = flat.argsort(stable=True)
+        offsets = torch.searchsorted(flat[order], torch.arange(count + 1, device=x.device))
+        chosen = order[:int(offsets[-1])]
+        scale, rows = topk_weights.flatten()[chosen, None].to(x.dtype), chosen // top
+        inner = x[rows] * scale if layer.apply_router_weight_on_input else x[rows]
+        wide = layer.qdsl_w13(inner, offsets)
+        half = x.new_empty(len(rows), wide.shape[1] // 2 if UP in self.names else wide.shape[1])
+        apply_moe_activation(layer.activation, half, wide)
+        assert self.down is not None
+        out = layer.qdsl_w2(nn.functional.pad(half, self.down.padding) if self.down.is_padded else half, offsets)
+        out = out if layer.apply_router_weight_on_input else out * scale
+        return torch.zeros_like(x).index_add_(0, rows, out)

