@@ -8,8 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.gguf import GgufFile
+from qdsl.checkpoint.safetensors import CheckpointError, read_header, write
 from qdsl.files import OutputError, check_output, replacing, write_text
+from qdsl.quantize import imatrix
 
 ROOT = Path(__file__).parents[1]
 
@@ -105,3 +110,16 @@ def test_a_killed_process_leaves_the_old_file(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", program, str(path)], cwd=ROOT).returncode == 9
     assert path.read_bytes() == b"old"
     assert [name.endswith(".part") for name in os.listdir(tmp_path) if name != "x.safetensors"] == [True]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf", "imatrix.gguf", "config.json"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    """A clone without Git LFS holds texts in place of large files."""
+    path = tmp_path / name
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n")
+    read = {"model.safetensors": read_header, "model.gguf": GgufFile, "imatrix.gguf": imatrix.read,
+            "config.json": lambda path: Folder(path.parent).config}[name]
+    if name == "config.json":
+        write(tmp_path / "model.safetensors", {"weight": torch.ones(2, 2)})
+    with pytest.raises(CheckpointError, match="a pointer of Git LFS, not the file itself; `git lfs pull`"):
+        read(path)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 HEADER_LIMIT = 100_000_000                                       # the library's own bound
 RANK_LIMIT = 64                                                  # as many dimensions as torch's operators take
 NAME_LIMIT = 1024
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _METADATA = "__metadata__"
 
 Buffer = bytes | bytearray | memoryview
@@ -174,10 +175,17 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file open for reading.  Raises CheckpointError for a pipe or a device, on which a read might never end."""
+    """A file open for reading.
+
+    Raises CheckpointError for a pipe or a device, on which a read might never end, and for a pointer that Git LFS left.
+    """
     if os.path.exists(path) and not os.path.isfile(path):
         raise CheckpointError(f"{path}: not a regular file")
-    return open(path, "rb")
+    file = open(path, "rb")  # noqa: SIM115
+    if file.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+        file.close()
+        raise CheckpointError(f"{path}: a pointer of Git LFS, not the file itself; `git lfs pull` in its repository fetches that")
+    return file
 
 
 def _read(file: BinaryIO, path: Path) -> Header:
