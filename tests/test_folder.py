@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qdsl.checkpoint import folder as module
+from qdsl.checkpoint.contents import contents
 from qdsl.checkpoint.folder import INDEX, Folder
 from qdsl.checkpoint.safetensors import CheckpointError, write
 
@@ -62,6 +63,22 @@ def test_files_that_the_index_does_not_name_are_not_read(sharded: Path) -> None:
     write(sharded / "consolidated.safetensors", {"norm": torch.zeros(1)})
     with Folder(sharded) as folder:
         assert folder.tensor("norm").tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "diffusion_pytorch_model.safetensors"])
+def test_a_whole_model_is_read_without_what_lies_next_to_it(tmp_path: Path, name: str) -> None:
+    """As libraries load it: its authors' own file has the same weights, and an adapter's are none of the model."""
+    write(tmp_path / name, {"up.weight": torch.ones(2, 2)})
+    for other in ("adapter_model.safetensors", "consolidated.safetensors"):
+        write(tmp_path / other, {"up.weight": torch.zeros(2, 2), "lora_A.weight": torch.zeros(1, 2)})
+    with Folder(tmp_path) as folder:
+        assert folder.names() == ["up.weight"] and folder.tensor("up.weight").sum() == 4
+        assert folder.unread == ["adapter_model.safetensors", "consolidated.safetensors"]
+    shown = contents(tmp_path)
+    assert shown["notes"] == [f"{other} holds other weights, which are no part of the model" for other in folder.unread]
+    assert shown["total"]["weights"] == 4
+    with Folder(tmp_path / name) as folder:
+        assert folder.unread == []
 
 
 def test_a_single_file(sharded: Path) -> None:

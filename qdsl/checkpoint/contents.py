@@ -51,7 +51,8 @@ def _of_safetensors(path: Path, limit: int) -> dict[str, Any]:
         pairs = {key: text for file in folder.files() for key, text in file.header.metadata.items()}
         found, totals = layers(folder), _totals(tensors)
         totals["total"] = _total(len(tensors), weights(folder, found), totals["total"]["nbytes"])
-        return {"file": str(path), "format": "safetensors", "files": len(folder.shards), **totals, "notes": [],
+        return {"file": str(path), "format": "safetensors", "files": len(folder.shards), **totals,
+                "notes": [f"{name} holds other weights, which are no part of the model" for name in folder.unread],
                 "metadata": {key: {"type": "string", "value": text} for key, text in pairs.items()},
                 **survey(folder, found, limit), "tensors": tensors}
 

@@ -19,6 +19,7 @@ INDEX = "model.safetensors.index.json"
 INDICES = "*.safetensors.index.json"                             # diffusers' are called after its weights
 INDEX_LIMIT = 100_000_000
 CONFIG_LIMIT = 16 << 20
+WHOLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")   # files that libraries load by themselves
 PICKLES = (".bin", ".pt", ".pth")
 _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 
@@ -144,12 +145,22 @@ class Folder:
             if self.path.suffix != ".safetensors":
                 raise CheckpointError(f"{self.path}: neither a folder nor a .safetensors file")
             return [self.path]
-        found = sorted(path for path in self.path.glob("*.safetensors") if not path.name.startswith("."))
+        found = self._weight_files()
+        if whole := [path for path in found if path.name in WHOLE]:
+            return whole[:1]
         if not found:
             pickles = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLES)
             told = f"; {pickles[0]} is a pickle, whose code would run when it is read: only safetensors are" if pickles else ""
             raise CheckpointError(f"{self.path}: no .safetensors file in this folder{told}")
         return found
+
+    def _weight_files(self) -> list[Path]:
+        return sorted(path for path in self.path.glob("*.safetensors") if not path.name.startswith("."))
+
+    @property
+    def unread(self) -> list[str]:
+        """Names of weight files in the folder that are no part of the model, such as an adapter or its authors' own file."""
+        return [path.name for path in self._weight_files() if path not in self.shards] if self.path.is_dir() else []
 
     def _add(self, file: TensorFile) -> None:
         for name in file.names():
