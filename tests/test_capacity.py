@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.safetensors import laid_out
+from qdsl.checkpoint.safetensors import laid_out, write
 from qdsl.cli import app
+from qdsl.compress.run import compress
+from qdsl.compress.units import Aim
 from qdsl.convert.capacity import AS_STORED, CHOICES, LOSSLESS, Capacity, Need, capacity, size_of
 from qdsl.generated import fp8_channel, nvfp4_ct, q8_0
 from qdsl.rewrite import RewriteError
@@ -61,6 +63,19 @@ def test_needs_are_bytes_of_files(pipeline: Path) -> None:
     for name, bits in LOSSLESS.items():
         assert models["text_encoder"].needs[name].resident == pytest.approx(2024 * 1024 * bits / 8, abs=2)
         assert models["transformer"].needs[name].resident == pytest.approx(8 * 1024**2 * bits / 8 + 2048, abs=8)
+
+
+def test_needs_of_packed_models(tmp_path: Path) -> None:
+    """The weights that packed tensors stand for, and what is decoded at one time: a matrix, or a block of DF11."""
+    weight = torch.randn(64, 256, dtype=torch.bfloat16)
+    (tmp_path / "plain").mkdir()
+    tensors = {f"blocks.{block}.{name}.weight": weight for block in range(2) for name in ("up", "down")}
+    write(tmp_path / "plain" / "model.safetensors", {**tensors, "norm.weight": torch.ones(256, dtype=torch.bfloat16)})
+    for format, decoded in (("fix4", 1), ("df11", 2)):
+        compress(tmp_path / "plain", Aim(format), tmp_path / format)
+        model, = capacity(tmp_path / format, GB).models
+        assert model.weights == 4 * weight.numel() + 256
+        assert model.needs[AS_STORED].scratch == decoded * weight.nbytes
 
 
 def test_the_combination_that_loses_least(pipeline: Path) -> None:
