@@ -93,6 +93,12 @@ def test_the_combination_that_loses_least(pipeline: Path) -> None:
     assert seen[-1] == len(CHOICES)
 
 
+def test_commands_lead_to_one_folder(pipeline: Path) -> None:
+    """Where two models change, the second command takes what the first one wrote."""
+    first, second = capacity(pipeline, 15_000_000, ref="pipe").commands
+    assert first.split()[2] == "pipe" and second.split()[2] == first.split()[-1]
+
+
 def test_models_that_stay(pipeline: Path) -> None:
     """While one runs, those that are resident are there too."""
     def peak(*resident: str) -> int:

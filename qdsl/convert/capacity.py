@@ -81,16 +81,19 @@ def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "
     together = _best(models, vram, [model.name for model in models])
     in_turn = _best(models, vram, resident) if len(models) > 1 else None
     best = together or in_turn
-    commands = [_command(ref or str(path), name, format) for name, format in (best.formats.items() if best else ())
-                if format != AS_STORED]
-    return Capacity(models, vram, tuple(resident), together, in_turn, tuple(commands))
+    return Capacity(models, vram, tuple(resident), together, in_turn, _commands(ref or str(path), best.formats if best else {}))
 
 
-def _command(ref: str, model: str, format: str) -> str:
-    """The command that writes a model of a checkpoint in a format."""
-    out = f"{ref.rstrip('/').rpartition('/')[2]}{f'-{model}' if model else ''}-{format}"
-    verb = "compress" if format in LOSSLESS else "quantize"
-    return f"qdsl {verb} {ref} --format {format}{f' --component {model}' if model else ''} --out {out}"
+def _commands(ref: str, formats: Mapping[str, str]) -> tuple[str, ...]:
+    """The commands that write a checkpoint with its models in these formats; one takes what the one before it wrote."""
+    commands = []
+    for model, format in formats.items():
+        if format != AS_STORED:
+            out = f"{ref.rstrip('/').rpartition('/')[2]}{f'-{model}' if model else ''}-{format}"
+            verb = "compress" if format in LOSSLESS else "quantize"
+            commands.append(f"qdsl {verb} {ref} --format {format}{f' --component {model}' if model else ''} --out {out}")
+            ref = out
+    return tuple(commands)
 
 
 def _model(name: str, folder: Folder, is_meant: bool) -> Model:
