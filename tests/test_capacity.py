@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.safetensors import laid_out
+from qdsl.checkpoint.safetensors import laid_out, write
 from qdsl.cli import app
+from qdsl.compress.run import compress
+from qdsl.compress.units import Aim
 from qdsl.convert.capacity import AS_STORED, CHOICES, LOSSLESS, Capacity, Need, capacity, size_of
 from qdsl.generated import fp8_channel, nvfp4_ct, q8_0
 from qdsl.rewrite import RewriteError
@@ -63,6 +65,19 @@ def test_needs_are_bytes_of_files(pipeline: Path) -> None:
         assert models["transformer"].needs[name].resident == pytest.approx(8 * 1024**2 * bits / 8 + 2048, abs=8)
 
 
+def test_needs_of_packed_models(tmp_path: Path) -> None:
+    """The weights that packed tensors stand for, and what is decoded at one time: a matrix, or a block of DF11."""
+    weight = torch.randn(64, 256, dtype=torch.bfloat16)
+    (tmp_path / "plain").mkdir()
+    tensors = {f"blocks.{block}.{name}.weight": weight for block in range(2) for name in ("up", "down")}
+    write(tmp_path / "plain" / "model.safetensors", {**tensors, "norm.weight": torch.ones(256, dtype=torch.bfloat16)})
+    for format, decoded in (("fix4", 1), ("df11", 2)):
+        compress(tmp_path / "plain", Aim(format), tmp_path / format)
+        model, = capacity(tmp_path / format, GB).models
+        assert model.weights == 4 * weight.numel() + 256
+        assert model.needs[AS_STORED].scratch == decoded * weight.nbytes
+
+
 def test_the_combination_that_loses_least(pipeline: Path) -> None:
     """As stored where it fits, then lossless, then 8 bits, then 4; all in memory, or one model at a time."""
     found = capacity(pipeline, GB)
@@ -76,6 +91,12 @@ def test_the_combination_that_loses_least(pipeline: Path) -> None:
         seen.append(max(map(CHOICES.index, found.together.formats.values())) if found.together else len(CHOICES))
     assert seen == sorted(seen) and {CHOICES[rank] for rank in {*seen} - {len(CHOICES)}} >= {AS_STORED, *LOSSLESS, "q8_0", "q4_k"}
     assert seen[-1] == len(CHOICES)
+
+
+def test_commands_lead_to_one_folder(pipeline: Path) -> None:
+    """Where two models change, the second command takes what the first one wrote."""
+    first, second = capacity(pipeline, 15_000_000, ref="pipe").commands
+    assert first.split()[2] == "pipe" and second.split()[2] == first.split()[-1]
 
 
 def test_models_that_stay(pipeline: Path) -> None:

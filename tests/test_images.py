@@ -85,9 +85,14 @@ def test_what_is_printed(files: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     ("{pipeline} x --out a.png --temperature 1", 2, "--temperature is for language models, and .* is a pipeline of diffusers"),
-    ("{pipeline}/text_encoder x --steps 3", 2, "--steps is for pipelines of diffusers, and .* is a language model"),
+    ("{pipeline}/text_encoder x --steps 3", 2, "--steps is for pipelines of diffusers, and .* has no model_index.json"),
     ("{pipeline} x", 2, "say with --out which .png file"), ("{pipeline} x --out a.jpg", 2, "say with --out which .png file"),
     ("{pipeline} x --out nowhere/a.png", 2, "nowhere is no folder"),
+    ("{pipeline} x --out folder.png", 2, "folder.png: it is a folder"),
+    ("{pipeline} x --out link.png", 2, "nowhere is no folder"),
+    ("{pipeline} x --out a.png --against nowhere", 1, "nowhere: no pipeline of diffusers"),
+    ("{pipeline} x --out a.png --seed 99999999999999999999", 2, "--seed"),
+    ("{pipeline} x --out a.png --transformer cut.gguf", 1, "cut.gguf: tensor .*: its bytes end at"),
     ("{pipeline} x --out {pipeline}/own.png", 2, "would replace a file of .*Z-Image"),
     ("{pipeline} x --out a.png --size 32", 2, "--size is WIDTHxHEIGHT"),
     ("{pipeline} x --out a.png --size 33x32", 1, "divisible"),
@@ -99,6 +104,9 @@ def test_errors_are_sentences(files: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     own = files / "Z-Image" / "own.png"
     own.write_bytes(b"an input")
+    Path("folder.png").mkdir()
+    Path("link.png").symlink_to("nowhere/a.png")
+    Path("cut.gguf").write_bytes((files / "q8_0.gguf").read_bytes()[:-1000])
     result = run(*arguments.format(pipeline=files / "Z-Image").split())
     assert result.exit_code == code and re.search(message, result.stderr) and "Traceback" not in result.stderr
     assert not (tmp_path / "a.png").exists() and own.read_bytes() == b"an input"
@@ -122,6 +130,30 @@ def test_a_text_encoder_that_lacks_a_weight_is_refused(files: Path, tmp_path: Pa
     save_file(tensors, path, {"format": "pt"})
     result = run(tmp_path / "Z-Image", *OPTIONS, "--out", tmp_path / "a.png", *([] if format is None else ["--format", format]))
     assert result.exit_code == 1 and "layers.0.mlp.up_proj.weight" in result.stderr and not (tmp_path / "a.png").exists()
+
+
+def test_a_transformer_that_lacks_weights_is_refused(files: Path, tmp_path: Path) -> None:
+    """Its config states one layer more than the files have; or there is no folder, unless the model comes from elsewhere."""
+    shutil.copytree(files / "Z-Image", tmp_path / "Z-Image")
+    path = tmp_path / "Z-Image" / "transformer" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "n_layers": config["n_layers"] + 1}))
+    with pytest.raises(ValueError, match=r"transformer: no tensor for layers\.2\..* and \d+ more"):
+        pipelines.from_pretrained(tmp_path / "Z-Image", dtype=torch.bfloat16)
+    shutil.rmtree(path.parent)
+    with pytest.raises(ValueError, match=r"no folder transformer, which model_index\.json names"):
+        pipelines.from_pretrained(tmp_path / "Z-Image", dtype=torch.bfloat16)
+    pipelines.from_pretrained(tmp_path / "Z-Image", dtype=torch.bfloat16, transformer=files / "Z-Image" / "transformer")
+
+
+def test_a_pipeline_that_fails_is_an_error(files: Path) -> None:
+    """As a GPU whose memory runs out: a sentence, not a traceback."""
+    class Full:
+        def __call__(self, prompt: str, generator: Any) -> None:
+            raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(ValueError, match="p: Full cannot generate this image: out of memory"):
+        images.generate_image(images.ImagePipeline("p", Full(), 0.0), "a fox")
 
 
 def test_what_a_pipeline_cannot_do_is_an_error(files: Path) -> None:

@@ -25,8 +25,11 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
     with _running():
         from qdsl.files import replacing
         from qdsl.models.diffusers import images
+        from qdsl.models.diffusers.pipeline import pipeline_folder
         from qdsl.processes import resident_bytes
 
+        if against is not None:
+            pipeline_folder(against)                             # a wrong name is an error before anything is drawn
         loaded = images.load_image_pipeline(model, models, **quantization, **place, is_quiet=as_json)
         image, again = (images.generate_image(loaded, **options) for _ in range(2))
         report: dict[str, Any] = {
@@ -57,8 +60,8 @@ def _target(out: Path | None, inputs: Iterable[str]) -> Path:
     """The file to write.  Exits with code 2 for none, for one that is no .png file, and for one that is an input."""
     if out is None or out.suffix.lower() != ".png":
         _fail("error: say with --out which .png file to write", 2)
-    if not out.parent.is_dir():
-        _fail(f"error: --out {out}: {out.parent} is no folder", 2)
+    if out.is_dir() or not out.resolve().parent.is_dir():
+        _fail(f"error: --out {out}: " + ("it is a folder" if out.is_dir() else f"{out.resolve().parent} is no folder"), 2)
     for ref in inputs:
         path = Path(ref).resolve()
         if out.exists() and path in (out.resolve(), *out.resolve().parents):

@@ -29,7 +29,8 @@ def generate(context: typer.Context,
                                                        "diffusers; or a GGUF file.", show_default=False)],
              prompt: Annotated[str, typer.Argument(help="What to continue, to answer or to draw.", show_default=False)],
              format: Annotated[str | None, typer.Option("--format", "-f", help="Quantize a plain model in this format.")] = None,
-             param: Params = None, seed: Annotated[int, typer.Option("--seed", help="Of sampling, or of noise.")] = 0,
+             param: Params = None, seed: Annotated[int, typer.Option("--seed", min=0, max=(1 << 64) - 1,
+                                                              help="Of sampling, or of noise.")] = 0,
              max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.",
                                                          rich_help_panel=TEXT)] = 128,
              temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: the most probable token.",
@@ -89,8 +90,8 @@ def _refuse_others(context: typer.Context, heading: str, model: str) -> None:
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         if getattr(parameter, "rich_help_panel", None) == heading and source is not None and source.name != "DEFAULT":
-            kind = "language model" if heading == IMAGE else "pipeline of diffusers"
-            _fail(f"error: {parameter.opts[0]} is for {heading[0].lower()}{heading[1:]}, and {model} is a {kind}", 2)
+            kind = "has no model_index.json" if heading == IMAGE else "is a pipeline of diffusers"
+            _fail(f"error: {parameter.opts[0]} is for {heading[0].lower()}{heading[1:]}, and {model} {kind}", 2)
 
 
 @app.command()

@@ -26,7 +26,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KI
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes of a model in a format: what stays in memory, and for a moment the largest of its weights in bfloat16."""
+    """Bytes of a model in a format: what stays in memory, and what is decoded at one time, in bfloat16: a weight, or a block."""
 
     resident: int
     scratch: int
@@ -81,25 +81,34 @@ def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "
     together = _best(models, vram, [model.name for model in models])
     in_turn = _best(models, vram, resident) if len(models) > 1 else None
     best = together or in_turn
-    commands = [_command(ref or str(path), name, format) for name, format in (best.formats.items() if best else ())
-                if format != AS_STORED]
-    return Capacity(models, vram, tuple(resident), together, in_turn, tuple(commands))
+    return Capacity(models, vram, tuple(resident), together, in_turn, _commands(ref or str(path), best.formats if best else {}))
 
 
-def _command(ref: str, model: str, format: str) -> str:
-    """The command that writes a model of a checkpoint in a format."""
-    out = f"{ref.rstrip('/').rpartition('/')[2]}{f'-{model}' if model else ''}-{format}"
-    verb = "compress" if format in LOSSLESS else "quantize"
-    return f"qdsl {verb} {ref} --format {format}{f' --component {model}' if model else ''} --out {out}"
+def _commands(ref: str, formats: Mapping[str, str]) -> tuple[str, ...]:
+    """The commands that write a checkpoint with its models in these formats; one takes what the one before it wrote."""
+    commands = []
+    for model, format in formats.items():
+        if format != AS_STORED:
+            out = f"{ref.rstrip('/').rpartition('/')[2]}{f'-{model}' if model else ''}-{format}"
+            verb = "compress" if format in LOSSLESS else "quantize"
+            commands.append(f"qdsl {verb} {ref} --format {format}{f' --component {model}' if model else ''} --out {out}")
+            ref = out
+    return tuple(commands)
 
 
 def _model(name: str, folder: Folder, is_meant: bool) -> Model:
     entries = {full: folder.entry(full) for full in folder.names()}
     stored = sum(entry.nbytes for entry in entries.values())
-    weights = sum(math.prod(entry.shape) for entry in entries.values())
     known = layers(folder)
+    # Of models that are packed already, the weights that their tensors stand for.
+    packed = [(layer.experts or 1, math.prod(layer.shape)) for layer in known.layers]
+    owned = {own for layer in known.layers for own in layer.tensors.values()}
+    owned |= {own for group in known.groups for own in group.tensors.values()}
+    weights = sum(math.prod(entry.shape) for full, entry in entries.items() if full not in owned)
+    weights += sum(experts * numbers for experts, numbers in packed) + sum(group.numbers for group in known.groups)
     if not is_meant or known.layers or known.groups:             # an autoencoder, or quantized already
-        return Model(name, weights, {AS_STORED: Need(stored, 0)})
+        decoded = [numbers for _, numbers in packed] + [group.numbers for group in known.groups]
+        return Model(name, weights, {AS_STORED: Need(stored, 2 * max(decoded, default=0))})
     found = {layer.name: layer for layer in plain_layers(folder)[0]}
     sizes = {layer.name: (layer.experts or 1, *layer.shape) for layer in found.values()}
     plain = {layer.name: sum(entries[full].nbytes for full in layer.tensors.values()) for layer in found.values()}
@@ -111,9 +120,9 @@ def _model(name: str, folder: Folder, is_meant: bool) -> Model:
         if matrices:
             needs[format] = Need(stored - saved, largest)
     for format in (each for each in CHOICES if each not in needs):
-        packed = {layer: experts * nbytes for layer, (experts, n, k) in sizes.items() if (nbytes := _nbytes(format, n, k))}
-        if packed:
-            needs[format] = Need(stored + sum(nbytes - plain[layer] for layer, nbytes in packed.items()), largest)
+        nbytes_of = {layer: experts * nbytes for layer, (experts, n, k) in sizes.items() if (nbytes := _nbytes(format, n, k))}
+        if nbytes_of:
+            needs[format] = Need(stored + sum(nbytes - plain[layer] for layer, nbytes in nbytes_of.items()), largest)
     return Model(name, weights, needs)
 
 

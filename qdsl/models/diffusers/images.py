@@ -105,7 +105,8 @@ def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tupl
                    steps: int | None = None, guidance: float | None = None) -> GeneratedImage:
     """Generate the image of a prompt.  size: width and height.  What is None is the pipeline's own choice.
 
-    The noise comes from a CPU, whatever the device.  Raises LoadError for a pipeline without an argument that is asked for.
+    The noise comes from a CPU, whatever the device.  Raises LoadError for a pipeline without an argument that is asked for,
+    and where the pipeline fails.
     """
     pipeline, kind = loaded.pipeline, type(loaded.pipeline).__name__
     width, height = size or (None, None)
@@ -126,7 +127,10 @@ def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tupl
     steps_taken: list[int] = []
     callback = {"callback_on_step_end": keep} if "callback_on_step_end" in known else {}
     began = time.perf_counter()
-    image = pipeline(prompt=prompt, generator=torch.Generator().manual_seed(seed), **options, **callback).images[0]
+    try:
+        image = pipeline(prompt=prompt, generator=torch.Generator().manual_seed(seed), **options, **callback).images[0]
+    except RuntimeError as error:                                # memory that runs out, prompts that leave no tokens
+        raise LoadError(f"{loaded.name}: {kind} cannot generate this image: {error}") from error
     seconds = time.perf_counter() - began
     return GeneratedImage(image, latents[0].float().cpu() if latents else None, len(steps_taken), seconds)
 

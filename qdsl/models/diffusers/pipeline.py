@@ -53,6 +53,8 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
             own = local_path(own)
             if not own.exists():
                 raise LoadError(f"{name}: no file or folder {own}")
+        elif name not in kwargs and not (folder / name).is_dir():
+            raise LoadError(f"{ref}: no folder {name}, which model_index.json names; pass {name}=, its file or folder")
         online = None if format is None or not name.startswith(QUANTIZED) else QdslConfig(format, ignore=ignore, **(params or {}))
         # The library would fill missing weights of a plain text encoder with random numbers.
         is_plain_encoder = issubclass(cls, PreTrainedModel) and online is None and dtype is not None and not library_options
@@ -62,6 +64,9 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
             mapping[name] = online
     config = PipelineQuantizationConfig(quant_mapping=mapping) if mapping else None
     pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, quantization_config=config, **kwargs)
+    if not library_options:                                      # some of which offload parameters, and leave them on meta
+        for name in pipeline.components.keys() - kwargs.keys():
+            _check_filled(f"{ref}/{name}", getattr(pipeline, name))
     return pipeline if device is None else pipeline.to(device)
 
 
@@ -83,6 +88,17 @@ def _check_names(ref: str | Path, index: Mapping[str, Any], names: Mapping[str, 
             raise LoadError(f"{ref}: {index.get('_class_name')} has no component {shown(name)}; it has {', '.join(components)}")
 
 
+def _check_filled(path: str, model: Any) -> None:
+    """Raises LoadError for parameters that no tensor filled: the library warns, and leaves them on meta."""
+    named = model.named_parameters() if isinstance(model, ModelMixin) else ()
+    if missing := [name for name, parameter in named if parameter.is_meta]:
+        raise LoadError(_missing(path, missing))
+
+
+def _missing(path: str | Path, names: Sequence[str]) -> str:
+    return f"{path}: no tensor for {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
+
+
 def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = None,
                    device: torch.device | str | None = None, online: QdslConfig | None = None) -> Any:
     """Load a model of a pipeline from a file or folder.  base: the folder that has its config.  online: for plain weights."""
@@ -94,7 +110,7 @@ def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = 
     if config is None and not is_packed:
         model, loading = cls.from_pretrained(ref, output_loading_info=True, **options)
         if missing := sorted(loading["missing_keys"]):
-            raise LoadError(f"{ref}: no tensor for {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+            raise LoadError(_missing(ref, missing))
         return model
     return from_pretrained_language_model(ref, base=base if ref.suffix == ".gguf" else None, model_class=cls,
                                           quantization_config=config, **options)

@@ -64,6 +64,9 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
 def _opened(path: Path) -> Iterator[Source]:
     file: Source = GgufSource(path) if path.suffix == ".gguf" else FolderSource(Folder(path))
     try:
+        if isinstance(file, GgufSource):
+            for name in file.file.tensors:                       # raises where a tensor cannot be read: the file is cut off
+                file.file.entry(name)
         yield file
     finally:
         file.close()
