@@ -13,12 +13,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.safetensors import bytes_of, write
 from qdsl.checkpoint.sources import GgufSource
+from qdsl.cli import app
 from qdsl.compress import run as compression
 from qdsl.compress.units import Aim as Compression
 from qdsl.generated import fp8_tensor
@@ -453,3 +455,24 @@ def test_group_offload(kind: str, format: str, plain: Path) -> None:
     options = {"num_blocks_per_group": 1} if kind == "block_level" else {}
     model.enable_group_offload(torch.device("cpu"), torch.device("cpu"), offload_type=kind, **options)
     assert models.output(model).equal(before)
+
+
+@pytest.mark.parametrize("name", ["Flux2Transformer2DModel", "ZImageTransformer2DModel"])
+def test_a_gguf_file_is_compared_with_a_folder(name: str, tmp_path: Path) -> None:
+    """By the folder's names: as it is, compressed without loss, and with one other weight."""
+    model = models.random_model(name, torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    models.write_q8_0(tmp_path / "model.gguf", model)
+    compression.compress(tmp_path / "plain", Compression("fix4"), tmp_path / "fix4")
+    for folder in ("plain", "fix4"):
+        run = CliRunner().invoke(app, ["verify", str(tmp_path / folder), str(tmp_path / "model.gguf")], catch_exceptions=False)
+        assert (run.exit_code, run.stdout) == (0, "equal within the errors of types\n"), run.output
+    changed = next(own for own, tensor in model.state_dict().items() if (tensor.dim() == 2 and "qkv" in own) or "to_k" in own)
+    with torch.no_grad():
+        model.get_parameter(changed)[3].zero_()
+    model.save_pretrained(tmp_path / "changed")
+    run = CliRunner().invoke(app, ["verify", str(tmp_path / "model.gguf"), str(tmp_path / "changed"), "--json"])
+    assert run.exit_code == 1 and [each["tensor"] for each in json.loads(run.stdout)["differences"]] == [changed]
+    other = models.write_config(tmp_path / "other", "LTXVideoTransformer3DModel")
+    run = CliRunner().invoke(app, ["verify", str(tmp_path / "model.gguf"), str(other)])
+    assert run.exit_code == 2 and run.stderr.startswith("error: "), run.output

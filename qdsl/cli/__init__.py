@@ -406,8 +406,7 @@ def quantize(file: Annotated[Path, _source("A GGUF file, or the first of a split
 
 def _language_folder(path: Path, architecture: str | None) -> Any:
     """A folder of a language model, to be written as a GGUF file; None for what is none."""
-    config = path / "config.json"
-    if architecture is not None or not config.is_file() or '"model_type"' not in config.read_text(errors="replace"):
+    if architecture is not None or '"model_type"' not in _config_text(path):
         return None
     try:
         from qdsl.models.gguf_folder import LanguageFolder
@@ -720,12 +719,36 @@ def _gguf_differences(file: Path, other: Path) -> list[Any]:
     """Where a GGUF file is not the model that it was made of: another GGUF file, or a folder."""
     from qdsl.progress import progress
     from qdsl.quantize.compare import differences
-    from qdsl.quantize.source import Gguf, open_source
+    from qdsl.quantize.source import Gguf, Weights, open_source
 
     with _reported(2):
-        made, source = Gguf(file), _language_folder(other, None) or open_source(other)
+        made: Weights
+        source: Weights
+        if other.is_dir() and '"_class_name"' in _config_text(other):
+            made, source = _diffusers_pair(file, other)
+        else:
+            made, source = Gguf(file), _language_folder(other, None) or open_source(other)
         with progress(sum(math.prod(tensor.shape) for tensor in made.tensors.values()), " weights") as tell:
             return differences(made, source, tell)
+
+
+def _config_text(folder: Path) -> str:
+    """The text of config.json, '' where there is none."""
+    config = folder / "config.json"
+    return config.read_text(errors="replace") if config.is_file() else ""
+
+
+def _diffusers_pair(file: Path, folder: Path) -> Any:
+    """A GGUF file and a folder of diffusers, by the same names."""
+    try:
+        from qdsl.models.diffusers.compare import decoded_pair
+        from qdsl.models.plan import LoadError
+    except ImportError as error:
+        _fail(f"error: {folder}: comparing it with a GGUF file needs the package diffusers ({error})", 2)
+    try:
+        return decoded_pair(file, folder)
+    except LoadError as error:
+        _fail(f"error: {error}", 2)
 
 
 def _differ(found: list[Any], equal: str, as_json: bool) -> None:

@@ -13,14 +13,14 @@ from qdsl.quantize.run import Task, encode
 
 if TYPE_CHECKING:
     from qdsl.quantize.mixes import Tensor
-    from qdsl.quantize.source import Gguf, Source
+    from qdsl.quantize.source import Weights
 
 FACTOR = 1.5                                                     # an importance matrix, or another search, explains so much
 SAMPLE = 32                                                      # rows, at the beginning and in the middle of a tensor
 CHUNK = 1 << 22                                                  # weights that are compared at a time
 
 
-def differences(made: Gguf, source: Source, tell: Callable[[int, str], None]) -> list[Difference]:
+def differences(made: Weights, source: Weights, tell: Callable[[int, str], None]) -> list[Difference]:
     """Where a GGUF file (A) is not the model (B): tensors, shapes, and errors that its types do not explain.
 
     F32, F16 and BF16 are the model's numbers rounded once.  Of any other type the error may be FACTOR times that of qdsl's own
@@ -45,7 +45,7 @@ def _described(tensor: Tensor | None) -> str | None:
     return None if tensor is None else f"{tensor.type} {list(tensor.shape)}"
 
 
-def _noise(made: Gguf, source: Source, name: str) -> Noise | None:
+def _noise(made: Weights, source: Weights, name: str) -> Noise | None:
     """The error of a tensor, where its type does not explain it."""
     import torch
 

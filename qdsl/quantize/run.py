@@ -25,7 +25,7 @@ from qdsl.quantize.imatrix import Imatrix
 from qdsl.quantize.mixes import Options
 from qdsl.quantize.plan import Plan, Step, without_imatrix
 from qdsl.quantize.quality import Sums, measured
-from qdsl.quantize.source import Source
+from qdsl.quantize.source import Source, Weights
 from qdsl.runtime import FormatError
 
 CHUNK = 1 << 20                                                  # weights: 4 MiB of floats
@@ -137,7 +137,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def encode(source: Source, task: Task) -> tuple[Buffer, Sums]:
+def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
     """Some rows in their new type, as bytes, and what that cost.  Raises QuantizeError with the place of a wrong weight."""
     weight = source.rows(task.name, task.start, task.stop).float()
     _check_finite(weight, source, task.name, task.start)
@@ -162,7 +162,7 @@ def _check_copied(source: Source, step: Step) -> None:
             _check_finite(source.rows(step.tensor.name, start, start + size), source, step.tensor.name, start)
 
 
-def _check_finite(weight: Tensor, source: Source, name: str, start: int, where: str = "") -> None:
+def _check_finite(weight: Tensor, source: Weights, name: str, start: int, where: str = "") -> None:
     """Raises QuantizeError for the first weight that is NaN or infinite.  start: which row of the tensor the first is."""
     if math.isfinite(float(weight.sum(dtype=torch.float64))):
         return

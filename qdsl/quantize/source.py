@@ -23,19 +23,24 @@ _LANGUAGE = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self
              "model.language_model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
 
 
-class Source(Protocol):
-    """A file with tensors, or several, which other processes open again.  metadata: what goes into the new file."""
+class Weights(Protocol):
+    """Tensors whose numbers can be read by rows."""
 
     path: Path
-    paths: list[Path]
-    metadata: dict[str, Value]
     tensors: dict[str, Tensor]
-
-    def choices(self, options: Options) -> dict[str, Choice]:
-        """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows of a tensor as numbers [stop - start, columns], of its own dtype, or float32 where it is in blocks."""
+
+
+class Source(Weights, Protocol):
+    """A file with tensors, or several, which other processes open again.  metadata: what goes into the new file."""
+
+    paths: list[Path]
+    metadata: dict[str, Value]
+
+    def choices(self, options: Options) -> dict[str, Choice]:
+        """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
 
     def data(self, name: str) -> memoryview:
         """The bytes of a tensor that keeps its type."""

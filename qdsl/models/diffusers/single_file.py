@@ -52,7 +52,7 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
         if config is None and path.is_dir():
             config = path
         settings = config if isinstance(config, Mapping) else _config(cls, file, config, subfolder, hub)
-        model = _built(cls, settings, dtype)
+        model = built(cls, settings, dtype)
         quantizer = QdslDiffusersQuantizer(options, pre_quantized=True)
         source = file if path.is_dir() else mapped(cls, model, file, settings)
         quantizer.fill(model, Checkpoint(path, {"": source}), device, cls._keep_in_fp32_modules or ())
@@ -86,7 +86,7 @@ def _config(cls: Any, file: Source, config: str | Path | None, subfolder: str | 
     return settings
 
 
-def _built(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
+def built(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
     """A model of a config, with its parameters on meta."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype or torch.float32)
