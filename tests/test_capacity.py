@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.safetensors import laid_out, write
+from qdsl.checkpoint.safetensors import CheckpointError, laid_out, write
 from qdsl.cli import app
 from qdsl.compress.run import compress
 from qdsl.compress.units import Aim
@@ -63,6 +63,20 @@ def test_needs_are_bytes_of_files(pipeline: Path) -> None:
     for name, bits in LOSSLESS.items():
         assert models["text_encoder"].needs[name].resident == pytest.approx(2024 * 1024 * bits / 8, abs=2)
         assert models["transformer"].needs[name].resident == pytest.approx(8 * 1024**2 * bits / 8 + 2048, abs=8)
+
+
+def test_models_that_are_not_there(pipeline: Path) -> None:
+    """A component without a folder would need nothing; one that the pipeline has not is null in its index."""
+    index = {"_class_name": "ZImagePipeline", "transformer": ["diffusers", "ZImageTransformer2DModel"],
+             "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"], "text_encoder_2": [None, None]}
+    (pipeline / "model_index.json").write_text(json.dumps(index))
+    assert [model.name for model in capacity(pipeline, GB).models] == ["text_encoder", "transformer", "vae"]
+    (pipeline / "model_index.json").write_text(json.dumps({**index, "text_encoder_2": ["transformers", "T5EncoderModel"]}))
+    with pytest.raises(RewriteError, match=r"no weights in text_encoder_2, which model_index.json names"):
+        capacity(pipeline, GB)
+    (pipeline / "model_index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        capacity(pipeline, GB)
 
 
 def test_needs_of_packed_models(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from qdsl.compress import run as compression
 from qdsl.compress.units import Aim as Compression
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap
+from qdsl.models.plan import LoadError
 from qdsl.runtime.layers import QuantizedLinear
 
 diffusers = pytest.importorskip("diffusers")
@@ -55,6 +56,8 @@ def test_lossless_models_of_a_pipeline(folder: Path, tmp_path: Path) -> None:
     assert set(pipeline.transformer.hf_quantizer.report.packed.values()) == {"df11.df11"}
     assert pipeline.text_encoder.hf_quantizer.report.packed
     assert models.image(pipeline).equal(expected)
+    with pytest.raises(LoadError, match="no plain model to quantize in q8_0"):
+        load(tmp_path / "mixed", format="q8_0")
 
 
 def test_models_from_gguf_files(folder: Path, tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 from qdsl.checkpoint import components
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import layers
+from qdsl.checkpoint.safetensors import CheckpointError, strict_json
 from qdsl.convert.plain import plain_layers
 from qdsl.rewrite import RewriteError
 
 AS_STORED = "as stored"
+MODELS = ("transformer", "unet", "text_encoder", "vae", "controlnet")  # how names of components with weights begin
 LOSSLESS = {"hlane": 10.8, "fix4": 12.0}                         # bits per weight, of normal weights and those of trained models
 # The formats that a plan chooses from: those that keep more of the numbers first, of lossless ones the faster.
 CHOICES = (AS_STORED, "fix4", "hlane", "q8_0", "fp8_channel", "q4_k", "nvfp4_ct")
@@ -74,6 +76,8 @@ def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "
     Raises CheckpointError, RewriteError for a name that no model has, and OSError.
     """
     with components.opened(path) as folders:
+        if missing := _missing(path, folders):
+            raise RewriteError(f"{path}: no weights in {missing[0]}, which {components.PIPELINE} names")
         if unknown := [name for name in resident if name not in folders]:
             raise RewriteError(f"{path}: no model {unknown[0]!r}: there are {', '.join(filter(None, folders)) or 'not several'}")
         meant = components.meant(folders) or tuple(folders)
@@ -82,6 +86,18 @@ def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "
     in_turn = _best(models, vram, resident) if len(models) > 1 else None
     best = together or in_turn
     return Capacity(models, vram, tuple(resident), together, in_turn, _commands(ref or str(path), best.formats if best else {}))
+
+
+def _missing(path: Path, folders: Collection[str]) -> list[str]:
+    """Models that a pipeline's index names, and of which there is no folder with weights."""
+    index = path / components.PIPELINE
+    if not index.is_file():
+        return []
+    found = strict_json(index.read_bytes(), str(index), depth=8)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{index}: not a JSON object")
+    return [name for name, entry in found.items() if name.startswith(MODELS) and name not in folders
+            and isinstance(entry, list) and all(isinstance(part, str) for part in entry)]
 
 
 def _commands(ref: str, formats: Mapping[str, str]) -> tuple[str, ...]:

@@ -174,6 +174,8 @@ def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, m
 
 def _computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str = "") -> Tensor:
     """The work itself."""
+    if bias is not None and packed.layout.streams and x.dim() != 2 and not x.is_contiguous():
+        return _computed(x, packed, None, turned, mode).add_(bias)   # as torch does, which then rounds the product before the sum
     with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
         if not turned:

@@ -44,6 +44,7 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
     _check_names(ref, index, kwargs)
     library_options = kwargs.keys() & {*LIBRARY}
     mapping: dict[str, QdslConfig] = {}
+    takes_format = False
     for name, entry in index.items():
         cls = _model_class(entry)
         if cls is None:
@@ -56,12 +57,17 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
         elif name not in kwargs and not (folder / name).is_dir():
             raise LoadError(f"{ref}: no folder {name}, which model_index.json names; pass {name}=, its file or folder")
         online = None if format is None or not name.startswith(QUANTIZED) else QdslConfig(format, ignore=ignore, **(params or {}))
+        path = Path(own) if name in kwargs and isinstance(own, str | Path) else folder / name
+        is_packed = isinstance(own, str | Path) and _is_packed(path)
+        takes_format = takes_format or (online is not None and isinstance(own, str | Path) and not is_packed)
         # The library would fill missing weights of a plain text encoder with random numbers.
         is_plain_encoder = issubclass(cls, PreTrainedModel) and online is None and dtype is not None and not library_options
-        if isinstance(own, str | Path) and (name in kwargs or is_plain_encoder or _is_packed(folder / name)):
+        if isinstance(own, str | Path) and (name in kwargs or is_plain_encoder or is_packed):
             kwargs[name] = load_component(cls, Path(own), folder / name, dtype, device, online)
         elif name not in kwargs and online is not None:
             mapping[name] = online
+    if format is not None and not takes_format:
+        raise LoadError(f"{ref}: no plain model to quantize in {format}; `qdsl decompress` undoes hlane, fix4 and DF11")
     config = PipelineQuantizationConfig(quant_mapping=mapping) if mapping else None
     pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, quantization_config=config, **kwargs)
     if not library_options:                                      # some of which offload parameters, and leave them on meta
