@@ -164,17 +164,17 @@ def test_a_map_of_devices(format: str, load: Callable[[str], Any], expected: Cal
 
 
 def test_one_block_is_decoded_at_a_time(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a block decodes its weights, those of the last block are gone; on a GPU they are in the same memory."""
+    """When a block decodes its weights, those of the last block are gone."""
     model, rows, most = load("df11"), [], []
-    row = GroupedBlock.row
+    decode = GroupedBlock.decode
 
-    def recorded(block: GroupedBlock, shared: bool = True) -> Tensor:
+    def recorded(block: GroupedBlock, out: Tensor | None = None) -> Tensor:
         most.append(sum(own() is not None for own in rows))
-        result = row(block, shared)
+        result = decode(block, out)
         rows.append(weakref.ref(result.untyped_storage()))
         return result
 
-    monkeypatch.setattr(GroupedBlock, "row", recorded)
+    monkeypatch.setattr(GroupedBlock, "decode", recorded)
     models.output(model)
     assert len(most) > 10 and max(most) == 0
 

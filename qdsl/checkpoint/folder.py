@@ -19,7 +19,8 @@ INDEX = "model.safetensors.index.json"
 INDICES = "*.safetensors.index.json"                             # diffusers' are called after its weights
 INDEX_LIMIT = 100_000_000
 CONFIG_LIMIT = 16 << 20
-WHOLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")   # files that libraries load by themselves
+WHOLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")   # the names by which libraries look for a model
+OTHERS = ("consolidated", "adapter_model")                       # how other files begin: its authors' own, and adapters
 PICKLES = (".bin", ".pt", ".pth")
 _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 
@@ -146,8 +147,8 @@ class Folder:
                 raise CheckpointError(f"{self.path}: neither a folder nor a .safetensors file")
             return [self.path]
         found = self._weight_files()
-        if whole := [path for path in found if path.name in WHOLE]:
-            return whole[:1]
+        if any(path.name in WHOLE for path in found):
+            found = [path for path in found if not path.name.startswith(OTHERS)]
         if not found:
             pickles = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLES)
             told = f"; {pickles[0]} is a pickle, whose code would run when it is read: only safetensors are" if pickles else ""

@@ -342,15 +342,16 @@ class _Finder:
     def _nearest(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
                  shape: tuple[int, ...] = ()) -> Misfit:
         """Why tensors are of no format, by the one that they come nearest to."""
-        misses: list[tuple[bool, int, int, Misfit]] = []
+        misses: list[tuple[bool, bool, int, int, Misfit]] = []
         for format in self.formats:
             try:
                 _ways(format, given, contents, stated, shape)
             except Misfit as miss:
                 rules = format.detect.get("tensors", {})
                 told = bool(contents) and contents.keys() <= rules.keys() and from_tensors(format, contents) is not None
-                misses.append((told, miss.reached, _nearness(format, given), miss))
-        return max(misses, key=lambda each: each[:3], default=(False, 0, 0, Misfit(0, "no format is known")))[3]
+                nearness = _nearness(format, given)
+                misses.append((told, nearness > 0, miss.reached, nearness, miss))
+        return max(misses, key=lambda each: each[:4], default=(False, False, 0, 0, Misfit(0, "no format is known")))[4]
 
     # -- what settings say --------------------------------------------------------------------------------------------
 

@@ -116,7 +116,9 @@ def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = No
     amax: the largest magnitude of all weights that share its super-scale.
     """
     if aim.exact(layer):
-        return weight.format.convert(weight, aim.storage)
+        from qdsl.runtime.convert import with_indices
+
+        return with_indices(weight.format.convert(weight, aim.storage))
     options: dict[str, Any] = {**aim.params, **({} if amax is None else {"amax": amax})}
     return target(layer, aim).quantize(values(weight), aim.storage, **options)
 

@@ -35,17 +35,18 @@ def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Ten
     fixed = {*other.layout.where} - {*packed.layout.where} - index             # what the other storage holds one value of
     found = ({} if streams or fixed else by_words(format, packed, other)) or by_fields(format, packed, other)
     left = omitted(packed, other.layout)
-    found = {name: tensor for name, tensor in found.items() if name not in left}
-    found |= default_tensors(other.derive(found), unordered(other.layout) - found.keys())
-    return {name: found[name] for name in other.layout.tensors if name in found}
+    return {name: tensor for name, tensor in found.items() if name not in left}
 
 
-def unordered(layout: Storage) -> set[str]:
-    """The optional tensors of column indices that a storage holds even where columns are in order.
+def with_indices(packed: PackedWeight) -> PackedWeight:
+    """A weight as files hold it: with its index of columns even where they are in order, unless its storage omits that.
 
     Readers of GPTQ folders allocate `g_idx` and leave it uninitialized where the file has none.
     """
-    return {name for name, stored in layout.tensors.items() if stored.dtype == "index" and stored.optional not in layout.omits}
+    layout = packed.layout
+    index = {name for name, stored in layout.tensors.items() if stored.dtype == "index" and stored.optional not in layout.omits}
+    tensors = {**packed.tensors, **default_tensors(packed, index - packed.tensors.keys())}
+    return packed.derive({name: tensors[name] for name in layout.tensors if name in tensors})
 
 
 def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
