@@ -42,33 +42,19 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
     folder = pipeline_folder(ref)
     index = DiffusionPipeline.load_config(folder)
     _check_names(ref, index, kwargs)
-    library_options = kwargs.keys() & {*LIBRARY}
-    mapping: dict[str, QdslConfig] = {}
-    takes_format = False
-    for name, entry in index.items():
-        cls = _model_class(entry)
-        if cls is None:
-            continue
-        own = kwargs.get(name, folder / name)
-        if isinstance(own, str | Path) and name in kwargs:
-            own = local_path(own)
-            if not own.exists():
-                raise LoadError(f"{name}: no file or folder {own}")
-        elif name not in kwargs and not (folder / name).is_dir():
-            raise LoadError(f"{ref}: no folder {name}, which model_index.json names; pass {name}=, its file or folder")
-        online = None if format is None or not name.startswith(QUANTIZED) else QdslConfig(format, ignore=ignore, **(params or {}))
-        path = Path(own) if name in kwargs and isinstance(own, str | Path) else folder / name
-        is_packed = isinstance(own, str | Path) and _is_packed(path)
-        takes_format = takes_format or (online is not None and isinstance(own, str | Path) and not is_packed)
-        # The library would fill missing weights of a plain text encoder with random numbers.
-        is_plain_encoder = issubclass(cls, PreTrainedModel) and online is None and dtype is not None and not library_options
-        if isinstance(own, str | Path) and (name in kwargs or is_plain_encoder or is_packed):
-            kwargs[name] = load_component(cls, Path(own), folder / name, dtype, device, online)
-        elif name not in kwargs and online is not None:
-            mapping[name] = online
-    if format is not None and not takes_format:
+    sources = _model_sources(ref, folder, index, kwargs)
+    packed = {name for name, (_, path) in sources.items() if _is_packed(path)}
+    online = {} if format is None else {name: QdslConfig(format, ignore=ignore, **(params or {}))
+                                        for name in sources.keys() - packed if name.startswith(QUANTIZED)}
+    if format is not None and not online:
         raise LoadError(f"{ref}: no plain model to quantize in {format}; `qdsl decompress` undoes hlane, fix4 and DF11")
-    config = PipelineQuantizationConfig(quant_mapping=mapping) if mapping else None
+    library_options = kwargs.keys() & {*LIBRARY}
+    for name, (cls, path) in sources.items():
+        # The library would fill missing weights of a plain text encoder with random numbers.
+        is_plain_encoder = issubclass(cls, PreTrainedModel) and name not in online and dtype is not None and not library_options
+        if name in kwargs or is_plain_encoder or name in packed:
+            kwargs[name] = load_component(cls, path, folder / name, dtype, device, online.pop(name, None))
+    config = PipelineQuantizationConfig(quant_mapping=online) if online else None
     pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, quantization_config=config, **kwargs)
     if not library_options:                                      # some of which offload parameters, and leave them on meta
         for name in pipeline.components.keys() - kwargs.keys():
@@ -84,6 +70,25 @@ def pipeline_folder(ref: str | Path) -> Path:
     if not isinstance(meant, Path) or not (meant / "model_index.json").is_file():
         raise LoadError(f"{ref}: no pipeline of diffusers: it has no model_index.json")
     return meant
+
+
+def _model_sources(ref: str | Path, folder: Path, index: Mapping[str, Any],
+                   components: Mapping[str, Any]) -> dict[str, tuple[Any, Path]]:
+    """Class and file or folder of a pipeline's models by component; models that are passed as objects have none.
+
+    Raises LoadError for a file or folder that is not there.
+    """
+    sources = {}
+    for name, entry in index.items():
+        cls, ref_or_model = _model_class(entry), components.get(name, folder / name)
+        if cls is None or not isinstance(ref_or_model, str | Path):
+            continue
+        path = local_path(ref_or_model)
+        if not path.exists():
+            raise LoadError(f"{name}: no file or folder {path}" if name in components else
+                            f"{ref}: no folder {name}, which model_index.json names; pass {name}=, its file or folder")
+        sources[name] = cls, path
+    return sources
 
 
 def _check_names(ref: str | Path, index: Mapping[str, Any], names: Mapping[str, Any]) -> None:
