@@ -29,7 +29,8 @@ PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q
          "aqlm_2x8.aqlm-realf16", "learned_rows.rows",
          "ranges.words", "nf4_nested.bitsandbytes-block64", "bnb_fp4_nested.bitsandbytes-block64",
          *(f"int_group.{storage}-group128-scale_typef16" for storage in (
-             "planar-bits3", "pack_quantized-bits3", "gptq_p-bits3", "gptq_p-bits5", "gptq_p-bits7", "pack_quantized-bits5", "pack_quantized-bits7",
+             "planar-bits3", "pack_quantized-bits3", "gptq_p-bits3", "gptq_p-bits5", "gptq_p-bits7",
+             "pack_quantized-bits5", "pack_quantized-bits7",
              "pack_quantized_0_17-bits3", "pack_quantized_0_17-bits5", "pack_quantized_0_17-bits6",
              "marlin-bits4", "awq_gemv-bits4")),
          *(f"{name}-bits3-group64-scale_typef16" for name in ("hqq.hqq_3bit", "hqq_axis0.hqq_3bit", "hqq.planar")),
