@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qdsl
 from qdsl.generated import fp8_block, fp8_tensor, int_group, q4_0, q8_0
 from qdsl.runtime import FormatError, PackedWeight, cpu
+from tests.support.covering import by_turns
 from tests.support.formats import Case, cases, random_packed, same_bits, shapes, smallest
 
 CASES = cases()
@@ -86,8 +87,7 @@ def test_linear_is_the_product_with_the_dequantized_weight(case: Case, monkeypat
             check(case.module.linear(x, packed, bias), x, weight, bias, (shape, dtype))
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "batch"), by_turns(CASES, BATCHES), ids=str)
 def test_x_may_have_any_batch_dimensions(case: Case, batch: tuple[int, ...]) -> None:
     shape = smallest(case)
     packed = random_packed(case, shape)
@@ -181,8 +181,7 @@ def gradients(found: Tensor, out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]
     return torch.autograd.grad(found, leaves, out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, DTYPES), ids=str)
 def test_gradients_are_those_of_the_dense_layer(case: Case, dtype: torch.dtype) -> None:
     """In float64 the dense layer's gradients are out @ weight and out summed; sums are float32, rounded once."""
     shape = list(shapes(case, ROWS, COLUMNS))[-1] if dtype == torch.float32 else smallest(case)
@@ -331,14 +330,13 @@ CASTS = {
 }
 
 
-@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
-@pytest.mark.parametrize("case", cases(types=True), ids=str)
-def test_casts_reach_the_bias_alone(case: Case, cast: Any) -> None:
+@pytest.mark.parametrize(("case", "cast"), by_turns(cases(types=True), list(CASTS)), ids=str)
+def test_casts_reach_the_bias_alone(case: Case, cast: str) -> None:
     """Stored bits stay, whatever type a scale has; also in a module that holds this one."""
     module = layer(case)
     before = {name: tensor.clone() for name, tensor in stored(module).items()}
-    dtype = cast(nn.Linear(1, 1)).bias.dtype
-    cast(nn.Sequential(module))
+    dtype = CASTS[cast](nn.Linear(1, 1)).bias.dtype
+    CASTS[cast](nn.Sequential(module))
     assert same_tensors(stored(module), before)
     assert module.bias.dtype == dtype
     x = sample(2, module.in_features, dtype=dtype)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from tests.support.formats import Case
 
 T = TypeVar("T")
+U = TypeVar("U")
 ALL = bool(os.environ.get("QDSL_TEST_ALL"))
 # Lines that say which weights a program takes, which of them there are, and where results go: any but those that read a weight.
 WALK = re.compile(r"^(?!.*(tl\.load|device\.(?!store_sums)))"
@@ -43,6 +44,12 @@ def covering(cases: Sequence[T], functions: Callable[[T], Sequence[Any]], which:
         found.append(max(cases, key=lambda case: len(lines[case] & left)))
         left -= lines[found[-1]]
     return found
+
+
+def by_turns(cases: Sequence[T], choices: Sequence[U]) -> list[tuple[T, U]]:
+    """Every case with every choice in `make test-all`; else with one, so that each choice meets many cases."""
+    return [(case, choice) for number, case in enumerate(cases) for choice in
+            (choices if ALL else choices[number % len(choices):][:1])]
 
 
 @cache
