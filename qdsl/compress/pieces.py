@@ -15,7 +15,7 @@ from qdsl.compress import codecs
 from qdsl.compress.tensors import Coded, Reader, checksum, octets
 from qdsl.compress.units import Aim, Unit
 from qdsl.entropy.lookup import StreamError
-from qdsl.rewrite.shards import key
+from qdsl.files import digest
 
 PIECES = "pieces"                                                # their folder in the stage
 WORTH = 1 << 25                                                  # bytes of units that are worth a file
@@ -52,7 +52,7 @@ def pieces(units: Sequence[Unit], aim: Aim, stage: Path, sources: Mapping[Path, 
         origins = [[unit.label, unit.plain, [[name, data.shape, [[sources[own.path], own.start] for own in data.places]]
                                              for name, data in unit.parts.items()]] for unit in some]
         result.append(Piece(stage / PIECES / f"{number:06}.safetensors", aim, tuple(some),
-                            key(aim.format, aim.threads, aim.may_grow, origins)))
+                            digest(aim.format, aim.threads, aim.may_grow, origins)))
     return result
 
 

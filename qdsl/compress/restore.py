@@ -19,11 +19,11 @@ from qdsl.compress.model import Model, Shapes, decoded, lasting
 from qdsl.compress.original import ORIGINAL
 from qdsl.compress.tensors import Bytes, Coded, Part, octets
 from qdsl.compress.units import needed
-from qdsl.files import check_output
+from qdsl.files import check_output, digest, identity
 from qdsl.processes import affordable
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
-from qdsl.rewrite.shards import Copy, Shard, Step, identity, in_order, key, share
+from qdsl.rewrite.shards import Copy, Shard, Step, in_order, share
 from qdsl.rewrite.work import Telling, quiet, write
 
 
@@ -110,7 +110,7 @@ def _shard(model: Model, component: str, file: str, start: bytes, header: Header
             together.setdefault(id(data.coded), (data.coded, {}))[1][data.number] = entry.start
     steps += [Decode(coded, tuple(map(starts.get, range(len(coded.names))))) for coded, starts in together.values()]
     origin = [start.hex(), [identity(path) for path in model.folder.shards]]
-    return Shard(within(component, file), start, header.size, tuple(header.tensors), in_order(steps), key(*origin))
+    return Shard(within(component, file), start, header.size, tuple(header.tensors), in_order(steps), digest(*origin))
 
 
 def _complete(path: Path, plan: _Plan, out: Path) -> list[str]:

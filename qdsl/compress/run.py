@@ -19,11 +19,11 @@ from qdsl.compress.pieces import Made, Piece
 from qdsl.compress.tensors import Bytes, Reader, placed
 from qdsl.compress.units import Aim, left, needed, units
 from qdsl.entropy.lookup import StreamError
-from qdsl.files import check_output
+from qdsl.files import check_output, identity
 from qdsl.processes import affordable, results
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
-from qdsl.rewrite.shards import Copy, Shard, identity, share
+from qdsl.rewrite.shards import Copy, Shard, share
 from qdsl.rewrite.work import Tell, Telling, quiet, write
 
 

@@ -24,8 +24,9 @@ from qdsl.checkpoint.stated import Stated
 from qdsl.convert import header
 from qdsl.convert.aim import Aim, become, description, params_in, shares_scale, target
 from qdsl.convert.fused import fused_layers
+from qdsl.files import digest, identity
 from qdsl.rewrite import RewriteError
-from qdsl.rewrite.shards import Copy, Shard, Step, copy, identity, in_order, key
+from qdsl.rewrite.shards import Copy, Shard, Step, copy, in_order
 from qdsl.shapes import granule
 from qdsl.stored import Description
 
@@ -391,7 +392,7 @@ def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], known
     sources = {folder.file(name).path for name in file.copied}
     layers = {each.name: each for step in steps if isinstance(step, Change) for each in (step.layer, *step.sharing)}
     sources |= {folder.file(full).path for layer in layers.values() for full in layer.tensors.values()}
-    return key(start.hex(), [known[path] for path in sorted(sources)], list(map(_said, steps)))
+    return digest(start.hex(), [known[path] for path in sorted(sources)], list(map(_said, steps)))
 
 
 def _said(step: Step) -> list[Any]:
