@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qdsl.cli import Json, _fail, _reported, _table, app
+from qdsl.cli.app import Json, app, fail, print_table, reported
 
 
 @app.command()
@@ -28,13 +28,13 @@ def plan(model: Annotated[str, typer.Argument(metavar="REF", show_default=False,
     try:
         limit = size_of(vram)
     except ValueError as error:
-        _fail(f"error: {error}", 2)
-    with _reported(), local_headers(model) as path:
+        fail(f"error: {error}", 2)
+    with reported(), local_headers(model) as path:
         found = capacity(path, limit, resident or (), model)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "model": model, **asdict(found)}))
     else:
-        _table(["model", "weights", *CHOICES],
+        print_table(["model", "weights", *CHOICES],
                [[each.name or model, f"{each.weights / 1e9:.3f} B",
                  *(f"{need.resident / 1e9:.2f} + {need.scratch / 1e9:.2f}" if (need := each.needs.get(format)) else "-"
                    for format in CHOICES)] for each in found.models])

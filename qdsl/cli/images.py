@@ -9,8 +9,8 @@ from typing import Any
 
 import typer
 
-from qdsl.cli import _fail
-from qdsl.cli.models import _finite, _running
+from qdsl.cli.app import fail
+from qdsl.cli.models import _running, finite
 
 
 def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[str, Any], against: str | None,
@@ -44,7 +44,7 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
             difference = images.image_difference(image, images.generate_image(base, **options))
             report |= {"against": {"model": against, **difference.data()}}
     if as_json:
-        typer.echo(json.dumps(_finite(report)))
+        typer.echo(json.dumps(finite(report)))
         return
     width, height = report["size"]
     first, second = report["seconds"]
@@ -59,13 +59,13 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
 def _target(out: Path | None, inputs: Iterable[str]) -> Path:
     """The file to write.  Exits with code 2 for none, for one that is no .png file, and for one that is an input."""
     if out is None or out.suffix.lower() != ".png":
-        _fail("error: say with --out which .png file to write", 2)
+        fail("error: say with --out which .png file to write", 2)
     if out.is_dir() or not out.resolve().parent.is_dir():
-        _fail(f"error: --out {out}: " + ("it is a folder" if out.is_dir() else f"{out.resolve().parent} is no folder"), 2)
+        fail(f"error: --out {out}: " + ("it is a folder" if out.is_dir() else f"{out.resolve().parent} is no folder"), 2)
     for ref in inputs:
         path = Path(ref).resolve()
         if out.exists() and path in (out.resolve(), *out.resolve().parents):
-            _fail(f"error: --out {out} would replace a file of {ref}", 2)
+            fail(f"error: --out {out} would replace a file of {ref}", 2)
     return out
 
 
@@ -75,7 +75,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
         return None
     width, _, height = text.lower().partition("x")
     if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
-        _fail(f"error: --size is WIDTHxHEIGHT, such as 1024x1024, not '{text}'", 2)
+        fail(f"error: --size is WIDTHxHEIGHT, such as 1024x1024, not '{text}'", 2)
     return int(width), int(height)
 
 

@@ -12,14 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli import Json, _fail, _param, _reported, _table, app
+from qdsl.cli.app import Json, Params, app, fail, print_table, read_param, refuse_options, reported
 
 Model = Annotated[str, typer.Argument(help="A folder, a repository, or a GGUF file.", show_default=False)]
-Params = Annotated[list[str] | None, typer.Option("--param", help="Of --format, or an option of its quantizer, as key=value.")]
 Device = Annotated[str | None, typer.Option("--device", help="Such as cpu or cuda:1; by default a GPU where there is one.")]
 DType = Annotated[str, typer.Option("--dtype", help="Of products, such as float32; by default that of the model.")]
-
-
 TEXT, IMAGE = "Language models", "Pipelines of diffusers"        # headings of options that are for one kind of model
 
 
@@ -58,10 +55,13 @@ def generate(context: typer.Context,
     """
     from qdsl.checkpoint.references import has_file
 
-    with _reported():
+    with reported():
         is_pipeline = has_file(model, "model_index.json")
-    _refuse_others(context, TEXT if is_pipeline else IMAGE, model)
-    params = dict(map(_param, param or ()))
+    if is_pipeline:
+        refuse_options(context, TEXT, f"language models, and {model} is a pipeline of diffusers")
+    else:
+        refuse_options(context, IMAGE, f"pipelines of diffusers, and {model} has no model_index.json")
+    params = dict(map(read_param, param or ()))
     if is_pipeline:
         from qdsl.cli.images import draw
 
@@ -85,15 +85,6 @@ def generate(context: typer.Context,
     typer.echo(f"loaded in {loaded.seconds:.1f} s, {memory}; {result.tokens} tokens after {result.prompt} {speed}", err=True)
 
 
-def _refuse_others(context: typer.Context, heading: str, model: str) -> None:
-    """Exit with code 2 for an option of the other kind of model, by the heading of its help."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if getattr(parameter, "rich_help_panel", None) == heading and source is not None and source.name != "DEFAULT":
-            kind = "has no model_index.json" if heading == IMAGE else "is a pipeline of diffusers"
-            _fail(f"error: {parameter.opts[0]} is for {heading[0].lower()}{heading[1:]}, and {model} {kind}", 2)
-
-
 @app.command()
 def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, repositories or GGUF files.", show_default=False)],
              text: Annotated[Path, typer.Option("--text", help="A file of text to score.", show_default=False)],
@@ -106,7 +97,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
              device: Device = None, dtype: DType = "auto", as_json: Json = False) -> None:
     """Measure what quantizing cost: perplexity, and divergence from another model, as llama-perplexity defines them."""
     if against is None and (format or svg):
-        _fail("error: --format and --svg compare with a model: name it with --against", 2)
+        fail("error: --format and --svg compare with a model: name it with --against", 2)
     with _running():
         from qdsl.files import write_text
         from qdsl.models import evaluate as measure
@@ -118,7 +109,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         results = []
         for name, form in [*((name, None) for name in models), *((str(against), form) for form in format or ())]:
             quantized, *params = form.split() if form else (None,)
-            loaded = language.load_language_model(name, quantized, device, dtype, dict(map(_param, params)))
+            loaded = language.load_language_model(name, quantized, device, dtype, dict(map(read_param, params)))
             own = chunks or measure.chunks(loaded.tokenizer, content, context)
             results.append(measure.evaluate(loaded, own, base))
             del loaded
@@ -127,15 +118,15 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
             write_text(svg, measure.svg(f"{text.name}: divergence from {against}", results))
     if as_json:
         typer.echo(json.dumps({"schema": 1, "text": str(text), "context": context, "against": against,
-                               "models": [_finite(asdict(each)) for each in results]}))
+                               "models": [finite(asdict(each)) for each in results]}))
         return
-    _table(heads, rows)
+    print_table(heads, rows)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same for JSON, which has no infinity."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -143,9 +134,9 @@ def _finite(value: Any) -> Any:
 def _running() -> Iterator[None]:
     """Problems of models as messages; exit code 2 where the libraries that run them are not installed."""
     try:
-        with _reported():
+        with reported():
             yield
     except ImportError as error:
-        _fail(f"error: {error}; to run models, `pip install 'qdsl-formats[models,diffusers]'`", 2)
+        fail(f"error: {error}; to run models, `pip install 'qdsl-formats[models,diffusers]'`", 2)
     except ValueError as error:                                  # LoadError and FormatError, too
-        _fail(f"error: {error}")
+        fail(f"error: {error}")

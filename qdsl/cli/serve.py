@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qdsl.cli import Json, _fail, _reported, _table, app
+from qdsl.cli.app import Json, app, fail, print_table, reported
 
 
 @app.command(name="serve-check")
@@ -25,7 +25,7 @@ def serve_check(model: Annotated[str, typer.Argument(metavar="REF", help="A fold
     from qdsl.checkpoint.references import local_headers
     from qdsl.checkpoint.serving import Row, check_layers
 
-    with _reported(), local_headers(model) as path, Folder(path) as folder:
+    with reported(), local_headers(model) as path, Folder(path) as folder:
         rows = check_layers(folder, ranks, ep)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "model": model, "ranks": ranks, "layers": [asdict(row) for row in rows]}))
@@ -33,7 +33,7 @@ def serve_check(model: Annotated[str, typer.Argument(metavar="REF", help="A fold
         alike: dict[tuple[object, ...], list[Row]] = {}
         for row in rows:
             alike.setdefault((row.kind, row.packed, row.shape, row.how), []).append(row)
-        _table(["layers", "such as", "kind", "packed", "rows and columns", "on each rank"],
+        print_table(["layers", "such as", "kind", "packed", "rows and columns", "on each rank"],
                [[str(len(group)), group[0].layer, group[0].kind, group[0].packed, " x ".join(map(str, group[0].shape)),
                  group[0].how or "cannot be divided"] for group in alike.values()])
         for group in alike.values():
@@ -41,6 +41,6 @@ def serve_check(model: Annotated[str, typer.Argument(metavar="REF", help="A fold
                 typer.echo(group[0].problem, err=True)
     wrong = sum(bool(row.problem) for row in rows)
     if not rows:
-        _fail(f"error: {model} has no packed layers", 1)
+        fail(f"error: {model} has no packed layers", 1)
     if wrong:
-        _fail("" if as_json else f"{wrong} of {len(rows)} layers cannot be served on {ranks} ranks")
+        fail("" if as_json else f"{wrong} of {len(rows)} layers cannot be served on {ranks} ranks")

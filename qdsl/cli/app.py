@@ -1,0 +1,161 @@
+"""The command line itself, and what its commands share.  Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(name="qdsl", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
+                  context_settings={"help_option_names": ["-h", "--help"]},
+                  help="A compiler for quantized weight formats: one YAML file becomes a reference, kernels and a linear layer.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+PARAM_HELP = "Of the format, or an option of its quantizer, as key=value."
+SHARD_HELP = "Write the I-th of N parts alone, from 1; `merge-index` completes the folder when all are there."
+Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default as many as processors and memory "
+                                                                      "allow.")]
+Shard = Annotated[str | None, typer.Option("--shard", metavar="I/N", help=SHARD_HELP)]
+Params = Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP)]
+OutFolder = Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)]
+SHOWN = 50                                                       # the most differences or notes that are printed
+
+
+def main() -> None:
+    """Run the command line; where standard output cannot be written, end with exit code 1 and a sentence."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:                           # the caller has closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # so that nothing is flushed again at the end
+        if not isinstance(error, BrokenPipeError):
+            typer.echo(f"error: standard output: {error.strerror}", err=True)
+        sys.exit(1)
+
+
+def _version(value: bool) -> None:
+    if value:
+        import qdsl
+
+        typer.echo(f"qdsl {qdsl.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                                   help="Print the version.")] = False) -> None:
+    """Options before a command."""
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """Print a message on standard error, and exit."""
+    typer.echo(message, err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def reported(code: int = 1) -> Iterator[None]:
+    """Print the errors of specs and files as messages, and exit.  code: the exit code for a wrong file."""
+    from qdsl.checkpoint.safetensors import CheckpointError
+    from qdsl.places import UnknownSpec
+    from qdsl.quantize import QuantizeError
+    from qdsl.rewrite import RewriteError
+    from qdsl.spec.source import SpecError
+
+    try:
+        yield
+    except UnknownSpec as error:
+        fail(f"error: {error}", 2)
+    except SpecError as error:
+        count = len(error.problems)
+        fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}")
+    except BrokenPipeError:                                      # of standard output, as where `head` has enough
+        raise
+    except (CheckpointError, QuantizeError, RewriteError, OSError) as error:
+        fail(f"error: {error}", code)
+
+
+def refuse_options(context: typer.Context, heading: str, reason: str) -> None:
+    """Exit with code 2 for an option that the user wrote and whose help has a heading.  reason: what such options are for."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if getattr(parameter, "rich_help_panel", None) == heading and source is not None and source.name != "DEFAULT":
+            fail(f"error: {parameter.opts[0]} is for {reason}", 2)
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Exit at SIGTERM as at an interrupt, so that files are tidied up."""
+    import signal
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _local(ref: str) -> Path:
+    """The local path of a file, a folder, a URL or a repository."""
+    from qdsl.checkpoint.references import local_path
+
+    with reported():
+        return local_path(ref)
+
+
+def input_argument(help: str) -> Any:
+    """An argument for a file or folder that is read, which may be on a server."""
+    return typer.Argument(parser=_local, metavar="REF", help=help, show_default=False)
+
+
+def read_param(text: str) -> tuple[str, Any]:
+    """Read key=value of --param; values are true, false, integers, other numbers, or else words."""
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        fail(f"error: --param is key=value, not '{text}'", 2)
+    for read in (int, float):
+        with suppress(ValueError):
+            return key, read(value)
+    return key, {"true": True, "false": False}.get(value.lower(), value)
+
+
+def read_part(text: str) -> tuple[int, int]:
+    """Read I/N of --shard: which part, from 1, of how many."""
+    place, _, count = text.partition("/")
+    if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
+        fail(f"error: --shard is I/N with I from 1 to N, not '{text}'", 2)
+    return int(place), int(count)
+
+
+def print_report(report: dict[str, Any], as_json: bool) -> bool:
+    """Print a report as JSON, or else its notes.  Returns whether it is printed whole."""
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, **report}))
+        return True
+    for note in report["notes"][:SHOWN]:
+        typer.echo(f"note: {note}")
+    return False
+
+
+def print_table(heads: list[str], rows: list[list[str]]) -> None:
+    """Print a table, as wide as the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -1,0 +1,154 @@
+"""Commands that read checkpoints: their contents, their weights, and how they differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qdsl.cli.app import SHOWN, Jobs, Json, app, fail, input_argument, reported
+
+
+@app.command()
+def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
+                                                     "of them; or a URL or repository, of which headers are read.",
+                                                show_default=False)],
+            shared_memory: Annotated[int | None, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel; "
+                                     "exit code 1 where DF11's need more.")] = None,
+            as_json: Json = False) -> None:
+    """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong."""
+    from qdsl.checkpoint.contents import contents, lines
+    from qdsl.checkpoint.groups import SHARED_MEMORY
+    from qdsl.checkpoint.references import local_headers
+    from qdsl.checkpoint.survey import fits
+
+    with reported(), local_headers(file) as path:
+        report = {**contents(path, SHARED_MEMORY if shared_memory is None else shared_memory), "file": file}
+    typer.echo(json.dumps({"schema": 1, **report}) if as_json else "\n".join(lines(report)))
+    if shared_memory is not None and not all(fits(group) for model in report.get("models", [report])
+                                             for group in model.get("groups", ())):
+        raise typer.Exit(1)
+
+
+@app.command()
+def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first of a split one.")],
+               out: Annotated[Path, typer.Option("--out", "-o", help="The .safetensors file to write.", show_default=False)],
+               dtype: Annotated[str, typer.Option("--dtype", help="f32, which is exact, bf16 or f16.")] = "f32",
+               as_json: Json = False) -> None:
+    """Write the weights of a GGUF file as plain floats in a safetensors file, one tensor after the other."""
+    from qdsl.checkpoint.dequantize import DTYPES, dequantize_file
+
+    if dtype not in DTYPES:
+        fail(f"error: no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
+    with reported():
+        written = dequantize_file(file, out, dtype)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, **written}))
+    else:
+        typer.echo(f"written  {out}: {written['tensors']} tensors, {written['nbytes']} bytes")
+
+
+@app.command()
+def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one file, or a GGUF file.")],
+           b: Annotated[Path, input_argument("Another.")],
+           jobs: Jobs = None,
+           decoded: Annotated[bool, typer.Option("--decoded", help="Compare the weights that quantized layers stand for, "
+                                                                   "whatever their formats and storages.")] = False,
+           tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="How far decoded weights may lie apart, as a part "
+                                                    "of their tensor's largest magnitude.")] = 0.0,
+           as_json: Json = False) -> None:
+    """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read.
+
+    A GGUF file is compared with the model that it was made of: errors must be those of its types.
+    """
+    from qdsl.checkpoint import verify as verifying
+    from qdsl.processes import processors
+    from qdsl.progress import progress
+
+    if tolerance and not decoded:
+        fail("error: --tolerance is one between decoded weights: give --decoded", 2)
+    if ".gguf" in (a.suffix, b.suffix):
+        if decoded:
+            fail("error: --decoded compares folders; a GGUF file is decoded anyway", 2)
+        differences = _gguf_differences(*((a, b) if a.suffix == ".gguf" else (b, a)))
+        _print_differences(differences, "equal within the errors of types", as_json)
+        return
+    with reported(2):
+        total = verifying.size(a)
+        jobs = jobs or min(processors(), 1 + total // verifying.WORTH)
+        with progress(total, "B") as tell:
+            if decoded:
+                from qdsl.checkpoint.verify_decoded import decoded_differences
+
+                differences = verifying.of_models(
+                    a, b, lambda x, y, told: decoded_differences(x, y, tolerance, jobs=jobs, tell=told), tell)
+            else:
+                differences = verifying.of_models(
+                    a, b, lambda x, y, told: verifying.differences(x, y, jobs=jobs, tell=told), tell)
+    _print_differences(differences, f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal", as_json)
+
+
+def _gguf_differences(file: Path, other: Path) -> list[Any]:
+    """Where a GGUF file is not the model that it was made of: another GGUF file, or a folder."""
+    from qdsl.progress import progress
+    from qdsl.quantize.compare import differences
+    from qdsl.quantize.source import Gguf, Weights, open_source
+
+    with reported(2):
+        quantized: Weights
+        source: Weights
+        if other.is_dir() and '"_class_name"' in _config_text(other):
+            quantized, source = _diffusers_pair(file, other)
+        else:
+            quantized, source = Gguf(file), language_folder(other, None) or open_source(other)
+        with progress(sum(math.prod(tensor.shape) for tensor in quantized.tensors.values()), " weights") as tell:
+            return differences(quantized, source, tell)
+
+
+def language_folder(path: Path, architecture: str | None) -> Any:
+    """A folder of a language model, to be written as a GGUF file; None for what is none."""
+    if architecture is not None or '"model_type"' not in _config_text(path):
+        return None
+    try:
+        from qdsl.models.gguf_folder import LanguageFolder
+
+        return LanguageFolder(path)
+    except ImportError as error:
+        fail(f"error: {path}: writing a language model as a GGUF file needs the packages transformers and gguf ({error})")
+
+
+def _config_text(folder: Path) -> str:
+    """The text of config.json, '' where there is none."""
+    config = folder / "config.json"
+    return config.read_text(errors="replace") if config.is_file() else ""
+
+
+def _diffusers_pair(file: Path, folder: Path) -> Any:
+    """A GGUF file and a folder of diffusers, by the same names."""
+    try:
+        from qdsl.models.diffusers.compare import decoded_pair
+        from qdsl.models.plan import LoadError
+    except ImportError as error:
+        fail(f"error: {folder}: comparing it with a GGUF file needs the package diffusers ({error})", 2)
+    try:
+        return decoded_pair(file, folder)
+    except LoadError as error:
+        fail(f"error: {error}", 2)
+
+
+def _print_differences(differences: list[Any], equal: str, as_json: bool) -> None:
+    """Print differences.  Raises typer.Exit where there are any."""
+    from qdsl.checkpoint.contents import escaped
+
+    if as_json:
+        data = [difference.data() for difference in differences]
+        typer.echo(json.dumps({"schema": 1, "equal": not differences, "differences": data}))
+    else:
+        lines = [f"{escaped(difference.tensor)}: {difference}" for difference in differences[:SHOWN]]
+        lines += [f"... and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else []
+        typer.echo("\n".join([*lines, f"{len(differences)} tensors differ" if differences else equal]))
+    if differences:
+        raise typer.Exit(1)

@@ -1,0 +1,133 @@
+"""The commands that compress checkpoints without loss, and undo it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qdsl.cli.app import (
+    SHOWN,
+    Jobs,
+    Json,
+    OutFolder,
+    Shard,
+    app,
+    exit_on_sigterm,
+    fail,
+    input_argument,
+    print_report,
+    read_part,
+    reported,
+)
+
+Like = Annotated[str | None, typer.Option("--like", metavar="REF", help="A checkpoint with the same tensors, whose headers state "
+                 "shapes where neither the folder nor the model's class does.")]
+
+
+def model_shapes(folder: Any) -> Any:
+    """The shapes of the parameters of a folder's model, as the class of its library has them."""
+    from qdsl.rewrite import RewriteError
+
+    try:
+        from qdsl.models.shapes import model_shapes
+    except ImportError as error:
+        raise RewriteError(f"no class of the model is installed, {error}") from None
+    return model_shapes(folder)
+
+
+@app.command()
+def compress(folder: Annotated[Path, input_argument("A folder of safetensors files, a pipeline of diffusers, or one file.")],
+             format: Annotated[str, typer.Option("--format", "-f", help="hlane, the smallest; fix4, the fastest to decode; df11, "
+                                                                        "the dfloat11 package's.", show_default=False)],
+             out: OutFolder,
+             jobs: Jobs = None, shard: Shard = None,
+             check: Annotated[bool, typer.Option("--check", help="Decode what was written, and compare it, before it takes its "
+                                                                 "place.")] = False,
+             component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
+                                  "that is compressed; by default all but autoencoders.")] = None,
+             patterns: Annotated[str | None, typer.Option("--patterns", help="df11: the package's pattern_dict as JSON, a file, "
+                                 "or a config.json with it; by default numbered blocks are held together.")] = None,
+             threads: Annotated[int | None, typer.Option("--threads-per-block", help="df11: a power of two; by default 512, 256 "
+                                                         "for GPUs with little shared memory.")] = None,
+             by_group: Annotated[bool, typer.Option("--file-per-group", help="df11: a file for each group.")] = False,
+             plain_config: Annotated[bool, typer.Option("--plain-config", help="df11: the dfloat11 package's config.json, to be "
+                                     "loaded with that package.")] = False,
+             like: Like = None, as_json: Json = False) -> None:
+    """Write a checkpoint with its bfloat16 matrices in fewer bits, without loss, and all else as it was.
+
+    Compressed checkpoints, such as DF11, change their format.  Run the same command again to resume.
+    """
+    from functools import partial
+
+    from qdsl.compress import patterns as reading
+    from qdsl.compress import run
+    from qdsl.compress.units import FORMATS, Aim
+    from qdsl.entropy.huffman_windows import THREADS
+    from qdsl.progress import progress
+
+    part = None if shard is None else read_part(shard)
+    if format not in FORMATS:
+        fail(f"error: no '{format}': expected one of {', '.join(FORMATS)}", 2)
+    if format != "df11" and (patterns is not None or threads is not None or by_group or plain_config):
+        fail("error: --patterns, --threads-per-block, --file-per-group and --plain-config are of df11", 2)
+    if threads is not None and threads not in [1 << power for power in range(3, 11)]:
+        fail(f"error: --threads-per-block is a power of two from 8 to 1024, not {threads}", 2)
+    if part is not None and check:
+        fail("error: --check reads whole files, which --shard does not write: give it to the call that completes them", 2)
+    with reported(), exit_on_sigterm():
+        aim = Aim(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
+                  tuple(component or ()), plain_config)
+        report = run.compress(folder, aim, out, like=like, shapes=model_shapes, jobs=jobs, part=part, check=check,
+                             tell=partial(progress, unit="B"))
+    print_compressed(report, as_json, "" if part is None else f"part {shard} of ")
+
+
+def print_compressed(report: dict[str, Any], as_json: bool, part: str = "") -> None:
+    """Print the report of `compress`.  part: words for a part of a folder."""
+    if print_report(report, as_json):
+        return
+    for tensor in report["raw"][:SHOWN]:
+        typer.echo(f"not compressed: {tensor['name']!r}: {tensor['why']}")
+    if len(report["raw"]) > SHOWN:
+        typer.echo(f"not compressed: {len(report['raw']) - SHOWN} more")
+    if report["matrices"]:
+        before, after = report["nbytes_before"], report["nbytes_after"]
+        typer.echo(f"{report['matrices']} matrices as {report['units']} of {report['format']}: {before} bytes are {after}, "
+                   f"{100 * after / before:.2f} %, {report['bits_per_weight']:.3f} bits per weight"
+                   f"{', decoded and the same' if report.get('checked') else ''}")
+    _print_written(report, part)
+
+
+@app.command()
+def decompress(folder: Annotated[Path, input_argument("What `compress`, or for DF11 the dfloat11 package, wrote.")],
+               out: OutFolder,
+               like: Like = None,
+               jobs: Jobs = None, shard: Shard = None,
+               as_json: Json = False) -> None:
+    """Write the checkpoint that a compressed one was made of, byte for byte.
+
+    Run the same command again to resume.
+    """
+    from functools import partial
+
+    from qdsl.compress import restore
+    from qdsl.progress import progress
+
+    part = None if shard is None else read_part(shard)
+    with reported(), exit_on_sigterm():
+        report = restore.decompress(folder, out, like=like, shapes=model_shapes, jobs=jobs, part=part,
+                                   tell=partial(progress, unit="B"))
+    print_restored(report, as_json, "" if part is None else f"part {shard} of ")
+
+
+def print_restored(report: dict[str, Any], as_json: bool, part: str = "") -> None:
+    """Print the report of `decompress`.  part: words for a part of a folder."""
+    if not print_report(report, as_json):
+        _print_written(report, part)
+
+
+def _print_written(report: dict[str, Any], part: str) -> None:
+    files = f": {len(report['shards'])} files of tensors, {report['nbytes']} bytes" if report["shards"] else ""
+    typer.echo(f"written  {part}{report['out']}{files}")

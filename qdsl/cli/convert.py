@@ -1,0 +1,111 @@
+"""The commands that convert checkpoints and complete folders."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qdsl.cli.app import (
+    Jobs,
+    Json,
+    OutFolder,
+    Params,
+    Shard,
+    app,
+    exit_on_sigterm,
+    fail,
+    input_argument,
+    print_report,
+    print_table,
+    read_param,
+    read_part,
+    reported,
+)
+from qdsl.cli.compress import model_shapes, print_compressed, print_restored
+
+
+@app.command()
+def convert(folder: Annotated[Path, input_argument("A folder of safetensors files, or one file.")],
+            out: OutFolder,
+            to: Annotated[str | None, typer.Option("--to", help="A storage of the layers' format, such as awq; as FORMAT.STORAGE "
+                                                                "for the layers of one format alone.")] = None,
+            requantize: Annotated[str | None, typer.Option("--requantize", help="A format, or FORMAT.STORAGE, that all quantized "
+                                                           "layers are to have: numbers change, and it says how much.")] = None,
+            param: Params = None,
+            jobs: Jobs = None, shard: Shard = None,
+            as_json: Json = False) -> None:
+    """Write a checkpoint with every quantized layer in another storage of its format, exactly, and all else as it was.
+
+    Run the same command again to resume.
+    """
+    from functools import partial
+
+    from qdsl.checkpoint.folder import Folder
+    from qdsl.checkpoint.layers import layers
+    from qdsl.convert import run
+    from qdsl.convert.aim import aimed
+    from qdsl.processes import processors
+    from qdsl.progress import progress
+
+    part = None if shard is None else read_part(shard)
+    if (to is None) == (requantize is None) or (param and to):
+        fail("error: give --to, or --requantize and perhaps --param", 2)
+    with reported(), exit_on_sigterm(), Folder(folder) as source:
+        aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])))
+        report = run.convert(source, layers(source), aim, out, jobs=jobs or processors(), part=part,
+                            tell=partial(progress, unit="B"))
+    print_converted(report, as_json, "" if part is None else f"part {shard} of ")
+
+
+@app.command("merge-index")
+def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all parts were written to.", show_default=False)],
+                as_json: Json = False) -> None:
+    """Complete a folder whose parts were written with --shard: the index, the config, and all other files."""
+    from functools import partial
+
+    from qdsl.progress import progress
+    from qdsl.rewrite import stage
+
+    with reported(), exit_on_sigterm():
+        command = stage.asked(out).get("command")
+        if command == "compress":
+            from qdsl.compress import run as compressing
+
+            print_compressed(compressing.merge(out, shapes=model_shapes, jobs=None, tell=partial(progress, unit="B")), as_json)
+        elif command == "decompress":
+            from qdsl.compress import restore
+
+            print_restored(restore.merge(out, shapes=model_shapes), as_json)
+        else:
+            from qdsl.convert import run
+
+            print_converted(run.merge(out), as_json)
+
+
+def print_converted(report: dict[str, Any], as_json: bool, part: str = "") -> None:
+    """Print the report of `convert` or of `quantize --format`.  part: words for a part of a folder."""
+    if print_report(report, as_json):
+        return
+    if "quantized" in report:
+        from qdsl.convert.report import HEADS, plain_lines, table
+
+        print_table(HEADS, table(report))
+        typer.echo("\n".join(plain_lines(report)))
+    for layers in report["layers"]:
+        typer.echo(f"{layers['count']} layers from {layers['from']} to {layers['to']}")
+    if report["requantized"]:
+        ratios = {name: _ratio(cost["snr_db"]) for name, cost in report["requantized"].items()}
+        worst = min(ratios, key=ratios.__getitem__)
+        verb = "quantized" if "quantized" in report else "requantized"
+        typer.echo(f"{verb}: signal to noise {_ratio(report['snr_db']):.2f} dB, the least of {worst!r}, {ratios[worst]:.2f} dB")
+    for model, readers in report.get("readers", {}).items():
+        typer.echo(f"read by{f' ({model})' if model else ''}: {readers}")
+    typer.echo(f"written  {part}{report['out']}: {len(report['shards'])} files of tensors, {report['nbytes']} bytes")
+
+
+def _ratio(decibels: float | None) -> float:
+    """Infinite where nothing was lost, for which JSON has no number."""
+    return math.inf if decibels is None else decibels

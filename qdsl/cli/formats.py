@@ -1,0 +1,141 @@
+"""Commands that check, build and show formats."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qdsl.cli.app import Json, app, fail, print_table, reported
+
+A_PROCESS = 8                                                    # specs that are worth a process of their own
+Names = Annotated[list[str], typer.Argument(help="Spec files, or names of formats that ship with qdsl.", show_default=False)]
+
+
+@app.command()
+def check(specs: Names, as_json: Json = False) -> None:
+    """Check specs, and say everything that is wrong, with its place."""
+    from qdsl import places
+    from qdsl.passes import compile_spec
+    from qdsl.spec.schema import load
+    from qdsl.spec.source import SpecError
+
+    found: list[dict[str, Any]] = []
+    problems = missing = 0
+    for name in specs:
+        try:
+            with_path = places.find(name)
+            programs = compile_spec(load(with_path, name if Path(name).is_file() else str(with_path)))
+        except SpecError as error:
+            problems += len(error.problems)
+            found.append({"spec": name, "ok": False, "problems": [
+                {"line": p.span.line, "column": p.span.column, "message": p.message, "notes": list(p.notes)}
+                for p in error.problems]})
+            if not as_json:
+                typer.echo(str(error), err=True)
+            continue
+        except (places.UnknownSpec, OSError) as error:
+            missing += 1
+            found.append({"spec": name, "ok": False, "error": str(error)})
+            if not as_json:
+                typer.echo(f"error: {error}", err=True)
+            continue
+        storages = list(dict.fromkeys(program.storage for program in programs))
+        found.append({"spec": name, "ok": True, "format": programs[0].spec.name.value, "storages": storages})
+        if not as_json:
+            typer.echo(f"{name}: ok, {', '.join(storages)}")
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "specs": found}))
+    if problems:
+        fail("" if as_json else f"\n{problems} problem{'s' if problems > 1 else ''}", 2 if missing else 1)
+    if missing:
+        raise typer.Exit(2)
+
+
+@app.command()
+def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or names of formats that ship with qdsl.")] = None,
+          every: Annotated[bool, typer.Option("--all", help="Build every spec that ships with qdsl.")] = False,
+          out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of generated modules.")] = None,
+          verify: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a module is not up to date.")] = False,
+          as_json: Json = False) -> None:
+    """Build specs into modules, and say what was written."""
+    from qdsl import places
+    from qdsl.emit import build as builder
+    from qdsl.processes import processors, results
+
+    if bool(specs) == every:
+        fail("error: name the specs to build, or give --all", 2)
+    rows: list[dict[str, str]] = []
+    with reported():
+        paths = places.shipped() if every else [places.find(name) for name in specs or []]
+        made = results(builder.files_of, paths, min(processors(), math.ceil(len(paths) / A_PROCESS)), ahead=len(paths))
+        for path, files in zip(paths, made, strict=True):
+            folder = out or (places.generated() if path.parent.resolve() == places.specs() else Path("generated"))
+            try:
+                rows += [{"spec": str(path), "path": _short(w.path), "change": w.change}
+                         for w in builder.put(files, folder, write=not verify)]
+            except builder.BuildError as error:
+                fail(f"error: {error}")
+    changed = [row for row in rows if row["change"] != "same"]
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "files": rows}))
+    else:
+        for row in changed if verify else rows:
+            typer.echo(f"{'stale' if verify else row['change']:<8} {row['path']}")
+    if verify and changed:
+        again = ["--all"] if every else [*(specs or []), *(["--out", str(out)] if out else [])]
+        fail(f"generated modules are not what their specs say: run `qdsl build {shlex.join(again)}`")
+
+
+def _short(path: Path) -> str:
+    """A path as the user would write it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+@app.command("list")
+def list_(as_json: Json = False) -> None:
+    """List the formats that ship with qdsl."""
+    from qdsl import places
+    from qdsl.emit.page import summary
+    from qdsl.passes import compile_spec
+    from qdsl.spec.schema import load
+
+    with reported():
+        rows = [summary(compile_spec(load(path))) for path in places.shipped()]
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "formats": rows}))
+        return
+    print_table(["format", "bits per weight", "storages", "what it is"],
+           [[row["name"], row["bits"], ", ".join(row["storages"]), row["title"]] for row in rows])
+
+
+@app.command()
+def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")],
+         svg: Annotated[Path | None, typer.Option("--svg", help="Write the bit picture to this file.")] = None,
+         program: Annotated[bool, typer.Option("--program", help="Print the typed programs.")] = False,
+         as_json: Json = False) -> None:
+    """Show a format: its formula, its layouts, and where every bit lies."""
+    from qdsl import places
+    from qdsl.emit import page, picture
+    from qdsl.files import check_output, write_text
+    from qdsl.ir.text import text
+    from qdsl.passes import compile_spec
+    from qdsl.spec.schema import load
+
+    with reported():
+        programs = compile_spec(load(places.find(spec)))
+        if svg is not None:
+            check_output(svg, places.find(spec))
+            write_text(svg, picture.svg(page.distinct(programs)))
+            typer.echo(f"written  {svg}")
+        elif as_json:
+            typer.echo(json.dumps({"schema": 1, **page.data(programs)}))
+        else:
+            typer.echo("\n".join(text(p) for p in programs) if program else "\n".join(page.terminal(programs)))

@@ -1,0 +1,166 @@
+"""The command that quantizes models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qdsl.cli.app import (
+    PARAM_HELP,
+    SHARD_HELP,
+    Jobs,
+    Json,
+    app,
+    exit_on_sigterm,
+    fail,
+    input_argument,
+    print_table,
+    read_param,
+    read_part,
+    refuse_options,
+    reported,
+)
+from qdsl.cli.checkpoints import language_folder
+from qdsl.cli.convert import print_converted
+
+if TYPE_CHECKING:
+    from qdsl.quantize.mixes import Options
+
+GGUF, FOLDER = "GGUF files, with --type", "Folders, with --format"   # headings of options that are for one of the two
+
+
+@app.command()
+def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGUF or .safetensors file, or a folder.")],
+             mix: Annotated[str | None, typer.Option("--type", "-t", help="Write a GGUF file: a mix of llama-quantize's, such as "
+                                                     "Q4_K_M, or COPY.", show_default=False)] = None,
+             format: Annotated[str | None, typer.Option("--format", "-f", help="Write a folder of safetensors: a format, such as "
+                                                        "fp8_block, or FORMAT.STORAGE.", show_default=False)] = None,
+             out: Annotated[Path | None, typer.Option("--out", "-o", help="The GGUF file or the folder to write.")] = None,
+             jobs: Jobs = None,
+             svg: Annotated[Path | None, typer.Option("--svg", help="Draw what quantizing cost into this file.")] = None,
+             storage: Annotated[str | None, typer.Option("--storage", help="Of the format; its first by default.",
+                                                         rich_help_panel=FOLDER)] = None,
+             param: Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP, rich_help_panel=FOLDER)] = None,
+             ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A regular expression for layers that stay plain: "
+                                                              "whole names, or parts between dots.",
+                                                              rich_help_panel=FOLDER)] = None,
+             component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
+                                  "that is quantized; by default all but autoencoders.", rich_help_panel=FOLDER)] = None,
+             shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help=SHARD_HELP, rich_help_panel=FOLDER)] = None,
+             imatrix: Annotated[Path | None, typer.Option("--imatrix", help="How much columns matter, as llama-imatrix "
+                                                                            "writes it.", rich_help_panel=GGUF)] = None,
+             pure: Annotated[bool, typer.Option("--pure", help="One type for all matrices.", rich_help_panel=GGUF)] = False,
+             tensor_type: Annotated[list[str] | None, typer.Option("--tensor-type", help="PATTERN=TYPE for tensors whose names "
+                                    "the regular expression is found in; the first that fits counts.",
+                                    rich_help_panel=GGUF)] = None,
+             output_type: Annotated[str | None, typer.Option("--output-tensor-type", help="A type for output.weight.",
+                                                             rich_help_panel=GGUF)] = None,
+             embedding_type: Annotated[str | None, typer.Option("--token-embedding-type", help="A type for the token embedding.",
+                                                                rich_help_panel=GGUF)] = None,
+             leave_output: Annotated[bool, typer.Option("--leave-output-tensor", help="Keep output.weight as it is.",
+                                                        rich_help_panel=GGUF)] = False,
+             requantize: Annotated[bool, typer.Option("--allow-requantize", help="Take weights that are quantized already, for "
+                                                                                 "a worse model.", rich_help_panel=GGUF)] = False,
+             arch: Annotated[str | None, typer.Option("--arch", help="A diffusion model's architecture, such as flux.",
+                                                      rich_help_panel=GGUF)] = None,
+             dry_run: Annotated[bool, typer.Option("--dry-run", help="Show types and sizes; write nothing.",
+                                                   rich_help_panel=GGUF)] = False,
+             as_json: Json = False) -> None:
+    """Write a model in smaller types, as a GGUF file or as a folder, and print what that cost in quality.
+
+    --type takes llama-quantize's mixes.  --format takes qdsl's formats; re-run the same command to resume.
+    """
+    if (mix is None) == (format is None):
+        fail("error: give --type to write a GGUF file, or --format to write a folder of safetensors", 2)
+    refuse_options(context, *((FOLDER, "--format") if format is None else (GGUF, "--type")))
+    if format is not None:
+        to = f"{format}.{storage}" if storage else format
+        _quantize_folder(file, to, out, param, ignore, component, jobs, shard, svg, as_json)
+        return
+    from qdsl.quantize import mixes
+
+    with reported():
+        options = mixes.Options(mixes.mix_of(mix or ""), imatrix is not None, pure, leave_output,
+                                output=output_type and mixes.type_named(output_type),
+                                embedding=embedding_type and mixes.type_named(embedding_type),
+                                overrides=tuple(map(mixes.override_of, tensor_type or ())))
+    _quantize_to_gguf(file, options, out, imatrix, arch, requantize, jobs, dry_run, svg, as_json)
+
+
+def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: Path | None, arch: str | None, requantize: bool,
+                      jobs: int | None, dry_run: bool, svg: Path | None, as_json: bool) -> None:
+    """Write a GGUF file, or with `dry_run` print what it would be."""
+    from qdsl.files import check_output, write_text
+    from qdsl.progress import progress
+    from qdsl.quantize import plan, quality
+    from qdsl.quantize.imatrix import read
+    from qdsl.quantize.source import open_source
+
+    if out is None and not dry_run:
+        fail("error: say with --out what to write, or give --dry-run", 2)
+    if svg is not None and dry_run:
+        fail("error: --svg draws what quantizing cost, which a --dry-run does not know", 2)
+    with reported():
+        inputs = [file, *([imatrix] if imatrix else [])]
+        if out is not None:
+            check_output(out, *inputs)
+        if svg is not None:
+            check_output(svg, *inputs, *([out] if out else []))
+        source = language_folder(file, arch) or open_source(file, arch)
+        importance = read(imatrix) if imatrix else None
+        planned = plan.plan(source, options, importance, requantize)
+        costs = {}
+        if out is not None and not dry_run:
+            from qdsl.quantize import run
+
+            with progress(planned.weights, " weights") as tell, exit_on_sigterm():
+                costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
+                                          tell=tell)
+        report = plan.data(planned, file, costs)
+        if svg is not None:
+            write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "out": None if dry_run else str(out), **report}))
+        return
+    for heads, *rows in plan.tables(report):
+        print_table(heads, rows)
+    for note in report["notes"]:
+        typer.echo(f"note: {note}")
+    bits = report["bits_per_weight"]
+    typer.echo(f"{'would write' if dry_run else 'written'}  {out or ''}  {report['nbytes']} bytes of weights"
+               + ("" if bits is None else f", {bits:.3f} bits per weight"))
+
+
+def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, ignore: list[str] | None,
+                     component: list[str] | None, jobs: int | None, shard: str | None, svg: Path | None, as_json: bool) -> None:
+    """Write a folder of plain safetensors with its Linear layers in a format."""
+    import re
+    from functools import partial
+
+    from qdsl.convert import run
+    from qdsl.convert.aim import aimed
+    from qdsl.files import check_output, write_text
+    from qdsl.processes import processors
+    from qdsl.progress import progress
+    from qdsl.quantize import quality
+
+    if out is None:
+        fail("error: say with --out which folder to write", 2)
+    for pattern in ignore or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            fail(f"error: --ignore '{pattern}' is no regular expression: {error}", 2)
+    part = None if shard is None else read_part(shard)
+    with reported(), exit_on_sigterm():
+        if svg is not None:
+            check_output(svg, path)
+        aim = aimed(to, True, dict(map(read_param, param or [])), tuple(ignore or ()), tuple(component or ()))
+        report = run.quantize(path, aim, out, jobs=jobs or processors(), part=part, tell=partial(progress, unit="B"))
+        if svg is not None:
+            rows = [{**row, "type": to} for row in report["quantized"]]
+            write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))
+    print_converted(report, as_json, "" if part is None else f"part {shard} of ")
