@@ -678,7 +678,7 @@ def test_places_that_cannot_be_written(sharded: Path, tmp_path: Path) -> None:
     assert "is an input" in refused_at(sharded, sharded / "tokenizer" / "out")
     convert(sharded, tmp_path / "out")
     before = folders.files(tmp_path / "out")
-    assert "is there already" in refused_at(sharded, tmp_path / "out")
+    assert "exists already" in refused_at(sharded, tmp_path / "out")
     assert folders.files(tmp_path / "out") == before
     with pytest.raises(RewriteError, match="no work was begun here, or it is complete"):
         merge(tmp_path / "out")
@@ -929,7 +929,7 @@ def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -
         "note: pytorch_model.bin holds other weights, and was not copied", "2 layers from int_group.gptq_v2 to int_group.awq",
         f"written  {tmp_path / 'out'}: 2 files of tensors, {size} bytes"])
     again = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out")
-    assert again.exit_code == 1 and "is there already, and is no work that was broken off" in again.stderr
+    assert again.exit_code == 1 and "exists already, and no interrupted run left it; --force replaces" in again.stderr
     asked = ("--requantize", "fp8_block", "--param", "bn=32", "-o", tmp_path / "fp8", "-j", "1")
     found = command("convert", sharded, *asked, "--json")
     data = json.loads(found.stdout)

@@ -346,7 +346,7 @@ def test_another_work_in_the_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RewriteError, match=r"a quantization to fp8_block\.safetensors was begun here"):
             quantize(path, tmp_path / "out", to, ignore=ignore)
     quantize(path, tmp_path / "out", "fp8_block")
-    with pytest.raises(RewriteError, match="is there already"):
+    with pytest.raises(RewriteError, match="exists already"):
         quantize(path, tmp_path / "out", "fp8_block")
 
 

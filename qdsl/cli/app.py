@@ -24,6 +24,7 @@ Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes
 Shard = Annotated[str | None, typer.Option("--shard", metavar="I/N", help=SHARD_HELP)]
 Params = Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP)]
 OutFolder = Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)]
+Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists already.")]
 SHOWN = 50                                                       # the most differences or notes that are printed
 
 

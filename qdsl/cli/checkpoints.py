@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import SHOWN, Jobs, Json, app, fail, input_argument, reported
+from qdsl.cli.app import SHOWN, Force, Jobs, Json, app, exit_on_sigterm, fail, input_argument, reported
 
 
 @app.command()
@@ -37,13 +37,18 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
 def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first of a split one.")],
                out: Annotated[Path, typer.Option("--out", "-o", help="The .safetensors file to write.", show_default=False)],
                dtype: Annotated[str, typer.Option("--dtype", help="f32, which is exact, bf16 or f16.")] = "f32",
-               as_json: Json = False) -> None:
-    """Write the weights of a GGUF file as plain floats in a safetensors file, one tensor after the other."""
+               force: Force = False, as_json: Json = False) -> None:
+    """Write the weights of a GGUF file as plain floats in a safetensors file, one tensor after the other.
+
+    Run the same command again to resume.
+    """
     from qdsl.checkpoint.dequantize import DTYPES, dequantize_file
+    from qdsl.files import check_output
 
     if dtype not in DTYPES:
         fail(f"error: no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
-    with reported():
+    with reported(), exit_on_sigterm():
+        check_output(out, file, force=force)
         written = dequantize_file(file, out, dtype)
     if as_json:
         typer.echo(json.dumps({"schema": 1, **written}))

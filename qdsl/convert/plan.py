@@ -86,7 +86,7 @@ class Change:
 class Plan:
     """The files of a folder, the layers that change, as they are now, and those that do not.
 
-    left: plain layers that the format cannot hold, and why.
+    left: plain layers that the format cannot hold, and why.  inputs: the identities of the folder's files.
     """
 
     aim: Aim
@@ -94,6 +94,7 @@ class Plan:
     changed: tuple[Layer, ...]
     kept: tuple[Layer, ...]
     left: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[Path, list[Any]] = field(default_factory=dict)
 
     @property
     def format(self) -> str:
@@ -163,7 +164,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     sources = {path: identity(path) for path in folder.shards}
     sharing = fused_layers(layer for layer in changed if shares_scale(layer, aim))
     shards = tuple(_shard(folder, file, said[path], aim, sources, model, sharing) for path, file in files.items() if file.tensors)
-    return Plan(aim, shards, tuple(changed), kept, {layer.name: why for layer, why in problems})
+    return Plan(aim, shards, tuple(changed), kept, {layer.name: why for layer, why in problems}, sources)
 
 
 def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]]) -> dict[Path, _File]:

@@ -9,34 +9,41 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from qdsl.files import flush_folder, replacing, write_text
+from qdsl.files import flush_folder, identity, replacing, write_text
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.shards import Shard
 
 # Weights: those of the input are in other files now, and others would be of another model.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".tflite", ".npz")
+Inputs = Mapping[Path, list[Any]]
 INDICES = tuple(f"{suffix}.index.json" for suffix in WEIGHTS)
 
 
 def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], said: Mapping[str, str | None], out: Path,
-             ) -> list[str]:
-    """Put everything in its place; returns notes of what was left out.  A call that is broken off is made again.
+             inputs: Inputs) -> list[str]:
+    """Put everything in its place; returns notes of what was left out.  Run it again where it was interrupted.
 
     source: the folder, or the file, whose shards are these.  read: its files of weights, and their indices, which stay behind.
     said: files with another text than there, or that are not there, by their names from the folder; None for none any more.
+    inputs: the identities that files had when they were read.
     Raises RewriteError, before it changes anything, where shards are missing, of another input, or being written.
     """
     with stage.held(out / stage.STAGE):
-        return _completed(source, read, shards, said, out)
+        return _completed(source, read, shards, said, out, inputs)
 
 
 def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], said: Mapping[str, str | None], out: Path,
-               ) -> list[str]:
+               inputs: Inputs) -> list[str]:
+    if changed := [path for path, known in inputs.items() if not path.is_file() or identity(path) != known]:
+        raise RewriteError(f"{changed[0]} changed while it was read; run the same command again")
     missing = [shard.name for shard in shards if not stage.is_whole(shard, out)]
     if missing:
         raise RewriteError(f"{out}: {len(missing)} of {len(shards)} shards are not there, or not of {source} as it is "
                            f"now: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}")
+    if (out / stage.STAGE / stage.FORCE).exists() and not (out / stage.STAGE / stage.MARK).exists():
+        stage.clear(out)
     stage.write(out / stage.STAGE / stage.MARK, {})
     others = out / stage.STAGE / stage.OTHERS
     notes = _copy_others(source, read, others, said)
