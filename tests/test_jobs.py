@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from qdsl.checkpoint import dequantize as dequantizing
 from qdsl.checkpoint import resume
 from qdsl.checkpoint.safetensors import TensorFile, write
 from qdsl.cli import app
 from qdsl.compress import run as compressing
+from qdsl.quantize import run as quantizing
 from qdsl.quantize.mixes import Model
 from qdsl.rewrite import stage
 from tests.support import folders
@@ -206,6 +209,27 @@ def test_an_input_that_changes_meanwhile_is_refused(job: str, inputs: Path, tmp_
     assert result.exit_code == 1 and f"{path} changed while it was read; run the same command again" in result.stderr
     monkeypatch.setattr(stage, "note", write_note)
     succeed(*arguments, "-o", tmp_path / "out")
+
+
+@pytest.mark.parametrize("job", ["convert", "compress", "decompress", "quantize folder", "quantize", "dequantize"])
+def test_an_input_that_is_cut_meanwhile_is_an_error(job: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    ) -> None:
+    """Not a signal that ends the process."""
+    shutil.copytree(inputs, tmp_path / "in")
+    arguments = JOBS[job][0].format(tmp_path / "in").split()
+    path = Path(arguments[1])
+    path = path / "model-00001-of-00002.safetensors" if path.is_dir() else path
+
+    def cut(*given: Any) -> str:
+        os.truncate(path, 4096)
+        return "key"
+
+    begin = stage.begin
+    monkeypatch.setattr(stage, "begin", lambda *given: (begin(*given), cut())[0])
+    monkeypatch.setattr(quantizing, "_check", cut)
+    monkeypatch.setattr(dequantizing, "digest", cut)
+    result = command(*arguments, "-o", tmp_path / JOBS[job][1])
+    assert result.exit_code == 1 and re.search("became shorter while|bytes are missing", result.stderr)
 
 
 def forged(request: dict[str, Any]) -> Iterator[dict[str, Any]]:

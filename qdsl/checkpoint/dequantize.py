@@ -69,4 +69,5 @@ def _exact(file: GgufFile, entry: GgufTensor) -> Iterator[torch.Tensor]:
         n, k = packed.shape
         step = max(1, WEIGHTS // k)
         for start in range(0, n, step):
+            file.entry(entry.name)                               # raises where the file was cut meanwhile
             yield packed.format.dequantize(packed.cut("N", start, min(start + step, n)), torch.float32)

@@ -241,6 +241,7 @@ class TensorFile:
         """The bytes before the tensors.  Raises CheckpointError for a closed file."""
         if self._map is None:
             raise CheckpointError(f"{self.path}: the file is closed")
+        check_whole(self._map, self.path)
         return self._map[:8 + int.from_bytes(self._map[:8], "little")]
 
     def start(self, name: str, limit: int) -> bytes:
@@ -248,6 +249,7 @@ class TensorFile:
         entry = self.entry(name)
         if self._map is None:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
+        check_whole(self._map, self.path)
         return self._map[entry.start:min(entry.stop, entry.start + limit)]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -263,6 +265,7 @@ class TensorFile:
         dtype = torch_dtypes()[entry.dtype]
         if self._map is None:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
+        check_whole(self._map, self.path)
         flat = elements(self._map, entry.start, entry.nbytes, dtype)
         if entry.dtype == "BOOL" and entry.nbytes and int(flat.view(torch.uint8).max()) > 1:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: a BOOL that is neither 0 nor 1")
@@ -285,6 +288,12 @@ def mapped(file: BinaryIO) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000),
                          prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def check_whole(data: mmap.mmap, path: Path) -> None:
+    """Raise CheckpointError for a file that was cut after it was mapped: reading what is gone would end the process."""
+    if data.size() < len(data):
+        raise CheckpointError(f"{path}: became shorter while it was read: {data.size()} bytes of {len(data)} are left")
 
 
 @dataclass(frozen=True, slots=True)
