@@ -16,9 +16,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import qdsl
 from qdsl.checkpoint import dequantize as dequantizing
 from qdsl.checkpoint import resume
-from qdsl.checkpoint.safetensors import TensorFile, write
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.safetensors import CheckpointError, TensorFile, write
 from qdsl.cli import app
 from qdsl.compress import run as compressing
 from qdsl.quantize import run as quantizing
@@ -283,3 +285,41 @@ def test_forged_pieces_are_encoded_again(key: str, text: str, inputs: Path, tmp_
     write(piece, tensors, metadata)
     succeed(*asked)
     assert files(tmp_path / "out") == files(inputs / "hlane")
+
+
+# Checksums
+
+
+@pytest.mark.parametrize("job", ["convert", "compress", "quantize folder"])
+def test_a_folder_is_verified_by_its_checksums(job: str, inputs: Path, tmp_path: Path) -> None:
+    """A flipped bit in any tensor is named, by the command, by `qdsl.open` and by `load_weights_`."""
+    out = tmp_path / "out"
+    succeed(*JOBS[job][0].format(inputs).split(), "-o", out)
+    assert command("verify", out).stdout == "all tensors fit their checksums\n"
+    qdsl.open(out, verify=True).close()
+    with Folder(out) as folder:
+        places = [(folder.file(name).path, name, folder.entry(name).stop - 1) for name in folder.names()]
+    for path, name, place in places:
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.write_bytes(data)
+        result = command("verify", out)
+        assert result.exit_code == 1 and result.stdout == f"{path}: tensor '{name}' is damaged\n1 problems\n"
+        data[place] ^= 1
+        path.write_bytes(data)
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="is damaged; write or download the folder again"):
+        qdsl.open(out, verify=True)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        qdsl.load_weights_(torch.nn.Linear(2, 2), out, verify=True)
+    path.unlink()
+    (out / "model.safetensors.index.json").unlink()
+    assert f"'{path.name}' is missing" in command("verify", out).stdout
+
+
+def test_a_folder_without_checksums_cannot_be_verified_alone(inputs: Path) -> None:
+    result = command("verify", inputs / "plain")
+    assert result.exit_code == 2 and "no qdsl-checksums.json states checksums" in result.stderr
+    with pytest.raises(CheckpointError, match=r"no qdsl-checksums\.json"):
+        qdsl.open(inputs / "plain", verify=True)
+    qdsl.open(inputs / "plain").close()

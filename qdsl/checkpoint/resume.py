@@ -58,7 +58,7 @@ def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[Ne
     for line, (name, _, size, zeros) in zip(lines, tensors, strict=False):
         try:
             record = json.loads(line)
-            note = {"name": name, "crc": _crc(file, size), "zeros": file.read(zeros).hex()}
+            note = {"name": name, "crc": checksum(file, file.tell(), size), "zeros": file.read(zeros).hex()}
             if note != {key: record[key] for key in note}:
                 break
             notes[name] = record["note"]
@@ -71,9 +71,10 @@ def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[Ne
     return count
 
 
-def _crc(file: BinaryIO, size: int) -> int | None:
-    """The CRC-32 of the next bytes of a file; None where there are fewer."""
-    crc, left = 0, size
+def checksum(file: BinaryIO, start: int, nbytes: int) -> int | None:
+    """The CRC-32 of bytes of an open file; None where there are fewer."""
+    file.seek(start)
+    crc, left = 0, nbytes
     while data := file.read(min(left, 1 << 20)):
         crc, left = crc32(data, crc), left - len(data)
     return None if left else crc

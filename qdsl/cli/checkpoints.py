@@ -58,7 +58,7 @@ def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first o
 
 @app.command()
 def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one file, or a GGUF file.")],
-           b: Annotated[Path, input_argument("Another.")],
+           b: Annotated[Path | None, input_argument("Another; without it, a folder is compared with its checksums.")] = None,
            jobs: Jobs = None,
            decoded: Annotated[bool, typer.Option("--decoded", help="Compare the weights that quantized layers stand for, "
                                                                    "whatever their formats and storages.")] = False,
@@ -67,12 +67,18 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
            as_json: Json = False) -> None:
     """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read.
 
-    A GGUF file is compared with the model that it was made of: errors must be those of its types.
+    A GGUF file is compared with the model that it was made of: errors must be those of its types.  A folder alone is compared
+    with the checksums that qdsl wrote into it.
     """
     from qdsl.checkpoint import verify as verifying
     from qdsl.processes import processors
     from qdsl.progress import progress
 
+    if b is None:
+        if decoded or tolerance:
+            fail("error: --decoded and --tolerance compare two checkpoints", 2)
+        _verify_checksums(a, as_json)
+        return
     if tolerance and not decoded:
         fail("error: --tolerance is one between decoded weights: give --decoded", 2)
     if ".gguf" in (a.suffix, b.suffix):
@@ -94,6 +100,22 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
                 differences = verifying.of_models(
                     a, b, lambda x, y, told: verifying.differences(x, y, jobs=jobs, tell=told), tell)
     _print_differences(differences, f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal", as_json)
+
+
+def _verify_checksums(folder: Path, as_json: bool) -> None:
+    """Print which tensors of a folder are damaged.  Raises typer.Exit where there are any."""
+    from qdsl.checkpoint import checksums, verify
+    from qdsl.progress import progress
+
+    with reported(2), progress(verify.size(folder), "B") as tell:
+        problems = checksums.damaged(folder, tell)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "equal": not problems, "problems": problems}))
+    else:
+        lines = [*problems[:SHOWN], *([f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])]
+        typer.echo("\n".join([*lines, f"{len(problems)} problems" if problems else "all tensors fit their checksums"]))
+    if problems:
+        raise typer.Exit(1)
 
 
 def _gguf_differences(file: Path, other: Path) -> list[Any]:

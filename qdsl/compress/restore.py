@@ -36,11 +36,11 @@ class Decode:
 
     @property
     def nbytes(self) -> int:
-        return sum(Part(self.coded, number).nbytes for number, start in enumerate(self.to) if start is not None)
+        return sum(nbytes for _, nbytes in self.extents)
 
     @property
-    def begin(self) -> int:
-        return min(start for start in self.to if start is not None)
+    def extents(self) -> Sequence[tuple[int, int]]:
+        return [(start, Part(self.coded, number).nbytes) for number, start in enumerate(self.to) if start is not None]
 
     def write(self, out: BinaryIO) -> None:
         """Raises RewriteError for tensors that are damaged."""
@@ -120,7 +120,7 @@ def _complete(path: Path, plan: _Plan, out: Path) -> list[str]:
     read = {file for folder in folders for file in (*folder.shards, folder.root / folder.index_name)}
     texts = {within(name, file): text for name, model in plan.models.items() if model.path.is_dir()
              for file, text in model.plain_texts().items()}
-    return complete(path, read, plan.shards, texts, out, plan.inputs)
+    return complete(path, read, plan.shards, texts, out, plan.inputs, is_restored=True)
 
 
 def _report(out: Path, plan: _Plan, shards: Sequence[Shard], notes: Sequence[str]) -> dict[str, Any]:

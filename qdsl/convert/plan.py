@@ -71,8 +71,8 @@ class Change:
         return sum(entry.nbytes for entry in self.to.values())
 
     @property
-    def begin(self) -> int:
-        return min(entry.start for entry in self.to.values())
+    def extents(self) -> Sequence[tuple[int, int]]:
+        return [(entry.start, entry.nbytes) for entry in self.to.values()]
 
     def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
         """What requantizing it cost, None where it is exact.  Raises RewriteError where the storage cannot hold it after all."""

@@ -32,8 +32,8 @@ class Step(Protocol):
         """Of what it writes."""
 
     @property
-    def begin(self) -> int:
-        """Where in the file its first byte goes."""
+    def extents(self) -> Sequence[tuple[int, int]]:
+        """Where in the file the tensors go that it writes whole, and their bytes."""
 
     def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
         """Put bytes in their places; something to say of it, by name, or nothing."""
@@ -50,8 +50,8 @@ class Copy:
     to: int
 
     @property
-    def begin(self) -> int:
-        return self.to
+    def extents(self) -> Sequence[tuple[int, int]]:
+        return [(self.to, self.nbytes)]
 
     def write(self, out: BinaryIO) -> None:
         """Raises OSError for a file that has become shorter."""
@@ -95,7 +95,7 @@ class Shard:
 
 def in_order(steps: Iterable[Step]) -> tuple[Step, ...]:
     """As their first bytes lie."""
-    return tuple(sorted(steps, key=lambda step: step.begin))
+    return tuple(sorted(steps, key=lambda step: min(start for start, _ in step.extents)))
 
 
 def share(every: Sequence[Each], place: int, count: int) -> list[Each]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json
+from qdsl.checkpoint.safetensors import CheckpointError, parse_header, shown, strict_json
 from qdsl.files import locked, write_text
 from qdsl.rewrite import RewriteError
 from qdsl.rewrite.shards import Shard
@@ -169,9 +169,18 @@ def is_whole(shard: Shard, out: Path) -> bool:
     return _made_of(shard).items() <= read(note).items() and path.stat().st_size == shard.size
 
 
-def note(shard: Shard, stage: Path, said: Mapping[str, Any]) -> None:
-    """Say that a shard is whole, and what its steps had to say."""
-    write(room(stage, shard) / NOTE, {**_made_of(shard), "said": dict(said)})
+def note(shard: Shard, stage: Path, said: Mapping[str, Any], crc: Mapping[str, Any]) -> None:
+    """Say that a shard is whole, what its steps had to say, and the CRC-32 of its tensors, by their places."""
+    write(room(stage, shard) / NOTE, {**_made_of(shard), "said": dict(said), "crc": dict(crc)})
+
+
+def crc(shard: Shard, out: Path) -> dict[str, int]:
+    """The CRC-32 of a shard's tensors, by name."""
+    stated = read(room(out / STAGE, shard) / NOTE).get("crc", {})
+    if not fits(stated, {"*": int}):
+        raise RewriteError(f"{out / STAGE}: a note that qdsl did not write; remove the folder")
+    tensors = parse_header(shard.start[8:], Path(shard.name)).tensors
+    return {name: stated.get(str(entry.start), 0) if entry.nbytes else 0 for name, entry in tensors.items()}
 
 
 def said(shards: Sequence[Shard], out: Path) -> dict[str, Any]:
