@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import SHOWN, Force, Jobs, Json, app, exit_on_sigterm, fail, input_argument, reported
+from qdsl.cli.app import SHOWN, Force, Jobs, Json, app, exit_on_sigterm, fail, input_argument, read_size, reported
 
 
 @app.command()
 def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
                                                      "of them; or a URL or repository, of which headers are read.",
                                                 show_default=False)],
-            shared_memory: Annotated[int | None, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel; "
+            shared_memory: Annotated[str | None, typer.Option("--shared-memory", help="What a GPU gives a kernel, such as 48KiB; "
                                      "exit code 1 where DF11's need more.")] = None,
             as_json: Json = False) -> None:
     """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong."""
@@ -25,9 +25,12 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
     from qdsl.checkpoint.references import local_headers
     from qdsl.checkpoint.survey import fits
 
+    limit = SHARED_MEMORY if shared_memory is None else read_size(shared_memory)
     with reported(), local_headers(file) as path:
-        report = {**contents(path, SHARED_MEMORY if shared_memory is None else shared_memory), "file": file}
+        report = {**contents(path, limit), "file": file}
     typer.echo(json.dumps({"schema": 1, **report}) if as_json else "\n".join(lines(report)))
+    if report.get("problems"):
+        raise typer.Exit(1)
     if shared_memory is not None and not all(fits(group) for model in report.get("models", [report])
                                              for group in model.get("groups", ())):
         raise typer.Exit(1)
