@@ -39,6 +39,12 @@ def identity(path: Path) -> list[Any]:
         return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(file.read(1 << 20)).hexdigest()]
 
 
+def make_cache_folder(path: Path) -> None:
+    """Make a folder below the cache folder, which others may not enter: what lies there is run."""
+    cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 class OutputError(OSError):
     """An output that would destroy an input or another file, or that is no regular file."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import py_compile
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import qdsl
 from qdsl.cli import app
 from qdsl.generated import df11, hlane, q4_0
 from qdsl.runtime import FormatError
@@ -74,3 +78,24 @@ def test_a_truncated_gguf_file_ends_with_1(options: tuple[str, ...], tmp_path: P
     path = tmp_path / "x.gguf"
     path.write_bytes(framed([info()], [], bytes(100)))
     assert CliRunner().invoke(app, ["inspect", str(path), *options]).exit_code == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes")
+def test_loading_a_spec_runs_its_text_and_no_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytecode of another text, which claims to be of this one, lies next to it."""
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    spec = tmp_path / "mine.yaml"
+    spec.write_text((ROOT / "specs" / "q4_0.yaml").read_text().replace("q4_0", "mine"))
+    module = qdsl.load(spec)
+    path = Path(str(module.__file__))
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "evil.py").write_text("HIJACKED = True\n")
+    cached = Path(importlib.util.cache_from_source(str(path)))
+    py_compile.compile(str(tmp_path / "evil.py"), str(cached))
+    status, code = path.stat(), cached.read_bytes()
+    claim = int(status.st_mtime).to_bytes(4, "little") + status.st_size.to_bytes(4, "little")
+    cached.write_bytes(code[:8] + claim + code[16:])
+    for name in [name for name in sys.modules if name.split(".")[0] == module.__name__]:
+        monkeypatch.delitem(sys.modules, name)
+    again = qdsl.load(spec)
+    assert again is not module and not hasattr(again, "HIJACKED") and hasattr(again, "FORMAT")
