@@ -157,7 +157,7 @@ def test_the_table_and_the_picture(folder: Path) -> None:
     drawn = [each.text for each in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
     assert "in.gguf as Q4_0: signal to noise" in drawn and "blk.1.ffn_down.weight" in drawn and f"{row[7]} dB" in drawn
     assert not any("norm" in str(each) for each in drawn)
-    quantize(path, *PLAIN, "-o", "out.gguf", "--svg", "again.svg")
+    quantize(path, *PLAIN, "-o", "out.gguf", "--svg", "again.svg", "--force")
     assert (folder / "again.svg").read_text() == text
 
 

@@ -175,7 +175,7 @@ def test_a_file_by_itself_gets_a_config(tmp_path: Path) -> None:
     """So that a storage whose tensors fit several ways is read."""
     write(tmp_path / "model.safetensors", {"up.weight": drawn(ROWS, COLUMNS)}, {"format": "pt"})
     quantize(tmp_path / "model.safetensors", tmp_path / "out", "int_group.gptq_v1", {"bits": 3, "group": 32})
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", checksums.FILE]
     check_opens(tmp_path / "out", {"up": expected(drawn(ROWS, COLUMNS), "int_group.gptq_v1", {"bits": 3, "group": 32})})
 
 
