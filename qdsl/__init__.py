@@ -89,17 +89,18 @@ def ignore_packed_(model: nn.Module) -> set[nn.Parameter]:
     return ignore(model)
 
 
-def open(path: Path | str, shapes: Mapping[str, Sequence[int]] | None = None) -> Checkpoint:
+def open(path: Path | str, shapes: Mapping[str, Sequence[int]] | None = None, verify: bool = False) -> Checkpoint:
     """Open a checkpoint of any producer: a folder of safetensors, a pipeline of such folders, a .safetensors or a .gguf file.
 
     Its `.layers`, `.layer(name)`, `.weight(name)`, `.weights()` and `.report()` read weights as they are packed, mapped and not
-    copied.  shapes: (N, K), or (E, N, K) of experts, by the names of modules whose tensors do not state them.  Raises
+    copied.  shapes: (N, K), or (E, N, K) of experts, by the names of modules whose tensors do not state them.
+    verify: read all files first, and compare them with the checksums that qdsl wrote into the folder.  Raises
     qdsl.checkpoint.safetensors.CheckpointError for anything that is wrong in the files, OSError where they cannot be read.
     """
     from qdsl.checkpoint.checkpoint import open_checkpoint
     from qdsl.checkpoint.references import local_path
 
-    return open_checkpoint(local_path(path), shapes)
+    return open_checkpoint(local_path(path), shapes, verify)
 
 
 def open_headers(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
@@ -125,8 +126,9 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
 
     rename: what the model calls a weight of the checkpoint, None for one to be left out; a mapping replaces prefixes of names.
     device: for all weights; by default that of each parameter, the CPU for those on meta.  dtype: of plain floats and of
-    products; by default each parameter's.  verify: decode every stream and check every index first.  copy: own the weights; by
-    default those on a CPU stay mapped from the files, privately: the files must not be changed while the model lives.
+    products; by default each parameter's.  verify: first decode every stream, check every
+    index, and compare all files with the checksums that qdsl wrote into the folder, where there are any.  copy: own the weights;
+    by default those on a CPU stay mapped from the files, privately: the files must not be changed while the model lives.
     format, options: quantize plain Linear layers in a format on the way.  skip: patterns of names, or of parts of them, whose
     layers become dense, packed ones too; by default heads, embeddings, norms and routers are not quantized on the way.
 

@@ -6,6 +6,7 @@ They are written under a temporary name in the same folder, flushed, then rename
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import stat
@@ -13,7 +14,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import qdsl
+
+JOURNAL = ".journal"                                             # what is whole of a file that an interrupted process continues
 
 
 def cache_folder() -> Path:
@@ -22,13 +27,36 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QDSL_CACHE") or Path(base) / "qdsl")
 
 
+def digest(*values: Any) -> str:
+    """The SHA-256 of this version of qdsl and of plain data that the bytes of an output depend on."""
+    return hashlib.sha256(json.dumps([qdsl.__version__, *values], sort_keys=True).encode()).hexdigest()
+
+
+def identity(path: Path) -> list[Any]:
+    """A file's name, size, time of its last change, and a digest of its first MiB, which tell a changed input."""
+    with open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(file.read(1 << 20)).hexdigest()]
+
+
+def make_cache_folder(path: Path) -> None:
+    """Make a folder below the cache folder, which others may not enter: what lies there is run."""
+    cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 class OutputError(OSError):
-    """An output that would destroy an input, or that is no regular file."""
+    """An output that would destroy an input or another file, or that is no regular file."""
 
 
-def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str]) -> None:
-    """Raise OutputError where `out` is an input, links to one, lies inside of an input folder, or is a folder that holds one."""
+def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], force: bool = True) -> None:
+    """Raise OutputError where `out` is an input, links to one, lies inside of an input folder, or is a folder that holds one.
+
+    force: whether a file that exists already is replaced; without it, that raises OutputError, too.
+    """
     target = Path(os.path.realpath(out))
+    if os.fspath(out) == "-":
+        raise OutputError("-: this output cannot go to standard output; a file of that name is ./-")
     for path in inputs:
         source = Path(os.path.realpath(path))
         files = source.rglob("*") if source.is_dir() else [source]
@@ -38,6 +66,8 @@ def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str]) -
             raise OutputError(f"{out}: the output lies in {path}, which is an input")
         if target in source.parents:
             raise OutputError(f"{out}: the output is a folder that holds the input {path}")
+    if target.is_file() and not force:
+        raise OutputError(f"{out} exists already; --force replaces it")
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
@@ -51,55 +81,84 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block ends, and is removed when the block fails.
 
     It lies hidden in the same folder until it is on disk.  A process that is killed leaves it there as `.qdsl-*.part`; the next
     one that writes the same file removes it.  Links are followed, and the mode of a file that is replaced stays.
+    key: with it, an interrupted file stays, and the next call with the same key gets it with its old bytes.
+    Raises OutputError where another process writes the file with this key.
     """
     target = regular_file(path)
     prefix = f".qdsl-{hashlib.sha256(target.name.encode(errors='surrogateescape')).hexdigest()[:12]}-"
-    _remove_abandoned(target.parent, prefix)
-    part = target.parent / f"{prefix}{secrets.token_hex(8)}.part"
+    part = target.parent / f"{prefix}{key[:16] or secrets.token_hex(8)}.part"
+    _remove_abandoned(target.parent, prefix, part)
+    file = _opened(part)
     try:
-        with open(part, "xb") as file:
-            _lock(file.fileno())
+        with file:
             if target.exists() and sys.platform != "win32":
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
+        journal_of(part).unlink(missing_ok=True)
         os.replace(part, target)
-    except BaseException:
-        part.unlink(missing_ok=True)
+    except BaseException as error:
+        if isinstance(error, Exception) or not key:
+            _remove_part(part)
         raise
     flush_folder(target.parent)
 
 
-def _remove_abandoned(folder: Path, prefix: str) -> None:
-    """Remove unfinished files that no living process has open for writing."""
+def _opened(part: Path) -> BinaryIO:
+    """A file to write, new or continued, locked for this process.  Raises OutputError where another process has it."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    file = open(part, "r+b", opener=lambda path, _: os.open(path, flags, 0o666))  # noqa: SIM115
+    if _lock(file.fileno()) is False or not part.exists() or not os.path.samestat(os.fstat(file.fileno()), part.stat()):
+        file.close()
+        raise OutputError(f"{part}: another process is writing this file")
+    return file
+
+
+def journal_of(part: Path) -> Path:
+    """The file that says what of an unfinished file is whole; it goes with that."""
+    return part.with_name(part.name + JOURNAL)
+
+
+def _remove_part(part: Path) -> None:
+    """Remove an unfinished file, after the journal that says what of it is whole."""
+    journal_of(part).unlink(missing_ok=True)
+    part.unlink(missing_ok=True)
+
+
+def _remove_abandoned(folder: Path, prefix: str, continued: Path) -> None:
+    """Remove unfinished files that no living process has open for writing, other than the one that is continued."""
     for part in folder.glob(f"{prefix}*.part"):
+        if part == continued:
+            continue
         try:
             opened = os.open(part, os.O_RDONLY)
         except OSError:                                          # another process removed it, or may read it alone
             continue
         try:
             if _lock(opened):
-                part.unlink(missing_ok=True)
+                _remove_part(part)
         finally:
             os.close(opened)
 
 
-def _lock(file: int) -> bool:
-    """Lock an open file for this process; False where another has it, or where files have no locks."""
+def _lock(file: int) -> bool | None:
+    """Lock an open file for this process; False where another has it, None where files have no locks."""
     if sys.platform == "win32":
-        return False
+        return None
     import fcntl
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 

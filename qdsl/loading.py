@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shutil
 import sys
 import threading
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from qdsl.emit.build import files_of
-from qdsl.files import cache_folder, write_text
+from qdsl.files import cache_folder, make_cache_folder, write_text
 
 # No thread gets a module that is still being imported, and none parses while another does, which CPython 3.11 cannot bear.
 _lock = threading.Lock()
@@ -34,7 +35,7 @@ def load(spec: Path) -> ModuleType:
         for name, text in files.items():
             path = folder / name
             if not path.is_file() or path.read_bytes() != text.encode():
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_cache_folder(path.parent)
                 write_text(path, text)
         return _imported(module, folder, stem, files)
 
@@ -43,6 +44,7 @@ def _imported(module: str, folder: Path, stem: str, files: Mapping[str, str]) ->
     package = f"{stem}.py" not in files
     path = folder / stem / "__init__.py" if package else folder / f"{stem}.py"
     inside = [str(path.parent)] if package else None
+    shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)   # the text that was compared is run, and no other's bytecode
     spec = importlib.util.spec_from_file_location(module, path, submodule_search_locations=inside)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)

@@ -42,7 +42,8 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
         while waiting:
             yield waiting.popleft().result()
     except BrokenExecutor:
-        raise ChildProcessError("a process ended before its work was done, perhaps for want of memory") from None
+        why = "for want of memory, or because a file that it read was cut"
+        raise ChildProcessError(f"a process ended before its work was done, perhaps {why}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

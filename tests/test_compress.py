@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from qdsl import processes
-from qdsl.checkpoint import layer_weights
+from qdsl.checkpoint import checksums, layer_weights
 from qdsl.checkpoint.folder import INDEX, Folder
 from qdsl.checkpoint.groups import groups
 from qdsl.checkpoint.guard import guarded
@@ -142,7 +142,7 @@ def test_a_file_for_each_group(toy: Path, tmp_path: Path) -> None:
     said = json.dumps({r"layers\.\d+": ["q", "ff.0", "ff.2"]})
     run.compress(toy, Aim("df11", patterns=patterns.read(said), by_group=True), tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "layers_0.safetensors", "layers_1.safetensors",
-                                                    "model.safetensors", ORIGINAL]
+                                                    "model.safetensors", checksums.FILE, ORIGINAL]
     with Folder(tmp_path / "out") as folder, Folder(DF11) as single:
         assert folder.file("layers.1.norm.bias").path.name == folder.file("layers.1.luts").path.name == "layers_1.safetensors"
         assert folder.file("emb.weight").path.name == "model.safetensors"
@@ -345,7 +345,7 @@ def test_layers_that_are_quantized_keep_their_settings(tmp_path: Path) -> None:
 
 def test_a_file_by_itself(toy: Path, tmp_path: Path) -> None:
     run.compress(toy / "model.safetensors", Aim("fix4"), tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", ORIGINAL]
+    assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", checksums.FILE, ORIGINAL]
     restore.decompress(tmp_path / "out", tmp_path / "back")
     assert folders.files(tmp_path / "back") == folders.files(toy)
 

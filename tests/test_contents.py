@@ -92,7 +92,7 @@ def test_what_is_wrong_with_a_tensor_is_listed(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(framed([info(b"good"), info(b"odd", type=77), info(b"late", offset=128)], data=bytes(130)))
     found = run("inspect", path)
-    assert found.exit_code == 0
+    assert found.exit_code == 1
     assert "1 tensors, 32 weights, 128 B" in found.stdout and "2 tensors cannot be read" in found.stdout
     assert "unknown 77 is no type that can be read" in found.stdout and "its bytes end at 416, the file at 290" in found.stdout
     data = json.loads(run("inspect", path, "--json").stdout)
@@ -108,7 +108,7 @@ def test_names_and_values_give_a_terminal_no_orders(tmp_path: Path) -> None:
                              pair(b"comfy.gguf.orig_shape." + bad.encode(), "string", b"\x1b"),
                              pair(b"comfy.gguf.orig_shape.x" + bad.encode(), "string", b"\x1b")], bytes(256)))
     for shown in (run("inspect", path), run("inspect", path, "--json")):
-        assert shown.exit_code == 0
+        assert shown.exit_code == 1
         assert all(line.isprintable() for line in shown.stdout.split("\n"))
     assert escaped(bad) == r"\x1b[2J\x1b]0;title\x07\u202e\x9b1m\r\n" and escaped("[bold]ü") == "[bold]ü"
 

@@ -304,3 +304,11 @@ def test_act_order_to_xpu_is_what_gptqmodel_does() -> None:
     assert all(same_bits(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
     assert torch.allclose(int_group.linear(x, made), int_group.linear(x, packed), rtol=0, atol=1e-5)
+
+
+def test_act_order_weights_of_several_tiles_are_decoded() -> None:
+    """More weights than a tile of rows holds: as its rows are by themselves."""
+    packed = gptq(640, 1024, act_order=True)
+    parts = [int_group.dequantize(packed.cut("N", start, start + 160), torch.float32) for start in range(0, 640, 160)]
+    out = torch.full((640, 1024), torch.nan)
+    assert int_group.dequantize(packed, out=out).equal(torch.cat(parts)) and len({*map(torch.Tensor.sum, parts)}) == 4

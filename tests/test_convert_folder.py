@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint import layer_weights
+from qdsl.checkpoint import checksums, layer_weights
 from qdsl.checkpoint.folder import INDEX, Folder
 from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.quantization import quantization
@@ -89,7 +89,7 @@ def test_layers_change_and_all_else_stays(sharded: Path, weights: dict[str, Pack
     with safe_open(tmp_path / "out" / TWO[0], "pt") as file:
         assert all(file.get_tensor(name).equal(tensor) for name, tensor in awq.items())
     assert (tmp_path / "out" / "tokenizer" / "vocab.txt").read_text() == "a\nb\n"
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", *TWO, INDEX, "tokenizer"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", *TWO, INDEX, checksums.FILE, "tokenizer"]
     assert report["notes"] == ["pytorch_model.bin holds other weights, and was not copied"]
     assert report["layers"] == [{"from": "int_group.gptq_v2", "to": "int_group.awq", "count": 2}]
     assert report["shards"] == list(TWO)
@@ -590,9 +590,9 @@ def test_there_and_back_again(sharded: Path, tmp_path: Path) -> None:
 def test_a_file_without_an_index(tmp_path: Path, weights: dict[str, PackedWeight]) -> None:
     path = folders.folder(tmp_path / "in", folders.named(weights), index=False)
     convert(path, tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", "tokenizer"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", checksums.FILE, "tokenizer"]
     convert(path / "model.safetensors", tmp_path / "alone")
-    assert sorted(os.listdir(tmp_path / "alone")) == ["config.json", "model.safetensors"]       # what it says has changed
+    assert sorted(os.listdir(tmp_path / "alone")) == ["config.json", "model.safetensors", checksums.FILE]
     assert (tmp_path / "alone" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
 
 
@@ -602,7 +602,7 @@ def test_an_index_keeps_its_name(tmp_path: Path, weights: dict[str, PackedWeight
     path = folders.folder(tmp_path / "in", *[folders.named({key: each}) for key, each in weights.items()])
     (path / INDEX).rename(path / name)
     assert convert(path, tmp_path / "out")["notes"] == ["pytorch_model.bin holds other weights, and was not copied"]
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", name, *TWO, "tokenizer"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", name, *TWO, checksums.FILE, "tokenizer"]
 
 
 def test_a_file_that_is_left_without_tensors_is_not_written(tmp_path: Path) -> None:
@@ -610,7 +610,7 @@ def test_a_file_that_is_left_without_tensors_is_not_written(tmp_path: Path) -> N
     every = folders.named(weights)
     path = folders.folder(tmp_path / "in", {"w.scales": every.pop("w.scales")}, every)
     convert(path, tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", TWO[1], INDEX, "tokenizer"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", TWO[1], INDEX, checksums.FILE, "tokenizer"]
     assert set(Folder(tmp_path / "out").names()) == {"w.qweight", "w.qzeros", "w.scales"}
 
 
@@ -678,7 +678,7 @@ def test_places_that_cannot_be_written(sharded: Path, tmp_path: Path) -> None:
     assert "is an input" in refused_at(sharded, sharded / "tokenizer" / "out")
     convert(sharded, tmp_path / "out")
     before = folders.files(tmp_path / "out")
-    assert "is there already" in refused_at(sharded, tmp_path / "out")
+    assert "exists already" in refused_at(sharded, tmp_path / "out")
     assert folders.files(tmp_path / "out") == before
     with pytest.raises(RewriteError, match="no work was begun here, or it is complete"):
         merge(tmp_path / "out")
@@ -901,7 +901,7 @@ def test_what_processes_left_is_removed(sharded: Path, tmp_path: Path) -> None:
     place.mkdir(parents=True)
     (place / ".qdsl-0123.part").write_bytes(b"half")
     convert(sharded, tmp_path / "out")
-    assert not [name for name in folders.files(tmp_path / "out") if "qdsl" in name]
+    assert [name for name in folders.files(tmp_path / "out") if "qdsl" in name] == [checksums.FILE]
 
 
 def test_a_note_of_a_stranger_is_refused(sharded: Path, tmp_path: Path) -> None:
@@ -929,7 +929,7 @@ def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -
         "note: pytorch_model.bin holds other weights, and was not copied", "2 layers from int_group.gptq_v2 to int_group.awq",
         f"written  {tmp_path / 'out'}: 2 files of tensors, {size} bytes"])
     again = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out")
-    assert again.exit_code == 1 and "is there already, and is no work that was broken off" in again.stderr
+    assert again.exit_code == 1 and "exists already, and no interrupted run left it; --force replaces" in again.stderr
     asked = ("--requantize", "fp8_block", "--param", "bn=32", "-o", tmp_path / "fp8", "-j", "1")
     found = command("convert", sharded, *asked, "--json")
     data = json.loads(found.stdout)
@@ -952,7 +952,7 @@ def test_parameters_are_numbers_words_and_truths(sharded: Path, tmp_path: Path, 
                                                  given: str, expected: dict[str, object] | str) -> None:
     aims: list[aim.Aim] = []
     monkeypatch.setattr(run, "convert", lambda source, found, aim, out, **options: aims.append(aim) or {})
-    monkeypatch.setattr("qdsl.cli._converted", lambda *_: None)
+    monkeypatch.setattr("qdsl.cli.convert.print_converted", lambda *_: None)
     found = command("convert", sharded, "--requantize", to, "--param", given, "-o", tmp_path / "out")
     if isinstance(expected, str):
         assert found.exit_code == 1 and found.stderr.startswith(expected) and not aims

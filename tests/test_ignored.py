@@ -38,8 +38,8 @@ def test_what_a_pattern_names(dialect: str, pattern: str, named: set[str]) -> No
     assert found.problems == [] and {name for name in NAMES if found.first(name) == rule} == named
 
 
-@pytest.mark.parametrize("pattern", [r"(.*)*x", r"(a|a)*b", r"(a?){40}", r".*.*.*.*.*x", r"(x+x+)+y", r"(.)\1", "a" * 1001,
-                                     "(ab|cd|ef|gh|ij|kl)?" * 12])
+@pytest.mark.parametrize("pattern", [r"(.*)*x", r"(a|a)*b", r"(a?){40}", r".*.*.*.*.*.*.*.*.*x", r"(x+x+)+y", r"(.)\1",
+                                     "a" * 1001, "(ab|cd|ef|gh|ij|kl)?" * 12])
 def test_expressions_that_take_long_are_not_used(pattern: str) -> None:
     with pytest.raises(CheckpointError, match="may take too long"):
         expression(pattern)

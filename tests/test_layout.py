@@ -602,6 +602,13 @@ def check_split(part: Slice, word: int) -> bool:
     return True
 
 
+@pytest.mark.parametrize("modes", [((6, 12),), ((4, 20), (3, 8)), ((2, 4), (4, 24))])
+def test_a_digit_that_returns_to_a_word_after_several_steps_is_split(modes: tuple[tuple[int, int], ...]) -> None:
+    """Its stride is no multiple of the word, and a multiple of its stride is."""
+    layout = Layout(modes)
+    assert check_split(Slice(0, 4, -min(layout.first, 0), (layout,)), 8)
+
+
 @PROPERTY
 @given(slices(), st.sampled_from((3, 6, 8, 16, 32, 64)))
 @example(Slice(0, 8, 24, ()), 8)                                # a field of one element, in a later word

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 from qdsl.checkpoint import safetensors
 from qdsl.checkpoint.gguf import GgufFile
 from qdsl.cli import app
+from qdsl.files import journal_of
 from qdsl.generated import fp8_block, q4_0, q8_0
 from qdsl.quantize import QuantizeError, diffusion, quality, run
 from qdsl.quantize.mixes import MIXES, Model, Options, Tensor
@@ -156,7 +157,7 @@ def test_the_table_and_the_picture(folder: Path) -> None:
     drawn = [each.text for each in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
     assert "in.gguf as Q4_0: signal to noise" in drawn and "blk.1.ffn_down.weight" in drawn and f"{row[7]} dB" in drawn
     assert not any("norm" in str(each) for each in drawn)
-    quantize(path, *PLAIN, "-o", "out.gguf", "--svg", "again.svg")
+    quantize(path, *PLAIN, "-o", "out.gguf", "--svg", "again.svg", "--force")
     assert (folder / "again.svg").read_text() == text
 
 
@@ -308,25 +309,68 @@ def test_quantized_weights_are_not_quantized_again(folder: Path) -> None:
 # Interrupted
 
 
-def test_an_interrupted_run_leaves_nothing(folder: Path) -> None:
+def test_an_interrupted_run_is_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are whole are not quantized again, and what the report says of them is the same."""
     path = written(folder / "in.gguf", DENSE)
     (folder / "out.gguf").write_bytes(b"before")
     source = open_source(path)
     options = Options(MIXES["Q8_0"])
+    planned = plan(source, options)
+    whole = run.quantize_file(source, planned, options, Path("whole.gguf"))
+    told: list[str] = []
 
     def tell(done: int, name: str) -> None:
-        assert any(each.endswith(".part") for each in os.listdir())
+        told.append(name)
         if name.startswith("blk.1."):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.quantize_file(source, plan(source, options), options, Path("out.gguf"), tell=tell)
-    assert sorted(os.listdir()) == ["in.gguf", "out.gguf"] and Path("out.gguf").read_bytes() == b"before"
+        run.quantize_file(source, planned, options, Path("out.gguf"), tell=tell)
+    assert Path("out.gguf").read_bytes() == b"before" and len(os.listdir()) == 5
+    before, told = told[:-1], []
+    assert run.quantize_file(source, planned, options, Path("out.gguf"), tell=lambda done, name: told.append(name)) == whole
+    assert before + told == [step.tensor.name for step in planned.steps] and len(before) > 2 < len(told)
+    assert sorted(os.listdir()) == ["in.gguf", "out.gguf", "whole.gguf"]
+    assert Path("out.gguf").read_bytes() == Path("whole.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["other input", "other type", "data", "journal", "forged", "none"])
+def test_an_unfinished_file_is_believed_where_it_is_whole(folder: Path, damage: str) -> None:
+    """The bytes are those of a whole run, whatever lies there; what is of no use is removed."""
+    path = written(folder / "in.gguf", DENSE)
+    type = "Q8_0"
+
+    def quantized(out: str, tell: Callable[[int, str], None] = lambda done, name: None) -> None:
+        source, options = open_source(path), Options(MIXES[type])
+        run.quantize_file(source, plan(source, options), options, Path(out), tell=tell)
+
+    def tell(done: int, name: str) -> None:
+        if name.startswith("blk.1."):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantized("out.gguf", tell)
+    [part] = folder.glob(".qdsl-*.part")
+    journal = journal_of(part)
+    if damage == "other input":
+        os.utime(path, ns=(1, 1))
+    elif damage == "other type":
+        type = "Q5_0"
+    elif damage == "data":
+        part.write_bytes(part.read_bytes()[:3000] + b"damaged" + part.read_bytes()[3007:])
+    elif damage == "journal":
+        journal.write_bytes(journal.read_bytes()[:-20])
+    elif damage == "forged":
+        journal.write_text('{"name": []}\n[]\n')
+    quantized("whole.gguf")
+    quantized("out.gguf")
+    assert sorted(os.listdir()) == ["in.gguf", "out.gguf", "whole.gguf"]
+    assert Path("out.gguf").read_bytes() == Path("whole.gguf").read_bytes()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_a_killed_run_leaves_nothing(folder: Path) -> None:
-    """Told to end while it writes a large file, of zeros that take no place on disk."""
+def test_a_run_that_is_told_to_end_leaves_no_output(folder: Path) -> None:
+    """While it writes a large file, of zeros that take no place on disk; what it leaves is for the next run."""
     path = written(folder / "in.gguf", DENSE, {"token_embd.weight": np.zeros((16, 256), np.float16)})
     with GgufFile(path) as file:
         place = file.entry("token_embd.weight").start
@@ -343,7 +387,7 @@ def test_a_killed_run_leaves_nothing(folder: Path) -> None:
         time.sleep(0.02)
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == 128 + signal.SIGTERM
-    assert os.listdir() == ["in.gguf"]
+    assert "out.gguf" not in os.listdir() and all(name.startswith((".qdsl-", "in.gguf")) for name in os.listdir())
 
 
 # Diffusion models

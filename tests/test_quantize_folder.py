@@ -17,6 +17,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import qdsl
+from qdsl.checkpoint import checksums
 from qdsl.checkpoint.folder import INDEX, Folder
 from qdsl.checkpoint.guard import FIELD, SENTENCE
 from qdsl.checkpoint.layers import layers
@@ -118,7 +119,7 @@ def test_weights_and_settings_of_the_producer(tmp_path: Path, to: str, params: d
     plain = {name for name in report["left"] if read.scheme(name).settings is None or read.maybe(name)}
     assert plain >= ({"model.layers.0.gate"} if method == "gptq" else report["left"].keys())
     assert not any(read.scheme(name).settings is None or read.maybe(name) for name in names)
-    names = {"config.json", *report["shards"], "tokenizer", *([INDEX] if shards > 1 else [])}
+    names = {"config.json", checksums.FILE, *report["shards"], "tokenizer", *([INDEX] if shards > 1 else [])}
     assert sorted(os.listdir(tmp_path / "out")) == sorted(names)
 
 
@@ -174,7 +175,7 @@ def test_a_file_by_itself_gets_a_config(tmp_path: Path) -> None:
     """So that a storage whose tensors fit several ways is read."""
     write(tmp_path / "model.safetensors", {"up.weight": drawn(ROWS, COLUMNS)}, {"format": "pt"})
     quantize(tmp_path / "model.safetensors", tmp_path / "out", "int_group.gptq_v1", {"bits": 3, "group": 32})
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", checksums.FILE]
     check_opens(tmp_path / "out", {"up": expected(drawn(ROWS, COLUMNS), "int_group.gptq_v1", {"bits": 3, "group": 32})})
 
 
@@ -346,7 +347,7 @@ def test_another_work_in_the_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RewriteError, match=r"a quantization to fp8_block\.safetensors was begun here"):
             quantize(path, tmp_path / "out", to, ignore=ignore)
     quantize(path, tmp_path / "out", "fp8_block")
-    with pytest.raises(RewriteError, match="is there already"):
+    with pytest.raises(RewriteError, match="exists already"):
         quantize(path, tmp_path / "out", "fp8_block")
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdsl.checkpoint import components
+from qdsl.checkpoint import checksums, components
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.headers import Headers
@@ -198,11 +198,14 @@ class Checkpoint:
         return f"; there is {', '.join(map(shown, alike[:3]))}" if alike else ""
 
 
-def open_checkpoint(path: Path, shapes: Shapes | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, shapes: Shapes | None = None, verify: bool = False) -> Checkpoint:
     """A checkpoint at a path: a folder of safetensors, a pipeline of such folders, a .safetensors file, or a GGUF file.
 
-    Raises CheckpointError for anything that is wrong in the files, OSError where they cannot be read.
+    verify: compare all files with the checksums of the folder.  Raises CheckpointError for anything that is wrong in the files,
+    OSError where they cannot be read.
     """
+    if verify:
+        checksums.check(path)
     if path.suffix == ".gguf":
         return Checkpoint(path, {"": GgufSource(path)})
     names = components.names(path)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from qdsl.checkpoint.ggml_types import TORCH, WEIGHTLESS
 from qdsl.checkpoint.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.gguf_weights import beside
+from qdsl.checkpoint.resume import Resume
 from qdsl.checkpoint.safetensors import Buffer, CheckpointError, Chunks, bytes_of, shown, write_chunks
-from qdsl.files import check_output
+from qdsl.files import check_output, digest, identity
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], d
 
     dtype: of the floats, f32, bf16 or f16; F64 and integers stay as they are.  Tensors that belong to a weight beside them, as
     its scale, are in its numbers and not written again.
+    A call that follows one that was interrupted continues with the first tensor that is not whole.
     Raises CheckpointError for a tensor that cannot be read or whose numbers a dtype cannot hold; nothing is written then.
     """
     with GgufFile(path) as file:
@@ -32,7 +34,8 @@ def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], d
         entries = [file.entry(name) for name in file.tensors]
         used = {other for each in entries for other in beside(file, each).values()}
         plan = {each.name: _chunks(file, each, dtype) for each in entries if each.name not in used}
-        write_chunks(out, plan, {"format": "pt"})
+        resume = Resume(digest("dequantize", [identity(each) for each in file.paths], dtype))
+        write_chunks(out, plan, {"format": "pt"}, resume)
     return {"file": str(out), "tensors": len(plan), "nbytes": Path(out).stat().st_size}
 
 
@@ -66,4 +69,5 @@ def _exact(file: GgufFile, entry: GgufTensor) -> Iterator[torch.Tensor]:
         n, k = packed.shape
         step = max(1, WEIGHTS // k)
         for start in range(0, n, step):
+            file.entry(entry.name)                               # raises where the file was cut meanwhile
             yield packed.format.dequantize(packed.cut("N", start, min(start + step, n)), torch.float32)

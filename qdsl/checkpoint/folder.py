@@ -38,6 +38,7 @@ class Folder:
         self.path = Path(path)
         self.partial = partial
         self.missing: dict[str, str] = {}
+        self._objects: dict[str, dict[str, Any]] = {}            # of JSON files that were read
         self.root = self.path if self.path.is_dir() else self.path.parent
         self.index_name = self._index_name()
         self.index: dict[str, Any] = {}                          # what its file holds
@@ -102,10 +103,10 @@ class Folder:
 
     def json(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder, {} if it is not there.  Raises CheckpointError when it is not a strict JSON object."""
-        path = self.root / name
-        if not path.exists():
-            return {}
-        return _read_object(path, CONFIG_LIMIT, constants=True)  # Nemotron-H and Mamba 2 have an Infinity in config.json
+        if name not in self._objects:
+            path = self.root / name                              # Nemotron-H and Mamba 2 have an Infinity in config.json
+            self._objects[name] = read_object(path, CONFIG_LIMIT, constants=True) if path.exists() else {}
+        return self._objects[name]
 
     def _index_name(self) -> str:
         """What the index is called, or would be."""
@@ -117,7 +118,7 @@ class Folder:
         path = self.root / self.index_name
         if not self.path.is_dir() or not path.exists():
             return {}
-        self.index = _read_object(path, INDEX_LIMIT)
+        self.index = read_object(path, INDEX_LIMIT)
         placed = self.index.get("weight_map")
         if not isinstance(placed, dict) or not placed:
             raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
@@ -170,7 +171,8 @@ class Folder:
             self._files[name] = file
 
 
-def _read_object(path: Path, limit: int, *, constants: bool = False) -> dict[str, Any]:
+def read_object(path: Path, limit: int, *, constants: bool = False) -> dict[str, Any]:
+    """The object that a JSON file holds.  Raises CheckpointError for more than `limit` bytes, and for anything else."""
     with open_regular(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:

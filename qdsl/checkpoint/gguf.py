@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.ggml_types import TORCH, GgmlType, type_of
 from qdsl.checkpoint.gguf_metadata import KEYS_LIMIT, Cursor, Metadata, Value, read_metadata
-from qdsl.checkpoint.safetensors import Buffer, CheckpointError, elements, mapped, open_regular, shown
+from qdsl.checkpoint.safetensors import Buffer, CheckpointError, check_whole, elements, mapped, open_regular, shown
 
 if TYPE_CHECKING:
     import torch
@@ -293,6 +293,7 @@ class GgufFile:
             raise CheckpointError(f"{self.paths[entry.shard]}: tensor {shown(name)}: {entry.problem}")
         if not self._maps:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
+        check_whole(self._maps[entry.shard], self.paths[entry.shard])
         return entry
 
     def data(self, name: str) -> memoryview:

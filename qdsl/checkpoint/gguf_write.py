@@ -14,8 +14,8 @@ from pathlib import Path
 from qdsl.checkpoint.ggml_types import GgmlType
 from qdsl.checkpoint.gguf import MAGIC, alignment_of, parse
 from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.safetensors import Buffer, CheckpointError, copy_chunks, shown
-from qdsl.files import replacing
+from qdsl.checkpoint.resume import Resume, write_tensors
+from qdsl.checkpoint.safetensors import Buffer, CheckpointError, shown
 
 VERSION = 3
 NAME_LIMIT = 63                                                  # bytes that every reader of llama.cpp's takes
@@ -36,7 +36,8 @@ class NewTensor:
     chunks: Iterable[Buffer]
 
 
-def write(path: str | os.PathLike[str], metadata: Mapping[str, Value], tensors: Sequence[NewTensor]) -> int:
+def write(path: str | os.PathLike[str], metadata: Mapping[str, Value], tensors: Sequence[NewTensor],
+          resume: Resume | None = None) -> int:
     """Write a GGUF file, and return its size.  Alignment is what general.alignment says, 32 without it.
 
     Raises CheckpointError for what the reader would refuse, for names that are too long for the architecture, and where chunks
@@ -45,12 +46,8 @@ def write(path: str | os.PathLike[str], metadata: Mapping[str, Value], tensors: 
     target = Path(path)
     _check_names(metadata, tensors, target)
     header, sizes, alignment = _header(metadata, tensors, target)
-    with replacing(target) as file:
-        file.write(header)
-        for tensor, size in zip(tensors, sizes, strict=True):
-            copy_chunks(file, tensor.chunks, size, f"{target}: tensor {shown(tensor.name)}")
-            file.write(bytes(-size % alignment))
-        return file.tell()
+    parts = [(tensor.name, tensor.chunks, size, -size % alignment) for tensor, size in zip(tensors, sizes, strict=True)]
+    return write_tensors(target, header, parts, resume)
 
 
 def _check_names(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], path: Path) -> None:

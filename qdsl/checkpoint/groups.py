@@ -13,7 +13,7 @@ from typing import Any
 
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.ignored import expression
+from qdsl.checkpoint.ignored import COMPILED, Budget, expression
 from qdsl.checkpoint.safetensors import CheckpointError, Entry, shown, torch_name
 from qdsl.stored import Description, element_dtype
 
@@ -58,12 +58,13 @@ def groups(folder: Folder) -> list[Group]:
     modules = folder.layers()
     settings = folder.config.get(CONFIG)
     settings = settings if isinstance(settings, Mapping) else {}
-    found = []
-    for name, leaves in modules.items():
-        for format in known:
-            tensors = _tensors(format, leaves)
-            if tensors is not None and all(map(folder.__contains__, tensors.values())):
-                found.append(_group(folder, format, name, tensors, settings))
+    found, budget = [], Budget(len(modules))
+    with budget:
+        for name, leaves in modules.items():
+            for format in known:
+                tensors = _tensors(format, leaves)
+                if tensors is not None and all(map(folder.__contains__, tensors.values())):
+                    found.append(_group(folder, format, name, tensors, settings, budget))
     return found
 
 
@@ -85,7 +86,8 @@ def _storage(format: Description) -> Mapping[str, Any]:
     return next(iter(next(iter(format.variants.values())).values()))
 
 
-def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str, str], settings: Mapping[str, Any]) -> Group:
+def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str, str], settings: Mapping[str, Any],
+           budget: Budget) -> Group:
     storage, problems = _storage(format), []
     for leaf, stored in storage.items():
         entry = folder.entry(tensors[leaf])
@@ -101,7 +103,7 @@ def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str,
     sizes = [stop - start for start, stop in zip([0, *splits], [*splits, count], strict=True)]
     unnamed = ""
     try:
-        names = _names(name, len(sizes), settings)
+        names = _names(name, len(sizes), settings, budget)
     except CheckpointError as error:
         names = []
         unnamed = str(error)
@@ -131,11 +133,12 @@ def _splits(folder: Folder, name: str, count: int) -> list[int]:
     return found
 
 
-def _names(name: str, count: int, settings: Mapping[str, Any]) -> list[str]:
+def _names(name: str, count: int, settings: Mapping[str, Any], budget: Budget) -> list[str]:
     """What a group's weights are called, by the first pattern that names its module; of a module of its own its weight."""
     patterns = settings.get("pattern_dict")
     for pattern, attributes in patterns.items() if isinstance(patterns, Mapping) else ():
-        if expression(pattern).fullmatch(name) and isinstance(attributes, list):
+        budget.charge(COMPILED)
+        if expression(pattern).match(name, whole=True) and isinstance(attributes, list):
             if attributes and all(isinstance(each, str) for each in attributes) and not (count == 1 < len(attributes)):
                 return [f"{name}.{each}.weight" for each in attributes]
             break

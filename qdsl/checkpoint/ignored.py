@@ -15,22 +15,54 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
+from math import comb
+from time import thread_time
 from typing import Any
 
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 
 LONGEST = 1000                                                   # characters of a pattern
 BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"                               # where transformers lets a part of a name end
-COST = 1 << 24                                                   # steps that a pattern may take on a name of 64 characters
+COST = 1 << 24                                                   # ways to match that are tried in some hundredths of a second
+COMPILED = 1 << 16                                               # of them take as long as compiling an expression
+CALL = 256                                                       # of them take as long as a match that fails at once
+SHORT, MOST_REPEATS = 32, 16                                     # a pattern that may take long on a name this short is refused
+FEW = 16                                                         # a repeat of fewer characters has a way for each
+SECONDS, SECONDS_A_NAME = 0.3, 2e-5                              # of matching, for a folder and for each of its tensors
 # Modules that quantizing leaves plain, by a part of their names: heads, embeddings, norms, routers, and the dt_proj of Mamba,
 # which multiplies by the weight itself.
 SKIPPED = ("lm_head", "output_projection", "embed.*", ".*embed(ding|dings|_tokens)?", "wte", "wpe", ".*norm.*", "ln_.*",
            "gate", "router", "shared_expert_gate", "score", "classifier", "dt_proj")
 _parser: Any = importlib.import_module("re._parser")
+
+
+class Budget:
+    """The processor time for matching names with the patterns of one folder, spent in `with` blocks."""
+
+    def __init__(self, names: int = 1 << 17) -> None:
+        self.limit = SECONDS + SECONDS_A_NAME * names
+        self._spent = self._began = self._cost = 0.0
+
+    def __enter__(self) -> None:
+        self._began = thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self._spent += thread_time() - self._began
+
+    def charge(self, cost: float) -> None:
+        """Raise CheckpointError where the time is spent.  cost: ways to match that follow."""
+        self._cost += cost
+        if self._cost > COST:
+            self._cost = cost
+            if self._spent + thread_time() - self._began > self.limit:
+                self._cost = math.inf
+                raise CheckpointError(f"the patterns that name layers in the configs take over {self.limit:.1f} s to match; list "
+                                      "the names of layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +83,21 @@ class Rule:
         if self.dialect == "glob":
             return fnmatch.fnmatchcase(module, self.pattern)
         if self.dialect == "transformers":
-            return module.endswith(self.pattern) or expression(self.pattern, BOUNDARY).match(module) is not None
+            return module.endswith(self.pattern) or expression(self.pattern, BOUNDARY).match(module)
         if self.dialect == "dynamic":
-            return expression(self.pattern).match(module) is not None
+            return expression(self.pattern).match(module)
         if self.pattern.startswith("re:"):
-            return expression(self.pattern[3:]).match(module) is not None
+            return expression(self.pattern[3:]).match(module)
         return self.pattern == module
+
+    def cost(self, module: str) -> float:
+        """At most how many ways there are to match a module."""
+        if self.dialect == "glob":
+            return CALL + len(self.pattern) * len(module)
+        if self.dialect in ("transformers", "dynamic", "regex"):
+            return expression(self.pattern.removeprefix("re:") if self.dialect == "regex" else self.pattern,
+                              BOUNDARY if self.dialect == "transformers" else "").cost(len(module))
+        return CALL
 
     def __str__(self) -> str:
         return f"{self.pattern} ({self.dialect})"
@@ -68,12 +109,15 @@ class Rules:
 
     rules: list[Rule]
     problems: list[str] = field(default_factory=list)
+    budget: Budget = field(default_factory=Budget)
     _exact: dict[str, Rule] = field(default_factory=dict)
     _others: list[Rule] = field(default_factory=list)
+    _costs: dict[int, float] = field(default_factory=dict)       # of all others, by the length of a name
 
     def __post_init__(self) -> None:
         for rule in self.rules:
             plain = rule.dialect == "exact" or (rule.dialect == "regex" and not rule.pattern.startswith("re:"))
+            self.budget.charge(COMPILED)
             try:
                 rule.matches("")
             except CheckpointError as error:
@@ -86,16 +130,29 @@ class Rules:
 
     def first(self, module: str) -> Rule | None:
         """The rule that names a module."""
-        return self._exact.get(module) or next((rule for rule in self._others if rule.matches(module)), None)
+        self.budget.charge(CALL)
+        if module in self._exact:
+            return self._exact[module]
+        length, is_short = len(module), len(self._others) <= FEW
+        if is_short and length not in self._costs:
+            self._costs[length] = sum(rule.cost(module) for rule in self._others)
+        if is_short:
+            self.budget.charge(self._costs[length])
+        for rule in self._others:
+            if not is_short:
+                self.budget.charge(rule.cost(module))
+            if rule.matches(module):
+                return rule
+        return None
 
 
-def rules(dialect: str, patterns: object) -> Rules:
+def rules(dialect: str, patterns: object, budget: Budget | None = None) -> Rules:
     """The rules of a list in a config, or of one that stands there by itself; whatever else stands there is a problem."""
     found = patterns if isinstance(patterns, list) else [patterns]
     names = [each for each in found if isinstance(each, str)]
     others = [each for each in found if not isinstance(each, str)]
     return Rules([Rule(dialect, name) for name in names if name],
-                 [f"{shown(str(each))} stands for the name of a layer, and is none" for each in others])
+                 [f"{shown(str(each))} stands for the name of a layer, and is none" for each in others], budget or Budget())
 
 
 def is_skipped(name: str, patterns: Sequence[str]) -> bool:
@@ -109,36 +166,58 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, patterns))
 
 
-@cache
-def expression(pattern: str, ending: str = "") -> re.Pattern[str]:
-    """A stranger's regular expression, which cannot take long on a name, with an ending of ours.  Raises CheckpointError."""
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A stranger's regular expression.  repeats: how many there are of one character, in a row; ways: of all else to match."""
+
+    pattern: re.Pattern[str]
+    repeats: int
+    ways: float
+
+    def cost(self, length: int) -> float:
+        """At most how many ways there are to match a text of that length."""
+        return CALL + self.ways * comb(length + self.repeats, self.repeats)
+
+    def match(self, text: str, whole: bool = False) -> bool:
+        """Whether it matches the start of a text, or all of it.  Raises CheckpointError where that could take long."""
+        if self.cost(len(text)) > COST:
+            raise CheckpointError(f"the regular expression {shown(self.pattern.pattern)} may take too long, and is not used")
+        return (self.pattern.fullmatch if whole else self.pattern.match)(text) is not None
+
+
+@lru_cache(1 << 14)
+def expression(pattern: str, ending: str = "") -> Expression:
+    """A stranger's regular expression, with an ending of ours.  Raises CheckpointError for one that may take long on any name."""
     try:
-        steps = _steps(_parser.parse(pattern)) if len(pattern) <= LONGEST else COST + 1
-        if steps <= COST:
-            return re.compile(f"(?:{pattern}){ending}" if ending else pattern)
+        repeats, ways = _ways(_parser.parse(pattern)) if len(pattern) <= LONGEST else (0, math.inf)
+        if repeats <= MOST_REPEATS and ways * comb(SHORT + repeats, repeats) <= COST:
+            return Expression(re.compile(f"(?:{pattern}){ending}" if ending else pattern), repeats, ways)
     except (re.error, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{shown(pattern)} is not a regular expression: {error}") from None
     raise CheckpointError(f"the regular expression {shown(pattern)} may take too long, and is not used")
 
 
-def _steps(items: Iterable[tuple[Any, Any]]) -> float:
-    """At most how many ways there are to match a name of 64 characters."""
-    total = 1.0
+def _ways(items: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
+    """How many repeats of one character there are, as in an Expression, and at most how many ways to match all else."""
+    repeats, total = 0, 1.0
     for code, value in items:
         name = str(code)
+        inner: tuple[int, float] = (0, 1.0)
         if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            least, most, inner = value
-            single = len(inner) == 1 and str(inner[0][0]) in ("LITERAL", "NOT_LITERAL", "ANY", "IN")
-            ways = _steps(inner)
-            total *= min(64, int(most) - int(least) + 1) if single else (1 + ways) if int(most) == 1 else float("inf")
-        elif name == "SUBPATTERN":
-            total *= _steps(value[3])
-        elif name in ("ASSERT", "ASSERT_NOT"):
-            total *= _steps(value[1])
-        elif name == "ATOMIC_GROUP":
-            total *= _steps(value)
+            least, most, part = value
+            inner = _ways(part)
+            if len(part) == 1 and str(part[0][0]) in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
+                inner = (1, 1.0) if int(most) - int(least) >= FEW else (0, int(most) - int(least) + 1.0)
+            elif int(most) > 1:
+                return 0, math.inf
+            else:
+                inner = inner[0], 1 + inner[1]
+        elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "ATOMIC_GROUP"):
+            inner = _ways(value if name == "ATOMIC_GROUP" else value[-1])
         elif name == "BRANCH":
-            total *= sum(_steps(branch) for branch in value[1])
+            branches = [_ways(branch) for branch in value[1]]
+            inner = max(repeats for repeats, _ in branches), sum(ways for _, ways in branches)
         elif name in ("GROUPREF", "GROUPREF_EXISTS", "GROUPREF_IGNORE"):
-            return float("inf")
-    return total
+            return 0, math.inf
+        repeats, total = repeats + inner[0], total * inner[1]
+    return repeats, total

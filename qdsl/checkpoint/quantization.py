@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.ignored import Rule, Rules, rules
+from qdsl.checkpoint.ignored import Budget, Rule, Rules, rules
 from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json
 
 # Where settings lie: a file, the keys on the way to them, and whose they are where they do not say so.
@@ -51,7 +53,7 @@ class Group:
     settings: Mapping[str, Any]
 
 
-@dataclass(slots=True)
+@dataclass
 class Quantization:
     """What a checkpoint says of its quantization, in one place.
 
@@ -68,16 +70,25 @@ class Quantization:
     only: Rules | None = None
     dynamic: list[tuple[Rules, Mapping[str, Any] | None]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    budget: Budget = field(default_factory=Budget)
+
+    @cached_property
+    def _named(self) -> list[Group]:
+        return [group for group in self.groups if group.targets is not None]
 
     def scheme(self, module: str) -> Scheme:
-        """What is said of a module, by its name."""
+        """What is said of a module, by its name.  Raises CheckpointError where that takes long."""
+        with self.budget:
+            return self._scheme(module)
+
+    def _scheme(self, module: str) -> Scheme:
         ignored = [rule for each in self.lists if (rule := each.first(module)) is not None]
         if ignored and len(ignored) == len(self.lists):
             return Scheme(None, str(ignored[0]))
         for each, overrides in self.dynamic:
             rule = each.first(module)
             if rule is not None:
-                return Scheme(None if overrides is None else {**self.settings, **overrides}, str(rule))
+                return Scheme(None if overrides is None else ChainMap(dict(overrides), self.settings), str(rule))
         if self.only is not None and self.only.first(module) is None:
             return Scheme(None, "not in modules_in_block_to_quantize (suffix)")
         if module in self.layers:
@@ -86,13 +97,14 @@ class Quantization:
         if not self.groups:
             mixed = "quantized_layers" in self.settings
             return Scheme(None, "not in quantized_layers (exact)") if mixed else Scheme(self.settings)
-        named = [each for each in self.groups if each.targets is not None and each.targets.first(module) is not None]
-        found = next(iter(named), next((each for each in self.groups if each.targets is None), None))
+        found = next((each for each in self._named if each.targets and each.targets.first(module) is not None), None)
+        found = found or next((each for each in self.groups if each.targets is None), None)
         return Scheme(found.settings, found.name) if found else Scheme(None, "in no group")
 
     def maybe(self, module: str) -> Rule | None:
         """The rule by which some readers of the list leave a module alone, and others do not."""
-        ignored = [rule for each in self.lists if (rule := each.first(module)) is not None]
+        with self.budget:
+            ignored = [rule for each in self.lists if (rule := each.first(module)) is not None]
         return ignored[0] if 0 < len(ignored) < len(self.lists) else None
 
 
@@ -101,7 +113,7 @@ def quantizations(folder: Folder) -> list[Quantization]:
 
     Raises CheckpointError where settings are none.
     """
-    found = []
+    found, budget = [], Budget(len(folder.names()))
     for file, keys, method in PLACES:
         data: Any = folder.json(file)
         for key in keys:
@@ -109,8 +121,8 @@ def quantizations(folder: Folder) -> list[Quantization]:
         if data and not isinstance(data, Mapping):
             raise CheckpointError(f"{folder.root / file}: {'.'.join(keys)} is {shown(str(data))}, no object of settings")
         if data:
-            found.append(quantization(data, " ".join([f"{file}:", *keys]).rstrip(": "), method))
-    return [*found, *(quantization(data, source, "") for source, data in in_headers(folder))]
+            found.append(quantization(data, " ".join([f"{file}:", *keys]).rstrip(": "), method, budget))
+    return [*found, *(quantization(data, source, "", budget) for source, data in in_headers(folder))]
 
 
 def in_headers(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -123,25 +135,31 @@ def in_headers(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield source, data
 
 
-def quantization(data: Mapping[str, Any], source: str, method: str) -> Quantization:
-    """One place's settings as all the others have them."""
+def quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget | None = None) -> Quantization:
+    """One place's settings as all the others have them.  Raises CheckpointError for patterns that take long."""
+    budget = budget or Budget()
+    with budget:
+        return _quantization(data, source, method, budget)
+
+
+def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget) -> Quantization:
     method = str(data.get("quant_method") or method or _unnamed(data)).lower()
     names = NAMES.get(method, {})
     settings = {names.get(key, key): value for key, value in data.items()} | {"quant_method": method}
-    found = Quantization(source, method, settings)
+    found = Quantization(source, method, settings, budget=budget)
     for key in LISTS:
         if settings.get(key):
-            found.lists += [rules(dialect, settings[key]) for dialect in dialects(key, method)]
-    found.groups = _groups(settings)
+            found.lists += [rules(dialect, settings[key], budget) for dialect in dialects(key, method)]
+    found.groups = _groups(settings, budget)
     found.layers = _layers(settings)
     dynamic = settings.get("dynamic")
     for pattern, overrides in dynamic.items() if isinstance(dynamic, Mapping) else ():
-        found.dynamic.append((rules("dynamic", re.sub(r"\A[-+]:", "", pattern)),
+        found.dynamic.append((rules("dynamic", re.sub(r"\A[-+]:", "", pattern), budget),
                               None if pattern.startswith("-:") or overrides is False else
                               overrides if isinstance(overrides, Mapping) else {}))
     inside = settings.get("modules_in_block_to_quantize")
     if inside:
-        found.only = rules("suffix", [name for each in _listed(inside) for name in _listed(each)])
+        found.only = rules("suffix", [name for each in _listed(inside) for name in _listed(each)], budget)
     read_rules = [*found.lists, *(each for each, _ in found.dynamic), *(each.targets for each in found.groups if each.targets),
                   *([found.only] if found.only else [])]
     problems = [*_misplaced(settings), *(problem for each in read_rules for problem in each.problems)]
@@ -179,7 +197,7 @@ def _unnamed(data: Mapping[str, Any]) -> str:
     return "compressed-tensors" if "config_groups" in data else ""
 
 
-def _groups(settings: Mapping[str, Any]) -> list[Group]:
+def _groups(settings: Mapping[str, Any], budget: Budget) -> list[Group]:
     """compressed-tensors' groups of layers."""
     groups = settings.get("config_groups")
     rest = {key: value for key, value in settings.items() if key not in ("config_groups", *LAYERS)}
@@ -190,12 +208,12 @@ def _groups(settings: Mapping[str, Any]) -> list[Group]:
             own = {"format": group["format"]} if group.get("format") else {}
             targets = _listed(group.get("targets") or [])
             every = LINEAR in targets or not targets
-            found.append(Group(name, None if every else rules("regex", targets), {**rest, **weights, **own}))
+            found.append(Group(name, None if every else rules("regex", targets, budget), ChainMap(own, dict(weights), rest)))
     return found
 
 
 def _layers(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Settings of single layers, by their whole names."""
     rest = {key: value for key, value in settings.items() if key not in LAYERS}
-    return {name: {**rest, **layer} for key in LAYERS if isinstance(settings.get(key), Mapping)
+    return {name: ChainMap(dict(layer), rest) for key in LAYERS if isinstance(settings.get(key), Mapping)
             for name, layer in settings[key].items() if isinstance(layer, Mapping)}

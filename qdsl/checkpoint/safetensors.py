@@ -9,7 +9,6 @@ import json
 import math
 import mmap
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from qdsl.files import replacing
+from qdsl.checkpoint.resume import Buffer as Buffer
+from qdsl.checkpoint.resume import Resume, write_tensors
+from qdsl.checkpoint.strict_json import CheckpointError as CheckpointError
+from qdsl.checkpoint.strict_json import shown as shown
+from qdsl.checkpoint.strict_json import strict_json as strict_json
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +30,6 @@ RANK_LIMIT = 64                                                  # as many dimen
 NAME_LIMIT = 1024
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _METADATA = "__metadata__"
-
-Buffer = bytes | bytearray | memoryview
 
 # Bits of an element and the name in torch (none: listed, but not loaded), in the library's order: by alignment.
 _DTYPES = {
@@ -40,10 +41,6 @@ _DTYPES = {
     "C64": (64, "complex64"), "F64": (64, "float64"), "I64": (64, "int64"), "U64": (64, "uint64"),
 }
 _ORDER = {dtype: place for place, dtype in enumerate(_DTYPES)}
-
-
-class CheckpointError(ValueError):
-    """Something in a file is wrong; the message names the file and the place in it."""
 
 
 def element_bits(dtype: str) -> int:
@@ -89,78 +86,6 @@ class Header:
     tensors: dict[str, Entry]
     metadata: dict[str, str]
     size: int
-
-
-# JSON of a stranger
-
-# A string (to the end of the text if nothing closes it, so that no character is looked at twice) or a bracket.
-_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
-
-
-def strict_json(data: bytes, where: str, *, depth: int, constants: bool = False) -> object:
-    """The value of a JSON text: no duplicate keys, at most `depth` brackets within each other, whole characters only.
-
-    `constants` lets NaN and Infinity pass, which JSON does not have.
-    Raises CheckpointError, its message beginning with `where`.
-    """
-    try:
-        text = data.decode()
-        _check_depth(text, depth)
-        value: object = json.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_float=_float,
-                                   parse_constant=float if constants else _no_constant)
-        if "\\u" in text:                                        # the one way to write half of a surrogate pair
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where}: not UTF-8 at byte {error.start}") from None
-    except UnicodeEncodeError:
-        raise CheckpointError(f"{where}: half of a surrogate pair in a string") from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{where}: not JSON at character {error.pos}: {error.msg}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    return value
-
-
-def _check_depth(text: str, limit: int) -> None:
-    """Brackets are counted before the parser recurses on them."""
-    depth = 0
-    for token in _TOKEN.finditer(text):
-        first = text[token.start()]
-        depth += (first in "[{") - (first in "]}")
-        if depth > limit:
-            raise ValueError(f"nested deeper than {limit} at character {token.start()}")
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        left = set(result)
-        for key, _ in pairs:
-            if key not in left:
-                raise ValueError(f"key {shown(key)} occurs twice")
-            left.remove(key)
-    return result
-
-
-def _integer(digits: str) -> int | float:
-    if len(digits) > 64:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return -0.0 if digits == "-0" else int(digits)               # as the library's parser has it
-
-
-def _float(digits: str) -> float:
-    if len(digits) > 64 or math.isinf(float(digits)):
-        raise ValueError(f"number {shown(digits)} out of range")
-    return float(digits)
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def shown(text: str) -> str:
-    """A stranger's string as a message may show it: quoted, escaped, cut."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
 # The header
@@ -316,6 +241,7 @@ class TensorFile:
         """The bytes before the tensors.  Raises CheckpointError for a closed file."""
         if self._map is None:
             raise CheckpointError(f"{self.path}: the file is closed")
+        check_whole(self._map, self.path)
         return self._map[:8 + int.from_bytes(self._map[:8], "little")]
 
     def start(self, name: str, limit: int) -> bytes:
@@ -323,6 +249,7 @@ class TensorFile:
         entry = self.entry(name)
         if self._map is None:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
+        check_whole(self._map, self.path)
         return self._map[entry.start:min(entry.stop, entry.start + limit)]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -338,6 +265,7 @@ class TensorFile:
         dtype = torch_dtypes()[entry.dtype]
         if self._map is None:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
+        check_whole(self._map, self.path)
         flat = elements(self._map, entry.start, entry.nbytes, dtype)
         if entry.dtype == "BOOL" and entry.nbytes and int(flat.view(torch.uint8).max()) > 1:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: a BOOL that is neither 0 nor 1")
@@ -360,6 +288,12 @@ def mapped(file: BinaryIO) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000),
                          prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def check_whole(data: mmap.mmap, path: Path) -> None:
+    """Raise CheckpointError for a file that was cut after it was mapped: reading what is gone would end the process."""
+    if data.size() < len(data):
+        raise CheckpointError(f"{path}: became shorter while it was read: {data.size()} bytes of {len(data)} are left")
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,17 +321,16 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
     write_chunks(target, plan, metadata)
 
 
-def write_chunks(path: str | os.PathLike[str], tensors: Mapping[str, Chunks], metadata: Mapping[str, str] | None = None) -> None:
+def write_chunks(path: str | os.PathLike[str], tensors: Mapping[str, Chunks], metadata: Mapping[str, str] | None = None,
+                 resume: Resume | None = None) -> None:
     """Write a safetensors file as `write` does, of tensors that come in pieces.
 
     Raises CheckpointError for what read_header would refuse, and for pieces that do not add up to their tensor.
     """
     target = Path(path)
     start, header = laid_out(target, {name: (each.dtype, each.shape) for name, each in tensors.items()}, metadata)
-    with replacing(target) as file:
-        file.write(start)
-        for name, entry in header.tensors.items():
-            copy_chunks(file, tensors[name].pieces, entry.nbytes, f"{target}: tensor {shown(name)}")
+    write_tensors(target, start, [(name, tensors[name].pieces, entry.nbytes, 0) for name, entry in header.tensors.items()],
+                  resume)
 
 
 def laid_out(path: Path | str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,
@@ -424,18 +357,6 @@ def laid_out(path: Path | str, tensors: Mapping[str, tuple[str, tuple[int, ...]]
     if len(data) > HEADER_LIMIT:
         raise CheckpointError(f"{path}: header length {len(data)} is over the limit of {HEADER_LIMIT}")
     return len(data).to_bytes(8, "little") + data, _parse(data, 8 + len(data) + place, Path(path))
-
-
-def copy_chunks(file: BinaryIO, pieces: Iterable[Buffer], size: int, where: str) -> None:
-    """Write pieces that have `size` bytes together.  Raises CheckpointError, beginning with `where`, for more or fewer."""
-    left = size
-    for piece in pieces:
-        left -= memoryview(piece).nbytes
-        if left < 0:
-            break
-        file.write(piece)
-    if left:
-        raise CheckpointError(f"{where}: takes {size} bytes, but was given {'more' if left < 0 else size - left}")
 
 
 def _asked(tensors: Mapping[str, torch.Tensor], name: str, known: tuple[str, tuple[int, ...]], path: Path) -> Iterator[Buffer]:

@@ -24,6 +24,9 @@ Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes
 Shard = Annotated[str | None, typer.Option("--shard", metavar="I/N", help=SHARD_HELP)]
 Params = Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP)]
 OutFolder = Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)]
+Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists already.")]
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
+         "TIB": 1 << 40}
 SHOWN = 50                                                       # the most differences or notes that are printed
 
 
@@ -59,8 +62,10 @@ def _options(version: Annotated[bool, typer.Option("--version", callback=_versio
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """Print a message on standard error, and exit."""
-    typer.echo(message, err=True)
+    """Print a message on standard error, with what a terminal would obey escaped, and exit."""
+    from qdsl.checkpoint.contents import escaped
+
+    typer.echo("\n".join("\t".join(map(escaped, line.split("\t"))) for line in message.split("\n")), err=True)
     raise typer.Exit(code)
 
 
@@ -128,6 +133,17 @@ def read_param(text: str) -> tuple[str, Any]:
         with suppress(ValueError):
             return key, read(value)
     return key, {"true": True, "false": False}.get(value.lower(), value)
+
+
+def read_size(text: str) -> int:
+    """Read bytes, such as 20GB, 20 GiB or 49152.  Exits with code 2 for other text, and for so few that a unit is missing."""
+    digits = text.strip().rstrip("BbIiKkMmGgTt ")
+    unit = text.strip()[len(digits):].strip().upper()
+    if unit not in UNITS or not digits.replace(".", "", 1).isdecimal():
+        fail(f"error: {text!r} is no size; expected one such as 20GB or 20GiB", 2)
+    if not unit and float(digits) < UNITS["KIB"]:
+        fail(f"error: {text!r} without a unit is a number of bytes; write {digits}GB or {digits}GiB, or {digits}B", 2)
+    return int(float(digits) * UNITS[unit])
 
 
 def read_part(text: str) -> tuple[int, int]:

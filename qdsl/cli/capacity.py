@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qdsl.cli.app import Json, app, fail, print_table, reported
+from qdsl.cli.app import Json, app, print_table, read_size, reported
 
 
 @app.command()
@@ -23,12 +23,9 @@ def plan(model: Annotated[str, typer.Argument(metavar="REF", show_default=False,
     Exit code 1 where none fit.
     """
     from qdsl.checkpoint.references import local_headers
-    from qdsl.convert.capacity import CHOICES, capacity, size_of
+    from qdsl.convert.capacity import CHOICES, capacity
 
-    try:
-        limit = size_of(vram)
-    except ValueError as error:
-        fail(f"error: {error}", 2)
+    limit = read_size(vram)
     with reported(), local_headers(model) as path:
         found = capacity(path, limit, resident or (), model)
     if as_json:

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import SHOWN, Jobs, Json, app, fail, input_argument, reported
+from qdsl.cli.app import SHOWN, Force, Jobs, Json, app, exit_on_sigterm, fail, input_argument, read_size, reported
 
 
 @app.command()
 def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
                                                      "of them; or a URL or repository, of which headers are read.",
                                                 show_default=False)],
-            shared_memory: Annotated[int | None, typer.Option("--shared-memory", min=0, help="Bytes that a GPU gives a kernel; "
+            shared_memory: Annotated[str | None, typer.Option("--shared-memory", help="What a GPU gives a kernel, such as 48KiB; "
                                      "exit code 1 where DF11's need more.")] = None,
             as_json: Json = False) -> None:
     """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong."""
@@ -25,9 +25,12 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
     from qdsl.checkpoint.references import local_headers
     from qdsl.checkpoint.survey import fits
 
+    limit = SHARED_MEMORY if shared_memory is None else read_size(shared_memory)
     with reported(), local_headers(file) as path:
-        report = {**contents(path, SHARED_MEMORY if shared_memory is None else shared_memory), "file": file}
+        report = {**contents(path, limit), "file": file}
     typer.echo(json.dumps({"schema": 1, **report}) if as_json else "\n".join(lines(report)))
+    if report.get("problems"):
+        raise typer.Exit(1)
     if shared_memory is not None and not all(fits(group) for model in report.get("models", [report])
                                              for group in model.get("groups", ())):
         raise typer.Exit(1)
@@ -37,13 +40,18 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
 def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first of a split one.")],
                out: Annotated[Path, typer.Option("--out", "-o", help="The .safetensors file to write.", show_default=False)],
                dtype: Annotated[str, typer.Option("--dtype", help="f32, which is exact, bf16 or f16.")] = "f32",
-               as_json: Json = False) -> None:
-    """Write the weights of a GGUF file as plain floats in a safetensors file, one tensor after the other."""
+               force: Force = False, as_json: Json = False) -> None:
+    """Write the weights of a GGUF file as plain floats in a safetensors file, one tensor after the other.
+
+    Run the same command again to resume.
+    """
     from qdsl.checkpoint.dequantize import DTYPES, dequantize_file
+    from qdsl.files import check_output
 
     if dtype not in DTYPES:
         fail(f"error: no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
-    with reported():
+    with reported(), exit_on_sigterm():
+        check_output(out, file, force=force)
         written = dequantize_file(file, out, dtype)
     if as_json:
         typer.echo(json.dumps({"schema": 1, **written}))
@@ -53,7 +61,7 @@ def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first o
 
 @app.command()
 def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one file, or a GGUF file.")],
-           b: Annotated[Path, input_argument("Another.")],
+           b: Annotated[Path | None, input_argument("Another; without it, a folder is compared with its checksums.")] = None,
            jobs: Jobs = None,
            decoded: Annotated[bool, typer.Option("--decoded", help="Compare the weights that quantized layers stand for, "
                                                                    "whatever their formats and storages.")] = False,
@@ -62,12 +70,18 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
            as_json: Json = False) -> None:
     """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read.
 
-    A GGUF file is compared with the model that it was made of: errors must be those of its types.
+    A GGUF file is compared with the model that it was made of: errors must be those of its types.  A folder alone is compared
+    with the checksums that qdsl wrote into it.
     """
     from qdsl.checkpoint import verify as verifying
     from qdsl.processes import processors
     from qdsl.progress import progress
 
+    if b is None:
+        if decoded or tolerance:
+            fail("error: --decoded and --tolerance compare two checkpoints", 2)
+        _verify_checksums(a, as_json)
+        return
     if tolerance and not decoded:
         fail("error: --tolerance is one between decoded weights: give --decoded", 2)
     if ".gguf" in (a.suffix, b.suffix):
@@ -89,6 +103,22 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
                 differences = verifying.of_models(
                     a, b, lambda x, y, told: verifying.differences(x, y, jobs=jobs, tell=told), tell)
     _print_differences(differences, f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal", as_json)
+
+
+def _verify_checksums(folder: Path, as_json: bool) -> None:
+    """Print which tensors of a folder are damaged.  Raises typer.Exit where there are any."""
+    from qdsl.checkpoint import checksums, verify
+    from qdsl.progress import progress
+
+    with reported(2), progress(verify.size(folder), "B") as tell:
+        problems = checksums.damaged(folder, tell)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "equal": not problems, "problems": problems}))
+    else:
+        lines = [*problems[:SHOWN], *([f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])]
+        typer.echo("\n".join([*lines, f"{len(problems)} problems" if problems else "all tensors fit their checksums"]))
+    if problems:
+        raise typer.Exit(1)
 
 
 def _gguf_differences(file: Path, other: Path) -> list[Any]:

@@ -9,6 +9,7 @@ import typer
 
 from qdsl.cli.app import (
     SHOWN,
+    Force,
     Jobs,
     Json,
     OutFolder,
@@ -42,7 +43,7 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
              format: Annotated[str, typer.Option("--format", "-f", help="hlane, the smallest; fix4, the fastest to decode; df11, "
                                                                         "the dfloat11 package's.", show_default=False)],
              out: OutFolder,
-             jobs: Jobs = None, shard: Shard = None,
+             jobs: Jobs = None, shard: Shard = None, force: Force = False,
              check: Annotated[bool, typer.Option("--check", help="Decode what was written, and compare it, before it takes its "
                                                                  "place.")] = False,
              component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
@@ -63,7 +64,7 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
 
     from qdsl.compress import patterns as reading
     from qdsl.compress import run
-    from qdsl.compress.units import FORMATS, Aim
+    from qdsl.compress.units import FORMATS, THREAD_COUNTS, Aim
     from qdsl.entropy.huffman_windows import THREADS
     from qdsl.progress import progress
 
@@ -72,7 +73,7 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
         fail(f"error: no '{format}': expected one of {', '.join(FORMATS)}", 2)
     if format != "df11" and (patterns is not None or threads is not None or by_group or plain_config):
         fail("error: --patterns, --threads-per-block, --file-per-group and --plain-config are of df11", 2)
-    if threads is not None and threads not in [1 << power for power in range(3, 11)]:
+    if threads is not None and threads not in THREAD_COUNTS:
         fail(f"error: --threads-per-block is a power of two from 8 to 1024, not {threads}", 2)
     if part is not None and check:
         fail("error: --check reads whole files, which --shard does not write: give it to the call that completes them", 2)
@@ -80,7 +81,7 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
         aim = Aim(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
                   tuple(component or ()), plain_config)
         report = run.compress(folder, aim, out, like=like, shapes=model_shapes, jobs=jobs, part=part, check=check,
-                             tell=partial(progress, unit="B"))
+                              force=force, tell=partial(progress, unit="B"))
     print_compressed(report, as_json, "" if part is None else f"part {shard} of ")
 
 
@@ -104,7 +105,7 @@ def print_compressed(report: dict[str, Any], as_json: bool, part: str = "") -> N
 def decompress(folder: Annotated[Path, input_argument("What `compress`, or for DF11 the dfloat11 package, wrote.")],
                out: OutFolder,
                like: Like = None,
-               jobs: Jobs = None, shard: Shard = None,
+               jobs: Jobs = None, shard: Shard = None, force: Force = False,
                as_json: Json = False) -> None:
     """Write the checkpoint that a compressed one was made of, byte for byte.
 
@@ -117,8 +118,8 @@ def decompress(folder: Annotated[Path, input_argument("What `compress`, or for D
 
     part = None if shard is None else read_part(shard)
     with reported(), exit_on_sigterm():
-        report = restore.decompress(folder, out, like=like, shapes=model_shapes, jobs=jobs, part=part,
-                                   tell=partial(progress, unit="B"))
+        report = restore.decompress(folder, out, like=like, shapes=model_shapes, jobs=jobs, part=part, force=force,
+                                    tell=partial(progress, unit="B"))
     print_restored(report, as_json, "" if part is None else f"part {shard} of ")
 
 

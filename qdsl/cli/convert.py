@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from qdsl.cli.app import (
+    Force,
     Jobs,
     Json,
     OutFolder,
@@ -35,7 +36,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
             requantize: Annotated[str | None, typer.Option("--requantize", help="A format, or FORMAT.STORAGE, that all quantized "
                                                            "layers are to have: numbers change, and it says how much.")] = None,
             param: Params = None,
-            jobs: Jobs = None, shard: Shard = None,
+            jobs: Jobs = None, shard: Shard = None, force: Force = False,
             as_json: Json = False) -> None:
     """Write a checkpoint with every quantized layer in another storage of its format, exactly, and all else as it was.
 
@@ -55,8 +56,8 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
         fail("error: give --to, or --requantize and perhaps --param", 2)
     with reported(), exit_on_sigterm(), Folder(folder) as source:
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])))
-        report = run.convert(source, layers(source), aim, out, jobs=jobs or processors(), part=part,
-                            tell=partial(progress, unit="B"))
+        report = run.convert(source, layers(source), aim, out, jobs=jobs or processors(), part=part, force=force,
+                             tell=partial(progress, unit="B"))
     print_converted(report, as_json, "" if part is None else f"part {shard} of ")
 
 
@@ -70,6 +71,9 @@ def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all pa
     from qdsl.rewrite import stage
 
     with reported(), exit_on_sigterm():
+        if stage.was_merged(out):
+            print_report({"out": str(out), "notes": [f"{out} was complete already"]}, as_json)
+            return
         command = stage.asked(out).get("command")
         if command == "compress":
             from qdsl.compress import run as compressing

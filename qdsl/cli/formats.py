@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import Json, app, fail, print_table, reported
+from qdsl.cli.app import Force, Json, app, fail, print_table, reported
 
 A_PROCESS = 8                                                    # specs that are worth a process of their own
 Names = Annotated[list[str], typer.Argument(help="Spec files, or names of formats that ship with qdsl.", show_default=False)]
@@ -118,9 +118,9 @@ def list_(as_json: Json = False) -> None:
 
 @app.command()
 def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")],
-         svg: Annotated[Path | None, typer.Option("--svg", help="Write the bit picture to this file.")] = None,
+         svg: Annotated[Path | None, typer.Option("--svg", help="Write the bit picture to this file; - prints it.")] = None,
          program: Annotated[bool, typer.Option("--program", help="Print the typed programs.")] = False,
-         as_json: Json = False) -> None:
+         force: Force = False, as_json: Json = False) -> None:
     """Show a format: its formula, its layouts, and where every bit lies."""
     from qdsl import places
     from qdsl.emit import page, picture
@@ -131,8 +131,10 @@ def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
 
     with reported():
         programs = compile_spec(load(places.find(spec)))
-        if svg is not None:
-            check_output(svg, places.find(spec))
+        if str(svg) == "-":
+            typer.echo(picture.svg(page.distinct(programs)))
+        elif svg is not None:
+            check_output(svg, places.find(spec), force=force)
             write_text(svg, picture.svg(page.distinct(programs)))
             typer.echo(f"written  {svg}")
         elif as_json:

@@ -11,16 +11,17 @@ import typer
 
 from qdsl.cli.app import fail
 from qdsl.cli.models import _running, finite
+from qdsl.files import check_output, regular_file
 
 
 def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[str, Any], against: str | None,
-         quantization: Mapping[str, Any], place: Mapping[str, Any], as_json: bool) -> None:
+         quantization: Mapping[str, Any], place: Mapping[str, Any], force: bool, as_json: bool) -> None:
     """Draw an image twice with one seed, write it, and print the figures.
 
     models: references of models of the pipeline, by their names.  options: those of `generate_image`.  against: a pipeline that
     draws the same, to compare with.  quantization: a format and its params.  place: a device and a dtype.
     """
-    target = _target(out, [model, *models.values(), *([] if against is None else [against])])
+    target = _target(out, [model, *models.values(), *([] if against is None else [against])], force)
     options = {**options, "size": _size(options["size"])}
     with _running():
         from qdsl.files import replacing
@@ -56,16 +57,15 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
     typer.echo(f"loaded in {report['load_seconds']:.1f} s, {report['resident'] / 1e6:.0f} MB resident{on_device}", err=True)
 
 
-def _target(out: Path | None, inputs: Iterable[str]) -> Path:
-    """The file to write.  Exits with code 2 for none, for one that is no .png file, and for one that is an input."""
+def _target(out: Path | None, inputs: Iterable[str], force: bool) -> Path:
+    """The file to write.  Exits with code 2 for none, one that is no .png file, one that is an input, and one that exists."""
     if out is None or out.suffix.lower() != ".png":
         fail("error: say with --out which .png file to write", 2)
-    if out.is_dir() or not out.resolve().parent.is_dir():
-        fail(f"error: --out {out}: " + ("it is a folder" if out.is_dir() else f"{out.resolve().parent} is no folder"), 2)
-    for ref in inputs:
-        path = Path(ref).resolve()
-        if out.exists() and path in (out.resolve(), *out.resolve().parents):
-            fail(f"error: --out {out} would replace a file of {ref}", 2)
+    try:
+        regular_file(out)
+        check_output(out, *(ref for ref in inputs if Path(ref).exists()), force=force)
+    except OSError as error:
+        fail(f"error: --out: {error}", 2)
     return out
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import Json, Params, app, fail, print_table, read_param, refuse_options, reported
+from qdsl.cli.app import Force, Json, Params, app, fail, print_table, read_param, refuse_options, reported
 
 Model = Annotated[str, typer.Argument(help="A folder, a repository, or a GGUF file.", show_default=False)]
 Device = Annotated[str | None, typer.Option("--device", help="Such as cpu or cuda:1; by default a GPU where there is one.")]
@@ -48,7 +48,7 @@ def generate(context: typer.Context,
                                                               rich_help_panel=IMAGE)] = None,
              against: Annotated[str | None, typer.Option("--against", metavar="PIPELINE", help="A pipeline whose image is "
                                                          "compared.", rich_help_panel=IMAGE)] = None,
-             device: Device = None, dtype: DType = "auto", as_json: Json = False) -> None:
+             device: Device = None, dtype: DType = "auto", force: Force = False, as_json: Json = False) -> None:
     """Run a model on a prompt, with its weights packed, and print how fast it was and what memory it took.
 
     Language models write text.  Pipelines draw an image, twice with one seed, and it is printed whether the two are the same.
@@ -68,7 +68,7 @@ def generate(context: typer.Context,
         models = {name: ref for name, ref in (("transformer", transformer), ("text_encoder", text_encoder)) if ref is not None}
         options = {"prompt": prompt, "seed": seed, "steps": steps, "guidance": guidance}
         draw(model, models, out, {**options, "size": size}, against, {"format": format, "params": params},
-             {"device": device, "dtype": dtype}, as_json)
+             {"device": device, "dtype": dtype}, force, as_json)
         return
     with _running():
         from qdsl.models import language
@@ -94,15 +94,17 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
                                ] = None,
              context: Annotated[int, typer.Option("--context", "-c", min=4, help="Tokens of a chunk.")] = 512,
              svg: Annotated[Path | None, typer.Option("--svg", help="Draw divergence over bits per weight.")] = None,
-             device: Device = None, dtype: DType = "auto", as_json: Json = False) -> None:
+             device: Device = None, dtype: DType = "auto", force: Force = False, as_json: Json = False) -> None:
     """Measure what quantizing cost: perplexity, and divergence from another model, as llama-perplexity defines them."""
     if against is None and (format or svg):
         fail("error: --format and --svg compare with a model: name it with --against", 2)
     with _running():
-        from qdsl.files import write_text
+        from qdsl.files import check_output, write_text
         from qdsl.models import evaluate as measure
         from qdsl.models import language
 
+        if svg is not None:
+            check_output(svg, text, force=force)
         content = text.read_text(encoding="utf-8")
         base = None if against is None else measure.Base(language.load_language_model(against, None, device, dtype))
         chunks = [] if base is None else measure.chunks(base.language.tokenizer, content, context)

@@ -11,6 +11,7 @@ import typer
 from qdsl.cli.app import (
     PARAM_HELP,
     SHARD_HELP,
+    Force,
     Jobs,
     Json,
     app,
@@ -39,7 +40,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
              format: Annotated[str | None, typer.Option("--format", "-f", help="Write a folder of safetensors: a format, such as "
                                                         "fp8_block, or FORMAT.STORAGE.", show_default=False)] = None,
              out: Annotated[Path | None, typer.Option("--out", "-o", help="The GGUF file or the folder to write.")] = None,
-             jobs: Jobs = None,
+             jobs: Jobs = None, force: Force = False,
              svg: Annotated[Path | None, typer.Option("--svg", help="Draw what quantizing cost into this file.")] = None,
              storage: Annotated[str | None, typer.Option("--storage", help="Of the format; its first by default.",
                                                          rich_help_panel=FOLDER)] = None,
@@ -71,14 +72,14 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
              as_json: Json = False) -> None:
     """Write a model in smaller types, as a GGUF file or as a folder, and print what that cost in quality.
 
-    --type takes llama-quantize's mixes.  --format takes qdsl's formats; re-run the same command to resume.
+    --type takes llama-quantize's mixes.  --format takes qdsl's formats.  Run the same command again to resume.
     """
     if (mix is None) == (format is None):
         fail("error: give --type to write a GGUF file, or --format to write a folder of safetensors", 2)
     refuse_options(context, *((FOLDER, "--format") if format is None else (GGUF, "--type")))
     if format is not None:
         to = f"{format}.{storage}" if storage else format
-        _quantize_folder(file, to, out, param, ignore, component, jobs, shard, svg, as_json)
+        _quantize_folder(file, to, out, param, ignore, component, jobs, shard, force, svg, as_json)
         return
     from qdsl.quantize import mixes
 
@@ -87,11 +88,11 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
                                 output=output_type and mixes.type_named(output_type),
                                 embedding=embedding_type and mixes.type_named(embedding_type),
                                 overrides=tuple(map(mixes.override_of, tensor_type or ())))
-    _quantize_to_gguf(file, options, out, imatrix, arch, requantize, jobs, dry_run, svg, as_json)
+    _quantize_to_gguf(file, options, out, imatrix, arch, requantize, jobs, force, dry_run, svg, as_json)
 
 
 def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: Path | None, arch: str | None, requantize: bool,
-                      jobs: int | None, dry_run: bool, svg: Path | None, as_json: bool) -> None:
+                      jobs: int | None, force: bool, dry_run: bool, svg: Path | None, as_json: bool) -> None:
     """Write a GGUF file, or with `dry_run` print what it would be."""
     from qdsl.files import check_output, write_text
     from qdsl.progress import progress
@@ -106,9 +107,9 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
     with reported():
         inputs = [file, *([imatrix] if imatrix else [])]
         if out is not None:
-            check_output(out, *inputs)
+            check_output(out, *inputs, force=force or dry_run)
         if svg is not None:
-            check_output(svg, *inputs, *([out] if out else []))
+            check_output(svg, *inputs, *([out] if out else []), force=force)
         source = language_folder(file, arch) or open_source(file, arch)
         importance = read(imatrix) if imatrix else None
         planned = plan.plan(source, options, importance, requantize)
@@ -135,7 +136,8 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
 
 
 def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, ignore: list[str] | None,
-                     component: list[str] | None, jobs: int | None, shard: str | None, svg: Path | None, as_json: bool) -> None:
+                     component: list[str] | None, jobs: int | None, shard: str | None, force: bool, svg: Path | None,
+                     as_json: bool) -> None:
     """Write a folder of plain safetensors with its Linear layers in a format."""
     import re
     from functools import partial
@@ -157,9 +159,10 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     part = None if shard is None else read_part(shard)
     with reported(), exit_on_sigterm():
         if svg is not None:
-            check_output(svg, path)
+            check_output(svg, path, force=force)
         aim = aimed(to, True, dict(map(read_param, param or [])), tuple(ignore or ()), tuple(component or ()))
-        report = run.quantize(path, aim, out, jobs=jobs or processors(), part=part, tell=partial(progress, unit="B"))
+        report = run.quantize(path, aim, out, jobs=jobs or processors(), part=part, force=force,
+                              tell=partial(progress, unit="B"))
         if svg is not None:
             rows = [{**row, "type": to} for row in report["quantized"]]
             write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))

@@ -15,7 +15,8 @@ from qdsl.compress import codecs
 from qdsl.compress.tensors import Coded, Reader, checksum, octets
 from qdsl.compress.units import Aim, Unit
 from qdsl.entropy.lookup import StreamError
-from qdsl.rewrite.shards import key
+from qdsl.files import digest
+from qdsl.rewrite import stage
 
 PIECES = "pieces"                                                # their folder in the stage
 WORTH = 1 << 25                                                  # bytes of units that are worth a file
@@ -52,7 +53,7 @@ def pieces(units: Sequence[Unit], aim: Aim, stage: Path, sources: Mapping[Path, 
         origins = [[unit.label, unit.plain, [[name, data.shape, [[sources[own.path], own.start] for own in data.places]]
                                              for name, data in unit.parts.items()]] for unit in some]
         result.append(Piece(stage / PIECES / f"{number:06}.safetensors", aim, tuple(some),
-                            key(aim.format, aim.threads, aim.may_grow, origins)))
+                            digest(aim.format, aim.threads, aim.may_grow, origins)))
     return result
 
 
@@ -81,7 +82,14 @@ def made(piece: Piece) -> Made | None:
         return None
     if header.metadata.get("key") != piece.key:
         return None
-    return Made(header, json.loads(header.metadata["raw"]), json.loads(header.metadata["crc"]))
+    try:
+        raw, crc = (json.loads(header.metadata.get(name, "")) for name in ("raw", "crc"))
+    except ValueError:
+        return None
+    is_ours = stage.fits(raw, {"*": str}) and stage.fits(crc, {"*": int}) and \
+        all(crc.keys() >= unit.parts.keys() and header.tensors.keys() >= set(map(unit.full, codecs.LEAVES[piece.aim.format]))
+            for unit in piece.units if unit.name not in raw)
+    return Made(header, raw, crc) if is_ours else None
 
 
 def held(there: Iterable[tuple[Piece, Made]]) -> list[tuple[Unit, Piece, Made]]:

@@ -23,8 +23,9 @@ from qdsl.compress.original import ORIGINAL
 from qdsl.compress.pieces import Made, Piece
 from qdsl.compress.tensors import Bytes, placed
 from qdsl.compress.units import Aim
+from qdsl.files import digest
 from qdsl.rewrite import RewriteError
-from qdsl.rewrite.shards import Copy, Shard, in_order, index, key
+from qdsl.rewrite.shards import Copy, Shard, in_order, index
 
 SINGLE = "model.safetensors"
 DF11_VERSION = "0.5.0"                                           # of the package whose files these are
@@ -103,7 +104,7 @@ def _shard(name: str, file: _File, sources: Mapping[Any, list[Any]]) -> Shard:
         start, header = laid_out(name, {each: (data.dtype, data.shape) for each, data in file.tensors.items()}, metadata)
     steps = [Copy(each, data.path, data.start, data.nbytes, header.tensors[each].start) for each, data in file.tensors.items()]
     said = [[step.path.name, sources[step.path], step.start, step.nbytes] for step in steps]
-    return Shard(name, start, header.size, tuple(header.tensors), in_order(steps), key(start.hex(), said))
+    return Shard(name, start, header.size, tuple(header.tensors), in_order(steps), digest(start.hex(), said))
 
 
 def said(models: Mapping[str, Model], aim: Aim, made: Sequence[tuple[Piece, Made]], used: Mapping[str, Mapping[str, list[str]]],

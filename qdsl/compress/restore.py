@@ -19,11 +19,11 @@ from qdsl.compress.model import Model, Shapes, decoded, lasting
 from qdsl.compress.original import ORIGINAL
 from qdsl.compress.tensors import Bytes, Coded, Part, octets
 from qdsl.compress.units import needed
-from qdsl.files import check_output
+from qdsl.files import check_output, digest, identity
 from qdsl.processes import affordable
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
-from qdsl.rewrite.shards import Copy, Shard, Step, identity, in_order, key, share
+from qdsl.rewrite.shards import Copy, Shard, Step, in_order, share
 from qdsl.rewrite.work import Telling, quiet, write
 
 
@@ -36,11 +36,11 @@ class Decode:
 
     @property
     def nbytes(self) -> int:
-        return sum(Part(self.coded, number).nbytes for number, start in enumerate(self.to) if start is not None)
+        return sum(nbytes for _, nbytes in self.extents)
 
     @property
-    def begin(self) -> int:
-        return min(start for start in self.to if start is not None)
+    def extents(self) -> Sequence[tuple[int, int]]:
+        return [(start, Part(self.coded, number).nbytes) for number, start in enumerate(self.to) if start is not None]
 
     def write(self, out: BinaryIO) -> None:
         """Raises RewriteError for tensors that are damaged."""
@@ -51,21 +51,21 @@ class Decode:
 
 
 def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None, jobs: int | None = 1,
-               part: tuple[int, int] | None = None, tell: Telling = quiet) -> dict[str, Any]:
+               part: tuple[int, int] | None = None, force: bool = False, tell: Telling = quiet) -> dict[str, Any]:
     """Write the checkpoint that a compressed one was made of.
 
     like: a reference to a checkpoint with the same tensors, whose headers state shapes and files where nothing else does.
     shapes: what, given a model's folder, returns the shapes of its parameters where neither states them.
-    part, tell, jobs and memory are those of `compress`; parts are of files.
+    part, force, tell, jobs and memory are those of `compress`; parts are of files.
     Raises RewriteError, CheckpointError and OSError.
     """
     check_output(out, path)
     with components.opened(path) as folders:
         plan = _plan(path, folders, like, shapes)
-        if stage.was_ended(out):
+        request = {"command": "decompress", "work": "a decompression", "from": str(path.resolve()), "like": lasting(like)}
+        if stage.was_ended(out, request):
             return _report(out, plan, plan.shards, [])
-        asked = {"command": "decompress", "work": "a decompression", "from": str(path.resolve()), "like": lasting(like)}
-        place = stage.begin(out, asked)
+        place = stage.begin(out, request, force)
         mine = plan.shards if part is None else share(plan.shards, *part)
         todo = [shard for shard in mine if not stage.is_whole(shard, out)]
         jobs = jobs or affordable(needed(max(step.coded.nbytes for shard in plan.shards for step in shard.steps
@@ -78,10 +78,10 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
 
 def merge(out: Path, *, shapes: Shapes | None = None) -> dict[str, Any]:
     """Complete a checkpoint whose parts are all there.  Raises RewriteError where they are not."""
-    asked = stage.asked(out)
+    asked = stage.asked(out, {**stage.REQUESTS, "like": (str, None)})
     path = Path(asked["from"])
     with components.opened(path) as folders:
-        plan = _plan(path, folders, asked["like"], shapes)
+        plan = _plan(path, folders, asked.get("like"), shapes)
         return _report(out, plan, plan.shards, _complete(path, plan, out))
 
 
@@ -89,17 +89,19 @@ def merge(out: Path, *, shapes: Shapes | None = None) -> dict[str, Any]:
 class _Plan:
     models: Mapping[str, Model]
     shards: Sequence[Shard]
+    inputs: Mapping[Path, list[Any]]
 
 
 def _plan(path: Path, folders: Mapping[str, Folder], like: str | Path | None, shapes: Shapes | None) -> _Plan:
     models = decoded(folders, like, shapes)
     if not any(isinstance(data, Part) for model in models.values() for data in model.data.values()):
         raise RewriteError(f"{path}: nothing here is compressed")
-    return _Plan(models, [_shard(model, name, file, *content) for name, model in models.items()
-                          for file, content in model.files.items()])
+    inputs = {path: identity(path) for model in models.values() for path in model.folder.shards}
+    return _Plan(models, [_shard(model, name, file, *content, [inputs[path] for path in model.folder.shards])
+                          for name, model in models.items() for file, content in model.files.items()], inputs)
 
 
-def _shard(model: Model, component: str, file: str, start: bytes, header: Header) -> Shard:
+def _shard(model: Model, component: str, file: str, start: bytes, header: Header, inputs: list[Any]) -> Shard:
     steps: list[Step] = []
     together: dict[int, tuple[Coded, dict[int, int]]] = {}
     for name, entry in header.tensors.items():
@@ -109,8 +111,7 @@ def _shard(model: Model, component: str, file: str, start: bytes, header: Header
         else:
             together.setdefault(id(data.coded), (data.coded, {}))[1][data.number] = entry.start
     steps += [Decode(coded, tuple(map(starts.get, range(len(coded.names))))) for coded, starts in together.values()]
-    origin = [start.hex(), [identity(path) for path in model.folder.shards]]
-    return Shard(within(component, file), start, header.size, tuple(header.tensors), in_order(steps), key(*origin))
+    return Shard(within(component, file), start, header.size, tuple(header.tensors), in_order(steps), digest(start.hex(), inputs))
 
 
 def _complete(path: Path, plan: _Plan, out: Path) -> list[str]:
@@ -119,7 +120,7 @@ def _complete(path: Path, plan: _Plan, out: Path) -> list[str]:
     read = {file for folder in folders for file in (*folder.shards, folder.root / folder.index_name)}
     texts = {within(name, file): text for name, model in plan.models.items() if model.path.is_dir()
              for file, text in model.plain_texts().items()}
-    return complete(path, read, plan.shards, texts, out)
+    return complete(path, read, plan.shards, texts, out, plan.inputs, is_restored=True)
 
 
 def _report(out: Path, plan: _Plan, shards: Sequence[Shard], notes: Sequence[str]) -> dict[str, Any]:

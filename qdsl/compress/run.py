@@ -17,26 +17,26 @@ from qdsl.compress import codecs, pieces, plan
 from qdsl.compress.model import Model, Shapes, decoded, lasting, plain
 from qdsl.compress.pieces import Made, Piece
 from qdsl.compress.tensors import Bytes, Reader, placed
-from qdsl.compress.units import Aim, left, needed, units
+from qdsl.compress.units import FORMATS, THREAD_COUNTS, Aim, left, needed, units
 from qdsl.entropy.lookup import StreamError
-from qdsl.files import check_output
+from qdsl.files import check_output, identity
 from qdsl.processes import affordable, results
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
-from qdsl.rewrite.shards import Copy, Shard, identity, share
+from qdsl.rewrite.shards import Copy, Shard, share
 from qdsl.rewrite.work import Tell, Telling, quiet, write
 
 
 def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None,
-             jobs: int | None = 1, part: tuple[int, int] | None = None, check: bool = False, tell: Telling = quiet,
-             ) -> dict[str, Any]:
+             jobs: int | None = 1, part: tuple[int, int] | None = None, check: bool = False, force: bool = False,
+             tell: Telling = quiet) -> dict[str, Any]:
     """Write a checkpoint whose bfloat16 matrices are held in fewer bits, and all else is as it was.
 
     path: a folder, one of several models, or a .safetensors file.  Of compressed models matrices are decoded on the way, those
     that are coded together at a time; what is written is what the plain model would become.  like, shapes: as of
     `decompress`, where files of compressed models do not state shapes.  part: (i, n), from 1: the i-th of n parts of the encoding
     alone, which leaves the rest to a call without it, or to `merge`.  check: what was written is decoded and compared before it
-    takes its place.
+    takes its place.  force: whether a checkpoint in `out` is replaced.
     What was done by an earlier call is not done again, where it was made of the same files by the same version; bytes do not
     depend on jobs, parts or interruptions.  Until it is complete, what is compressed lies there twice.
     tell: what, given how many bytes there are to encode and then to write, is told how many are.
@@ -47,12 +47,12 @@ def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None,
     check_output(out, path)
     with components.opened(path) as folders:
         aim = replace(aim, only=components.meant(folders, aim.only))
-        if stage.was_ended(out):
+        request = _plain({"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()),
+                          "like": lasting(like), **asdict(aim)})
+        if stage.was_ended(out, request):
             return _report(out, aim, (), (), [])
         work = _work(path, folders, aim, out, like, shapes)
-        asked = {"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()),
-                 "like": lasting(like), **asdict(aim)}
-        stage.begin(out, _plain(asked))
+        stage.begin(out, request, force)
         jobs = jobs or _jobs(work)
         mine = work.pieces if part is None else share(work.pieces, *part)
         _encode([each for each in mine if pieces.made(each) is None], jobs, tell)
@@ -66,8 +66,11 @@ def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell
 
     Raises RewriteError where some are missing, or are not of the input as it is now.
     """
-    asked = stage.asked(out)
-    aim = Aim(asked["format"], asked["threads"], asked["patterns"], asked["by_group"], tuple(asked["only"]),
+    asked = stage.asked(out, {**stage.REQUESTS, "format": str, "threads": int, "patterns": ({"*": [str]}, None), "only": [str],
+                              "by_group": bool, "plain_config": bool, "like": (str, None)})
+    if asked["format"] not in FORMATS or asked["threads"] not in THREAD_COUNTS:
+        raise RewriteError(f"{out}: no compression to {shown(asked['format'])} with {asked['threads']} threads")
+    aim = Aim(asked["format"], asked["threads"], asked.get("patterns"), asked["by_group"], tuple(asked["only"]),
               asked["plain_config"])
     path = Path(asked["from"])
     with components.opened(path) as folders:
@@ -114,7 +117,7 @@ def _there(every: Sequence[Piece]) -> list[tuple[Piece, Made]]:
 
 def _plain(asked: dict[str, Any]) -> dict[str, Any]:
     """As JSON gives it back."""
-    patterns = asked["patterns"]
+    patterns = asked.get("patterns")
     return {**asked, "only": list(asked["only"]), "patterns": patterns and {key: list(each) for key, each in patterns.items()}}
 
 
@@ -142,7 +145,8 @@ def _finish(work: _Work, there: Sequence[tuple[Piece, Made]], out: Path, jobs: i
             _check(checks, jobs, told)
     read = {each for model in work.models.values()
             for each in (*model.folder.shards, model.folder.root / model.folder.index_name)}
-    notes = complete(work.path, read, shards, plan.said(work.models, work.aim, there, work.used, shards), out)
+    notes = complete(work.path, read, shards, plan.said(work.models, work.aim, there, work.used, shards), out,
+                     work.sources)
     return _report(out, work.aim, there, shards, [*work.left, *notes]) | {"checked": check}
 
 

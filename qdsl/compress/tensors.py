@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.safetensors import Entry, shown
+from qdsl.checkpoint.safetensors import CheckpointError, Entry, shown
 from qdsl.compress import codecs
 from qdsl.compress.codecs import NUMPY, Shape
 from qdsl.entropy.lookup import StreamError
@@ -39,7 +39,10 @@ class Bytes:
         """Mapped: what is not touched is not read, and the system may take back what is."""
         if not self.nbytes:
             return np.empty(self.shape, NUMPY[self.dtype])
-        return np.memmap(self.path, NUMPY[self.dtype], "r", self.start, self.shape)
+        try:
+            return np.memmap(self.path, NUMPY[self.dtype], "r", self.start, self.shape)
+        except ValueError:
+            raise CheckpointError(f"{self.path}: became shorter while it was read") from None
 
 
 def bytes_of(folder: Folder, name: str) -> Bytes:

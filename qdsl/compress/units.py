@@ -13,6 +13,7 @@ from qdsl.entropy.huffman_windows import THREADS
 from qdsl.rewrite import RewriteError
 
 FORMATS = ("hlane", "fix4", "df11")
+THREAD_COUNTS = tuple(1 << power for power in range(3, 11))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,6 @@ MODELS = ("transformer", "unet", "text_encoder", "vae", "controlnet")  # how nam
 LOSSLESS = {"hlane": 10.8, "fix4": 12.0}                         # bits per weight, of normal weights and those of trained models
 # The formats that a plan chooses from: those that keep more of the numbers first, of lossless ones the faster.
 CHOICES = (AS_STORED, "fix4", "hlane", "q8_0", "fp8_channel", "q4_k", "nvfp4_ct")
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
-         "TIB": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +171,3 @@ def _combinations(models: Sequence[Model], resident: Collection[str]) -> Iterato
         stays = sum(needs[name].resident for name in resident)
         turns = [need.scratch if name in resident else need.peak for name, need in needs.items()]
         yield Combination({model.name: format for model, format in zip(models, formats, strict=True)}, stays + max(turns))
-
-
-def size_of(text: str) -> int:
-    """Bytes of a size such as 20GB, 20 GiB or 20000000000.  Raises ValueError."""
-    digits = text.strip().rstrip("BbIiKkMmGgTt ")
-    unit = text.strip()[len(digits):].strip().upper()
-    if unit not in UNITS or not digits.replace(".", "", 1).isdecimal():
-        raise ValueError(f"{text!r} is no size; expected one such as 20GB or 20GiB")
-    return int(float(digits) * UNITS[unit])

@@ -10,16 +10,14 @@ import copy
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from qdsl.checkpoint.detect import OWN, SPOKEN, same
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.guard import guarded, has_own_settings, unguarded
-from qdsl.checkpoint.ignored import expression, rules
+from qdsl.checkpoint.ignored import rules
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import NAMES, PLACES, dialects, in_headers, quantization
-from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.convert.aim import description
 from qdsl.convert.plain import SUFFIX, is_matrix
 from qdsl.convert.plan import Plan
@@ -318,10 +316,8 @@ def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], lis
 
 def _may_name(module: str, text: str) -> bool:
     """Whether a module's name, as it is or as a regular expression, is anywhere in a text: few are in thousands of names."""
-    with suppress(CheckpointError):
-        if expression(module).search(text):
-            return True
-    return module in text
+    is_plain = re.fullmatch(r"[\w.-]+", module) is not None      # other names may be expressions that take long
+    return not is_plain or re.search(module, text) is not None
 
 
 def _naming(module: str, read: Sequence[str], others: Sequence[str]) -> tuple[str, bool]:

@@ -24,8 +24,9 @@ from qdsl.checkpoint.stated import Stated
 from qdsl.convert import header
 from qdsl.convert.aim import Aim, become, description, params_in, shares_scale, target
 from qdsl.convert.fused import fused_layers
+from qdsl.files import digest, identity
 from qdsl.rewrite import RewriteError
-from qdsl.rewrite.shards import Copy, Shard, Step, copy, identity, in_order, key
+from qdsl.rewrite.shards import Copy, Shard, Step, copy, in_order
 from qdsl.shapes import granule
 from qdsl.stored import Description
 
@@ -70,8 +71,8 @@ class Change:
         return sum(entry.nbytes for entry in self.to.values())
 
     @property
-    def begin(self) -> int:
-        return min(entry.start for entry in self.to.values())
+    def extents(self) -> Sequence[tuple[int, int]]:
+        return [(entry.start, entry.nbytes) for entry in self.to.values()]
 
     def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
         """What requantizing it cost, None where it is exact.  Raises RewriteError where the storage cannot hold it after all."""
@@ -85,7 +86,7 @@ class Change:
 class Plan:
     """The files of a folder, the layers that change, as they are now, and those that do not.
 
-    left: plain layers that the format cannot hold, and why.
+    left: plain layers that the format cannot hold, and why.  inputs: the identities of the folder's files.
     """
 
     aim: Aim
@@ -93,6 +94,7 @@ class Plan:
     changed: tuple[Layer, ...]
     kept: tuple[Layer, ...]
     left: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[Path, list[Any]] = field(default_factory=dict)
 
     @property
     def format(self) -> str:
@@ -162,7 +164,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     sources = {path: identity(path) for path in folder.shards}
     sharing = fused_layers(layer for layer in changed if shares_scale(layer, aim))
     shards = tuple(_shard(folder, file, said[path], aim, sources, model, sharing) for path, file in files.items() if file.tensors)
-    return Plan(aim, shards, tuple(changed), kept, {layer.name: why for layer, why in problems})
+    return Plan(aim, shards, tuple(changed), kept, {layer.name: why for layer, why in problems}, sources)
 
 
 def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]]) -> dict[Path, _File]:
@@ -391,7 +393,7 @@ def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], known
     sources = {folder.file(name).path for name in file.copied}
     layers = {each.name: each for step in steps if isinstance(step, Change) for each in (step.layer, *step.sharing)}
     sources |= {folder.file(full).path for layer in layers.values() for full in layer.tensors.values()}
-    return key(start.hex(), [known[path] for path in sorted(sources)], list(map(_said, steps)))
+    return digest(start.hex(), [known[path] for path in sorted(sources)], list(map(_said, steps)))
 
 
 def _said(step: Step) -> list[Any]:

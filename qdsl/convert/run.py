@@ -19,7 +19,7 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import refuse_groups
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.safetensors import shown
-from qdsl.convert.aim import Aim
+from qdsl.convert.aim import Aim, aimed
 from qdsl.convert.config import readers, rewritten
 from qdsl.convert.plain import plain_layers
 from qdsl.convert.plan import Change, Plan, plan
@@ -44,10 +44,11 @@ class _Model:
 
 
 def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None,
-            tell: Telling = quiet) -> dict[str, Any]:
+            force: bool = False, tell: Telling = quiet) -> dict[str, Any]:
     """Write a checkpoint whose quantized layers have become what is aimed at, and all else is as it was.
 
     part: (i, n), from 1: the i-th of n parts of the shards alone, which leaves the rest to `merge`.
+    force: whether a checkpoint in `out` is replaced.
     What was done by an earlier call is not done again, where it was made of the same files by the same version; bytes do not
     depend on jobs, parts or interruptions.
     tell: what, given the bytes of all tensors, is told how many are written.
@@ -55,22 +56,22 @@ def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1
     Raises RewriteError, CheckpointError and OSError.
     """
     check_output(out, folder.path)
-    return _rewrite(folder.path, [_Model("", folder, known, plan(folder, known, aim))], aim, out, jobs, part, tell)
+    return _rewrite(folder.path, [_Model("", folder, known, plan(folder, known, aim))], aim, out, jobs, part, force, tell)
 
 
-def quantize(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None, tell: Telling = quiet,
-             ) -> dict[str, Any]:
+def quantize(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None, force: bool = False,
+             tell: Telling = quiet) -> dict[str, Any]:
     """Write a checkpoint whose plain Linear layers are quantized, and all else is as it was.
 
-    path: a folder, one of several models, or a .safetensors file.  aim: of `aimed` with `ignore`.  part, tell: as of `convert`,
-    which says what holds after an interruption, too.
+    path: a folder, one of several models, or a .safetensors file.  aim: of `aimed` with `ignore`.  part, force, tell: as of
+    `convert`, which says what holds after an interruption, too.
     Memory: the largest quantized tensor for each process, beside torch, and some float32 weights.
     Raises RewriteError for folders that are quantized already or that have nothing to quantize, CheckpointError and OSError.
     """
     check_output(out, path)
     with components.opened(path) as models:
         aim = replace(aim, only=components.meant(models, aim.only))
-        return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, tell)
+        return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, force, tell)
 
 
 def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Model]:
@@ -97,13 +98,14 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
     return found
 
 
-def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int, part: tuple[int, int] | None, tell: Telling,
-             ) -> dict[str, Any]:
+def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int, part: tuple[int, int] | None, force: bool,
+             tell: Telling) -> dict[str, Any]:
     shards = [shard for model in models for shard in model.plan.shards]
-    if stage.was_ended(out):
-        return _report(models, aim, out, shards, 0, [], {})
     what = f"a quantization to {aim.label}" if aim.is_from_plain else f"a conversion to {aim.label}"
-    place = stage.begin(out, {"command": "convert", "work": what, "from": str(path.resolve()), **aim.data()})
+    request = {"command": "convert", "work": what, "from": str(path.resolve()), **aim.data()}
+    if stage.was_ended(out, request):
+        return _report(models, aim, out, shards, 0, [f"{out} was complete already; what it cost is not measured again"], {})
+    place = stage.begin(out, request, force)
     mine = shards if part is None else share(shards, *part)
     todo = [shard for shard in mine if not stage.is_whole(shard, out)]
     with tell(sum(shard.nbytes for shard in todo)) as done:
@@ -121,8 +123,12 @@ def merge(out: Path) -> dict[str, Any]:
 
     Raises RewriteError where shards are missing, or are not of the input as it is now.
     """
-    asked = stage.asked(out)
-    aim, path = Aim(**{each.name: asked[each.name] for each in fields(Aim) if each.name in asked}), Path(str(asked.get("from")))
+    asked = stage.asked(out, {**stage.REQUESTS, "format": str, "storage": str, "requantize": bool,
+                              "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None)})
+    path = Path(asked["from"])
+    aim = Aim(**{each.name: asked[each.name] for each in fields(Aim) if asked.get(each.name) is not None})
+    if aim.requantize:                                           # what a request names may not be there
+        aimed(aim.label, True, aim.params, aim.ignore, aim.only)
     with ExitStack() as opened:
         if aim.is_from_plain:
             models = _quantized(path, opened.enter_context(components.opened(path)), aim)
@@ -145,7 +151,8 @@ def _complete(path: Path, models: Sequence[_Model], shards: Sequence[Shard], out
         texts |= {within(model.name, name): text for name, text in changed.items()}
         notes += [f"{model.name}: {note}" if model.name else note for note in more]
     read = [file for model in models for file in model.folder.shards]
-    return [*notes, *complete(path, read, shards, texts, out)]
+    inputs = {file: known for model in models for file, known in model.plan.inputs.items()}
+    return [*notes, *complete(path, read, shards, texts, out, inputs)]
 
 
 def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shard], written: int, notes: Sequence[str],
@@ -156,7 +163,7 @@ def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shar
     changed = Counter((layer.format, layer.storage) for layer in made)
     there = {name for shard in shards for name in shard.tensors}
     kept = sum(next(iter(layer.tensors.values())) in there for model in models for layer in model.plan.kept)
-    sums = {name: Sums(**cost) for name, cost in costs.items()}
+    sums = {name: Sums(*(cost.get(each.name, 0.0) for each in fields(Sums))) for name, cost in costs.items()}
     notes = [*(f"layer {shown(layer.name)}: {problem}" for layer in made for problem in layer.problems), *notes]
     return {"out": str(out), "shards": [shard.name for shard in shards], "shards_written": written,
             "nbytes": sum(shard.size for shard in shards), "notes": notes, "layers_kept": kept,
@@ -170,7 +177,7 @@ def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shar
 def _of_plain(models: Sequence[_Model], steps: Mapping[str, Change], sums: Mapping[str, Sums]) -> dict[str, Any]:
     """What else is said of a folder that was plain: the layers, what stays plain and why, and who reads it."""
     rows: list[dict[str, Any]] = []
-    for name, step in steps.items():
+    for name, step in ((name, step) for name, step in steps.items() if name in sums):
         decibels = sums[name].data()["snr_db"]
         experts = [] if step.layer.experts is None else [step.layer.experts]
         rows.append({"name": name, "from": step.layer.format, "shape": [*experts, *step.layer.shape], "nbytes": step.nbytes,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qdsl.checkpoint import checksums
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.layers import Layer
@@ -68,7 +69,7 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
                  dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
                  skip: Sequence[str] | None = None, **options: Any) -> LoadReport:
     """Fill a model; `qdsl.load_weights_` explains the arguments."""
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, verify=verify and checksums.are_stated(path)) as checkpoint:
         return fill_model(model, checkpoint, rename, device, dtype, verify, copy, format, skip, **options)
 
 

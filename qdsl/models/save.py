@@ -18,9 +18,10 @@ from qdsl.checkpoint.ggml_types import TORCH
 from qdsl.checkpoint.gguf_write import NewTensor
 from qdsl.checkpoint.gguf_write import write as write_gguf
 from qdsl.checkpoint.guard import FIELD, guarded, is_guard, unguarded
-from qdsl.checkpoint.safetensors import Buffer, Header, bytes_of, copy_chunks, laid_out, shown
+from qdsl.checkpoint.resume import write_tensors
+from qdsl.checkpoint.safetensors import Buffer, Header, bytes_of, laid_out, shown
 from qdsl.convert.config import own_settings
-from qdsl.files import flush_folder, replacing, write_text
+from qdsl.files import flush_folder, write_text
 from qdsl.models.collect import Collector, SaveError, Stored
 from qdsl.models.origin import Origin, origin_in
 from qdsl.rewrite.complete import INDICES, WEIGHTS, regular_files
@@ -146,10 +147,7 @@ def _new_files(tensors: Mapping[str, Stored], stem: str) -> dict[str, tuple[byte
 
 
 def _write(path: Path, start: bytes, header: Header, tensors: Mapping[str, Stored]) -> None:
-    with replacing(path) as file:
-        file.write(start)
-        for name, entry in header.tensors.items():
-            copy_chunks(file, _bytes(tensors[name]), entry.nbytes, f"{path}: tensor {shown(name)}")
+    write_tensors(path, start, [(name, _bytes(tensors[name]), entry.nbytes, 0) for name, entry in header.tensors.items()])
 
 
 def _bytes(tensor: Stored) -> Iterator[Buffer]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.checkpoint.safetensors import shown
-from qdsl.files import cache_folder, write_text
+from qdsl.files import cache_folder, make_cache_folder, write_text
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.plan import LoadError
 
@@ -98,7 +98,7 @@ def kept_trace(convert: Convert, shapes: Shapes, *key: str) -> dict[str, TensorR
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         rules = trace(convert, shapes)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(path.parent)
         write_text(path, json.dumps({target: rule.record() for target, rule in rules.items()}))
     except OSError:
         pass                                                     # a cache that cannot be written is none

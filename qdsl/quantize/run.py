@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.gguf_weights import module_of
 from qdsl.checkpoint.gguf_write import NewTensor, write
+from qdsl.checkpoint.resume import Resume
 from qdsl.checkpoint.safetensors import Buffer, bytes_of, shown
-from qdsl.files import check_output
+from qdsl.files import check_output, digest, identity
 from qdsl.processes import processors, results
 from qdsl.quantize import QuantizeError
 from qdsl.quantize.imatrix import Imatrix
@@ -48,30 +49,38 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     """Write a plan's file, and return for each tensor that became another type what it cost, from what was stored.
 
     tell: is told of each tensor how many weights are done.  Memory: some chunks for each process.
+    A call that follows one that was interrupted continues with the first tensor that is not whole.
     Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
     """
     check_output(out, *source.paths)
     _check(plan, options, imatrix)
-    costs: dict[str, Sums] = {}
-    done = 0
+    inputs = [*source.paths, *([imatrix.path] if imatrix else [])]
+    resume = Resume(digest("quantize", [identity(Path(path)) for path in inputs], [step.type for step in plan.steps]))
+    tasks = [list(_tasks(step, imatrix)) for step in plan.steps]
+    encoded: Generator[tuple[Buffer, Sums], None, None] | None = None
 
-    def chunks(step: Step, encoded: Iterator[tuple[Buffer, Sums]], count: int) -> Iterator[Buffer]:
-        nonlocal done
+    def chunks(number: int) -> Iterator[Buffer]:
+        """The bytes of a tensor; the first that is not whole already begins the work for all that follow."""
+        nonlocal encoded
+        encoded = encoded or _results([task for some in tasks[number:] for task in some], source, jobs)
+        step, cost = plan.steps[number], None
         if step.copied:
             _check_copied(source, step)
             yield source.data(step.tensor.name)
-        for _ in range(count):
+        for _ in tasks[number]:
             data, sums = next(encoded)
-            costs[step.tensor.name] = costs.get(step.tensor.name, Sums()) + sums
+            cost = (cost or Sums()) + sums
             yield data
-        done += step.weights
-        tell(done, step.tensor.name)
+        resume.notes[step.tensor.name] = cost and astuple(cost)
+        tell(sum(each.weights for each in plan.steps[:number + 1]), step.tensor.name)
 
-    tasks = {step.tensor.name: list(_tasks(step, imatrix)) for step in plan.steps}
-    with closing(_results([task for each in tasks.values() for task in each], source, jobs)) as encoded:
-        write(out, plan.metadata, [NewTensor(step.tensor.name, BY_NAME[step.type], step.tensor.shape,
-                                             chunks(step, encoded, len(tasks[step.tensor.name]))) for step in plan.steps])
-    return costs
+    try:
+        write(out, plan.metadata, [NewTensor(step.tensor.name, BY_NAME[step.type], step.tensor.shape, chunks(number))
+                                   for number, step in enumerate(plan.steps)], resume)
+    finally:
+        if encoded:
+            encoded.close()
+    return {name: Sums(*cost) for name, cost in resume.notes.items() if cost}
 
 
 def _check(plan: Plan, options: Options, imatrix: Imatrix | None) -> None:

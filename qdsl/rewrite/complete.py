@@ -9,34 +9,54 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from qdsl.files import flush_folder, replacing, write_text
+from qdsl.checkpoint import checksums
+from qdsl.checkpoint.components import within
+from qdsl.files import flush_folder, identity, replacing, write_text
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.shards import Shard
 
 # Weights: those of the input are in other files now, and others would be of another model.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".tflite", ".npz")
+Inputs = Mapping[Path, list[Any]]
 INDICES = tuple(f"{suffix}.index.json" for suffix in WEIGHTS)
 
 
 def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], said: Mapping[str, str | None], out: Path,
-             ) -> list[str]:
-    """Put everything in its place; returns notes of what was left out.  A call that is broken off is made again.
+             inputs: Inputs, is_restored: bool = False) -> list[str]:
+    """Put everything in its place; returns notes of what was left out.  Run it again where it was interrupted.
 
     source: the folder, or the file, whose shards are these.  read: its files of weights, and their indices, which stay behind.
     said: files with another text than there, or that are not there, by their names from the folder; None for none any more.
+    inputs: the identities that files had when they were read.  is_restored: whether files are those of another checkpoint again,
+    to which no checksums are added.
     Raises RewriteError, before it changes anything, where shards are missing, of another input, or being written.
     """
     with stage.held(out / stage.STAGE):
-        return _completed(source, read, shards, said, out)
+        sums = {} if is_restored else _checksums([shard for shard in shards if stage.is_whole(shard, out)], out)
+        return _completed(source, read, shards, {**said, **sums}, out, inputs)
+
+
+def _checksums(shards: Sequence[Shard], out: Path) -> dict[str, str]:
+    """The files that state the checksums of shards, one for each model."""
+    models: dict[str, dict[str, dict[str, int]]] = {}
+    for shard in shards:
+        model, _, file = shard.name.rpartition("/")
+        models.setdefault(model, {})[file] = stage.crc(shard, out)
+    return {within(model, checksums.FILE): checksums.text(files) for model, files in models.items()}
 
 
 def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], said: Mapping[str, str | None], out: Path,
-               ) -> list[str]:
+               inputs: Inputs) -> list[str]:
+    if changed := [path for path, known in inputs.items() if not path.is_file() or identity(path) != known]:
+        raise RewriteError(f"{changed[0]} changed while it was read; run the same command again")
     missing = [shard.name for shard in shards if not stage.is_whole(shard, out)]
     if missing:
         raise RewriteError(f"{out}: {len(missing)} of {len(shards)} shards are not there, or not of {source} as it is "
                            f"now: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}")
+    if (out / stage.STAGE / stage.FORCE).exists() and not (out / stage.STAGE / stage.MARK).exists():
+        stage.clear(out)
     stage.write(out / stage.STAGE / stage.MARK, {})
     others = out / stage.STAGE / stage.OTHERS
     notes = _copy_others(source, read, others, said)
@@ -63,6 +83,8 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, said: Mapping[
     left, private = [], []
     for path in regular_files(source) if source.is_dir() else ():
         short = path.relative_to(source)
+        if path.name == checksums.FILE:                          # of the old files
+            continue
         if path.name.endswith((*WEIGHTS, *INDICES)):
             left += [] if path in read or str(short) in said else [str(short)]
         elif path.name.startswith(".") or _leaves(path, source):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-import qdsl
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.safetensors import Entry
 
@@ -35,8 +32,8 @@ class Step(Protocol):
         """Of what it writes."""
 
     @property
-    def begin(self) -> int:
-        """Where in the file its first byte goes."""
+    def extents(self) -> Sequence[tuple[int, int]]:
+        """Where in the file the tensors go that it writes whole, and their bytes."""
 
     def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
         """Put bytes in their places; something to say of it, by name, or nothing."""
@@ -53,8 +50,8 @@ class Copy:
     to: int
 
     @property
-    def begin(self) -> int:
-        return self.to
+    def extents(self) -> Sequence[tuple[int, int]]:
+        return [(self.to, self.nbytes)]
 
     def write(self, out: BinaryIO) -> None:
         """Raises OSError for a file that has become shorter."""
@@ -98,20 +95,7 @@ class Shard:
 
 def in_order(steps: Iterable[Step]) -> tuple[Step, ...]:
     """As their first bytes lie."""
-    return tuple(sorted(steps, key=lambda step: step.begin))
-
-
-def key(*said: Any) -> str:
-    """A digest of this version and of plain data that a file's bytes depend on."""
-    return hashlib.sha256(json.dumps([qdsl.__version__, *said], sort_keys=True).encode()).hexdigest()
-
-
-def identity(path: Path) -> list[Any]:
-    """A file's name, size, time of its last change, and a digest of its header."""
-    with open(path, "rb") as file:
-        stat = os.fstat(file.fileno())
-        header = file.read(int.from_bytes(file.read(8), "little"))
-    return [path.name, stat.st_size, stat.st_mtime_ns, hashlib.sha256(header).hexdigest()]
+    return tuple(sorted(steps, key=lambda step: min(start for start, _ in step.extents)))
 
 
 def share(every: Sequence[Each], place: int, count: int) -> list[Each]:

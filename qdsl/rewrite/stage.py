@@ -12,35 +12,61 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from qdsl.checkpoint.safetensors import CheckpointError, strict_json
+from qdsl.checkpoint.safetensors import CheckpointError, parse_header, shown, strict_json
 from qdsl.files import locked, write_text
 from qdsl.rewrite import RewriteError
 from qdsl.rewrite.shards import Shard
 
 STAGE = ".qdsl-stage"
-GONE = ".qdsl-staged"                                            # the stage, on its way to be removed
+DONE = ".qdsl-staged"                                            # the request, when everything is in its place
 REQUEST = "request.json"                                         # what is to be written, of what
 MARK = "complete"                                                # all shards were there, and are being put in place
+FORCE = "force"                                                  # what is in the folder is removed before that
 SHARDS = "shards"
 OTHERS = "others"                                                # the files beside the shards
 NOTE = "made-of.json"
 LIMIT = 1 << 24                                                  # bytes of these files
+CHECKPOINT = (".safetensors", ".safetensors.index.json", "model_index.json", "config.json")   # of a folder that may be replaced
+REQUESTS = {"command": str, "from": str}
 
 
-def begin(out: Path, asked: dict[str, Any]) -> Path:
+def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
     """The stage of a folder to be written, a new one or the one that was left.
 
-    asked: plain data; its 'work' is said where something else was begun, and 'from' may change, for folders are moved.
+    request: plain data; its 'work' is said where something else was begun, and 'from' may change, for folders are moved.
+    force: whether a checkpoint, or other unfinished work, that lies in the folder is replaced.
     Raises RewriteError where the folder has anything else, or the stage of something else.
     """
     stage = out / STAGE
-    if out.exists() and any(path.name != STAGE for path in out.iterdir()) and not (stage / MARK).exists():
-        raise RewriteError(f"{out}: is there already, and is no work that was broken off")
-    if (stage / REQUEST).exists() and (found := {**read(stage / REQUEST), "from": asked["from"]}) != asked:
-        raise RewriteError(f"{out}: {found.get('work', 'something else')} was begun here; remove the folder, or write another")
+    _refuse_links(stage)
+    if not (stage / MARK).exists() and not (stage / FORCE).exists():
+        _check_empty(out, force)
+    if (stage / REQUEST).exists() and {**(begun := read(stage / REQUEST)), "from": request["from"]} != request:
+        if not force:
+            raise RewriteError(f"{out}: {begun.get('work', 'something else')} was begun here; remove the folder, write another, "
+                               "or begin anew with --force")
+        shutil.rmtree(stage)
     stage.mkdir(parents=True, exist_ok=True)
-    write(stage / REQUEST, asked)
+    if force:
+        write(stage / FORCE, {})
+    write(stage / REQUEST, request)
     return stage
+
+
+def _check_empty(out: Path, force: bool) -> None:
+    """Raises RewriteError for a folder that holds files; with `force`, for one that holds no checkpoint that can be replaced."""
+    others = [path for path in out.iterdir() if path.name not in (STAGE, DONE)] if out.exists() else []
+    if others and not force:
+        raise RewriteError(f"{out} exists already, and no interrupted run left it; --force replaces what is in it")
+    if others and not any(path.name.endswith(CHECKPOINT) for path in others):
+        raise RewriteError(f"{out}: --force replaces a checkpoint, and this folder holds none")
+
+
+def _refuse_links(stage: Path) -> None:
+    """Raises RewriteError for links, through which work would be written elsewhere, or taken from there."""
+    for path in (stage, *stage.rglob("*")) if os.path.lexists(stage) else ():
+        if path.is_symlink():
+            raise RewriteError(f"{path}: a link in unfinished work; remove {stage}")
 
 
 @contextmanager
@@ -59,26 +85,69 @@ def held(folder: Path, shared: bool = False) -> Iterator[None]:
         yield
 
 
-def asked(out: Path) -> dict[str, Any]:
-    """What is being written here.  Raises RewriteError where nothing is."""
-    was_ended(out)
-    if not (out / STAGE / REQUEST).is_file():
+def asked(out: Path, kinds: Mapping[str, Any] = REQUESTS) -> dict[str, Any]:
+    """What is being written here.  kinds: as of `fits`.  Raises RewriteError where nothing is, or where it is of other kinds."""
+    _refuse_links(out / STAGE)
+    if (out / DONE).is_file() or not (out / STAGE / REQUEST).is_file():
         raise RewriteError(f"{out}: no work was begun here, or it is complete")
-    return read(out / STAGE / REQUEST)
+    request = read(out / STAGE / REQUEST)
+    if not all(fits(request.get(name), kind) for name, kind in kinds.items()):
+        raise RewriteError(f"{out / STAGE / REQUEST}: no request that qdsl wrote; remove {out / STAGE}")
+    return request
+
+
+def fits(value: object, kind: Any) -> bool:
+    """Whether a value of JSON is of a kind: a type, None, any of a tuple, a list of one, or {"*": kind of all values}."""
+    if isinstance(kind, tuple):
+        return any(fits(value, each) for each in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(fits(each, kind[0]) for each in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(fits(each, kind["*"]) for each in value.values())
+    return value is None if kind is None else type(value) is kind
 
 
 def end(out: Path) -> None:
-    """Everything is in its place: remove the stage."""
-    os.rename(out / STAGE, out / GONE)
-    was_ended(out)
+    """Everything is in its place: remove the stage, and last the request, by which a repeated call knows that all is done."""
+    os.replace(out / STAGE / REQUEST, out / DONE)
+    _remove(out)
 
 
-def was_ended(out: Path) -> bool:
-    """Whether a process was killed when everything was in its place; then the rest of the stage is removed."""
-    if not (out / GONE).exists():
+def was_ended(out: Path, request: dict[str, Any]) -> bool:
+    """Whether a process was killed when everything was in its place; then what it left is removed.
+
+    Raises RewriteError where that was another work, which is complete.
+    """
+    if not (out / DONE).is_file() or (out / DONE).is_symlink():
         return False
-    shutil.rmtree(out / GONE, ignore_errors=True)                # another process may be at it, too
+    done = read(out / DONE)
+    _remove(out)
+    if {**done, "from": request["from"]} != request:
+        raise RewriteError(f"{out}: {done.get('work', 'another work')} is complete here; write another folder")
     return True
+
+
+def was_merged(out: Path) -> bool:
+    """Whether a process that merged parts was killed when everything was in its place; then what it left is removed."""
+    is_done = (out / DONE).is_file() and not (out / DONE).is_symlink()
+    if is_done:
+        _remove(out)
+    return is_done
+
+
+def _remove(out: Path) -> None:
+    _refuse_links(out / STAGE)
+    shutil.rmtree(out / STAGE, ignore_errors=True)               # another process may be at it, too
+    (out / DONE).unlink(missing_ok=True)
+
+
+def clear(out: Path) -> None:
+    """Remove what a folder holds that is replaced, but what is hidden."""
+    for path in out.iterdir():
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+            shutil.rmtree(path)
+        elif not path.name.startswith("."):
+            path.unlink()
 
 
 def room(stage: Path, shard: Shard) -> Path:
@@ -100,14 +169,25 @@ def is_whole(shard: Shard, out: Path) -> bool:
     return _made_of(shard).items() <= read(note).items() and path.stat().st_size == shard.size
 
 
-def note(shard: Shard, stage: Path, said: Mapping[str, Any]) -> None:
-    """Say that a shard is whole, and what its steps had to say."""
-    write(room(stage, shard) / NOTE, {**_made_of(shard), "said": dict(said)})
+def note(shard: Shard, stage: Path, said: Mapping[str, Any], crc: Mapping[str, Any]) -> None:
+    """Say that a shard is whole, what its steps had to say, and the CRC-32 of its tensors, by their places."""
+    write(room(stage, shard) / NOTE, {**_made_of(shard), "said": dict(said), "crc": dict(crc)})
+
+
+def crc(shard: Shard, out: Path) -> dict[str, int]:
+    """The CRC-32 of a shard's tensors, by name."""
+    stated = read(room(out / STAGE, shard) / NOTE).get("crc", {})
+    if not fits(stated, {"*": int}):
+        raise RewriteError(f"{out / STAGE}: a note that qdsl did not write; remove the folder")
+    tensors = parse_header(shard.start[8:], Path(shard.name)).tensors
+    return {name: stated.get(str(entry.start), 0) if entry.nbytes else 0 for name, entry in tensors.items()}
 
 
 def said(shards: Sequence[Shard], out: Path) -> dict[str, Any]:
     """What the steps of shards had to say that are whole."""
     notes = [read(room(out / STAGE, shard) / NOTE) for shard in shards if is_whole(shard, out)]
+    if wrong := [note for note in notes if not fits(note.get("said"), {"*": {"*": (int, float)}})]:
+        raise RewriteError(f"{out / STAGE}: a note that qdsl did not write, {shown(str(wrong[0]))}; remove the folder")
     return {name: each for note in notes for name, each in note["said"].items()}
 
 

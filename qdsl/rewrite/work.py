@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from qdsl.checkpoint.resume import checksum
 from qdsl.files import replacing
 from qdsl.processes import results
 from qdsl.rewrite import stage
@@ -35,10 +36,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A task that is done, and what its steps have to say."""
+    """A task that is done, what its steps have to say, and the CRC-32 of the tensors that they wrote, by their places."""
 
     task: Task
     said: Mapping[str, dict[str, Any]]
+    crc: Mapping[str, int | None]
 
 
 def done(task: Task) -> Done:
@@ -48,7 +50,8 @@ def done(task: Task) -> Done:
         for step in task.steps:
             if (each := step.write(out)) is not None:
                 said[each[0]] = each[1]
-    return Done(task, said)
+        crc = {str(start): checksum(out, start, nbytes) for step in task.steps for start, nbytes in step.extents if nbytes}
+    return Done(task, said, crc)
 
 
 def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Callable[..., None] | None = None,
@@ -62,12 +65,14 @@ def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Ca
         files: dict[int, ExitStack] = {}
         left: dict[int, int] = {}
         said: list[dict[str, Any]] = [{} for _ in shards]
-        tasks = _tasks(shards, place, opened, files, left, said)
+        crc: list[dict[str, Any]] = [{} for _ in shards]
+        tasks = _tasks(shards, place, opened, files, left, said, crc)
         most = sum(len(batches(shard.steps)) for shard in shards)
         for each in opened.enter_context(closing(results(done, tasks, min(jobs, most), start, given))):
             number = each.task.shard
             count += sum(step.nbytes for step in each.task.steps)
             said[number] |= each.said
+            crc[number] |= each.crc
             left[number] -= 1
             if not left[number]:
                 files[number].close()
@@ -75,11 +80,11 @@ def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Ca
 
 
 def _tasks(shards: Sequence[Shard], place: Path, opened: ExitStack, files: dict[int, ExitStack], left: dict[int, int],
-           said: Sequence[Mapping[str, Any]]) -> Iterator[Task]:
+           said: Sequence[Mapping[str, Any]], crc: Sequence[Mapping[str, Any]]) -> Iterator[Task]:
     """The tasks of all shards; a shard's file is made before its first."""
     for number, shard in enumerate(shards):
         files[number] = opened.enter_context(ExitStack())
-        file = files[number].enter_context(_written(shard, place, said[number]))
+        file = files[number].enter_context(_written(shard, place, said[number], crc[number]))
         parts = batches(shard.steps) if file is not None else []
         left[number] = len(parts)
         if file is None or not parts:
@@ -89,7 +94,7 @@ def _tasks(shards: Sequence[Shard], place: Path, opened: ExitStack, files: dict[
 
 
 @contextmanager
-def _written(shard: Shard, place: Path, said: Mapping[str, Any]) -> Iterator[BinaryIO | None]:
+def _written(shard: Shard, place: Path, said: Mapping[str, Any], crc: Mapping[str, Any]) -> Iterator[BinaryIO | None]:
     """A shard's file, which takes its place when the block ends, with its note; None where another process wrote it meanwhile."""
     folder = stage.room(place, shard)
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +108,7 @@ def _written(shard: Shard, place: Path, said: Mapping[str, Any]) -> Iterator[Bin
             file.write(shard.start)
             _reserve(file, shard.size)
             yield file
-        stage.note(shard, place, said)
+        stage.note(shard, place, said, crc)
 
 
 def _reserve(file: BinaryIO, size: int) -> None:

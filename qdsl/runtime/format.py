@@ -25,6 +25,18 @@ from qdsl.shapes import Axis, extents
 from qdsl.spilled import LOST, is_spilled
 from qdsl.stored import OF_X, Description, meant
 
+LARGEST = 1 << 60                                                # weights, whose bytes and bits still fit an int64
+
+
+def _is_own_memory(out: Tensor, packed: PackedWeight) -> bool:
+    """Whether a tensor that is written has a place for each element, outside of the tensors that are read meanwhile."""
+    if out.layout is not torch.strided or out.device.type == "meta":
+        return True
+    if any(step == 0 and size > 1 for step, size in zip(out.stride(), out.shape, strict=True)):
+        return False
+    return all(tensor.layout is not torch.strided or tensor.untyped_storage()._cdata != out.untyped_storage()._cdata
+               for tensor in packed.tensors.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -137,8 +149,8 @@ class Format:
             whole = (n, k) == tuple(given)
         except (TypeError, ValueError, OverflowError):
             whole = False
-        if not whole:
-            raise FormatError(f"{self.name}: shape is (N, K), not {given!r}")
+        if not whole or min(n, k) < 0 or n * k >= LARGEST:
+            raise FormatError(f"{self.name}: shape is (N, K), of fewer than 2^60 weights, not {given!r}")
         return n, k
 
     def unfilled(self, packed: Match | PackedWeight) -> dict[str, Tensor]:
@@ -233,7 +245,7 @@ class Format:
         optional: which of the tensors that may be missing are there, by default scales.  Raises FormatError for a shape that does
         not fit.
         """
-        chosen = self.complete(params)
+        chosen, shape = self.complete(params), self._shape(shape)
         name, layout = self.storage(storage, chosen)
         sizes = self.sizes(chosen, shape)
         known = {key: stored.optional for key, stored in layout.tensors.items() if stored.optional}
@@ -478,6 +490,8 @@ class Format:
         if not ops.is_plain(out, *packed.tensors.values()):
             result = ops.dequantize(packed, dtype if out is None else out.dtype)
             return result if out is None else out.copy_(result)
+        if out is not None and not _is_own_memory(out, packed):
+            raise FormatError("out has several elements in one place, or lies in the weight's tensors; give it memory of its own")
         return self._dequantized(packed, empty(packed.shape, dtype, packed.device) if out is None else out)
 
     @torch.no_grad()

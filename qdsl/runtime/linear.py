@@ -24,6 +24,8 @@ def check_x(x: Tensor, bias: Tensor | None, shape: tuple[int, int], device: torc
     n, k = shape
     if x.shape[-1:] != (k,) or x.dtype not in FLOATS:
         raise FormatError(f"x {list(x.shape)} {str(x.dtype)[6:]} does not fit a weight [{n}, {k}]: expected floats [..., {k}]")
+    if x.layout is not torch.strided:
+        raise FormatError(f"x is {str(x.layout)[6:]}; expected a dense tensor: x.to_dense()")
     check_bias(bias, shape)
     for name, tensor in (("x", x), ("bias", bias)):
         if tensor is not None and tensor.device != device:

@@ -47,6 +47,8 @@ def from_file(name: Text, place: Text, folder: Path | None) -> Table:
     if folder is None:
         _fail(place.span, "a spec that is no file has no folder to read a table from")
     path = folder / place.value
+    if path.exists() and not path.is_file():                     # a read of a pipe might never end
+        _fail(place.span, f"'{place}' is no regular file")
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE + 1)

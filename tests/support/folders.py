@@ -55,18 +55,39 @@ def killed(work: Callable[[], object], out: Path, after: int) -> bool:
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    count = 0
-
-    def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event in EVENTS and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(str(out)):
-            count += 1
-            if count > after:
-                os._exit(9)
-
     try:
         torch.set_num_threads(1)                                 # the threads of the parent are not here
-        sys.addaudithook(watch)
+        _watched(out, after)
         work()
     finally:
         os._exit(0)
+
+
+def operations(work: Callable[[], object], out: Path) -> int:
+    """How many operations on the output a work takes, each a point at which it can be killed."""
+    reading, writing = os.pipe()
+    if not os.fork():
+        try:
+            torch.set_num_threads(1)
+            count = _watched(out, None)
+            work()
+            os.write(writing, str(count[0]).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as answer:
+        return int(answer.read())
+
+
+def _watched(out: Path, after: int | None) -> list[int]:
+    """A count of the operations on an output from now on; the process ends at the one that comes after so many."""
+    count = [0]
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in EVENTS and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(str(out)):
+            count[0] += 1
+            if after is not None and count[0] > after:
+                os._exit(9)
+
+    sys.addaudithook(watch)
+    return count

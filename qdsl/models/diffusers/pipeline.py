@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline, ModelMixin, PipelineQuantizationConfig
 from transformers import PreTrainedModel
 
 from qdsl.checkpoint.checkpoint import open_checkpoint
+from qdsl.checkpoint.folder import CONFIG_LIMIT, read_object
 from qdsl.checkpoint.references import Repository, local_path, parsed
 from qdsl.checkpoint.safetensors import shown
 from qdsl.models.diffusers.single_file import load_single_file
@@ -40,6 +41,7 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
     """
     dtype = kwargs.pop("torch_dtype", dtype)
     folder = pipeline_folder(ref)
+    read_object(folder / "model_index.json", CONFIG_LIMIT)       # raises CheckpointError for what is no object
     index = DiffusionPipeline.load_config(folder)
     _check_names(ref, index, kwargs)
     sources = _model_sources(ref, folder, index, kwargs)
