@@ -20,7 +20,7 @@ from torch import Tensor
 pytest.importorskip("vllm")
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.runtime import PackedWeight
-from tests.support import language_models
+from tests.support import gguf_models, language_models
 from tests.support.formats import ROOT
 from tests.support.producer_folders import KINDS, Stored, write_files, write_folder, write_own
 from tests.support.vllm_engine import MARK, PROMPT
@@ -167,6 +167,23 @@ def test_modules_that_take_plain_numbers_alone(tmp_path: Path) -> None:
     one, wanted = answers([{"model": str(write_own(tmp_path / "packed", packed, plain, config))},
                            {"model": str(write_decoded(tmp_path / "decoded", {**plain, **decoded}, config))}])
     assert_same(one, wanted, "Llama")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_gguf_files(model_type: str, tmp_path: Path) -> None:
+    """A folder with a config and a GGUF file, whose rows of q and k have another order in Llama; and a file elsewhere."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 192,
+             "intermediate_size": 512, "moe_intermediate_size": 256, "num_experts": 4, "num_hidden_layers": 2}
+    (tmp_path / "packed").mkdir()
+    file, model = gguf_models.written(tmp_path / "packed", model_type, type="Q8_0", **sizes)
+    model.save_pretrained(tmp_path / "decoded")
+    packed = {"model": str(tmp_path / "packed"), "quantization": "qdsl", "load_format": "qdsl"}
+    settings = {"quantization_config": {"quant_method": "qdsl", "gguf_model": str(file)}}
+    elsewhere = {"model": str(tmp_path / "decoded"), "load_format": "qdsl", "hf_overrides": settings}
+    wanted, one, other = answers([{"model": str(tmp_path / "decoded")}, packed, elsewhere])
+    two, = answers([{**packed, "tensor_parallel_size": 2}])
+    for what, answer in {"one rank": one, "a file elsewhere": other, "two ranks": two}.items():
+        assert_same(answer, wanted, f"{model_type}, GGUF, {what}")
 
 
 def test_server(tmp_path: Path) -> None:

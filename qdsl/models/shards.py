@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,10 +43,13 @@ class Part:
 
 
 class Collector:
-    """Takes the tensors of one layer of a checkpoint in any order, and makes the rank's parts of them once all are there."""
+    """Takes the tensors of one layer of a checkpoint in any order, and makes the rank's parts of them once all are there.
 
-    def __init__(self, layer: Layer, pieces: Sequence[Piece]) -> None:
-        self.layer, self.pieces = layer, tuple(pieces)
+    encode: packs a rank's part of a layer of plain numbers; a part that it cannot hold (FormatError) stays plain.
+    """
+
+    def __init__(self, layer: Layer, pieces: Sequence[Piece], encode: Callable[[Tensor], PackedWeight] | None = None) -> None:
+        self.layer, self.pieces, self.encode = layer, tuple(pieces), encode
         self._tensors: dict[str, Tensor] = {}
 
     @property
@@ -88,16 +92,24 @@ class Collector:
             weights = [whole.shard(piece.span.dim, piece.span.first, piece.span.last) for piece in self.pieces]
         except FormatError as error:
             raise ShardError(f"{shown(self.layer.name)}: {error}") from None
-        return [Part(weight.apply(partial(_own, device=device)), piece.span)
+        return [Part(self._encoded(weight.apply(partial(_own, device=device))), piece.span)
                 for weight, piece in zip(weights, self.pieces, strict=True)]
 
+    def zeros(self, device: torch.device | None = None) -> list[Part]:
+        """The rank's parts of zeros, as a model has them that is loaded without weights.  Raises FormatError."""
+        parts = []
+        for piece in self.pieces:
+            size, layer = piece.span.last - piece.span.first, self.layer
+            shape = (size, layer.shape[1]) if piece.span.dim == "N" else (layer.shape[0], size)
+            dense = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+            parts.append(Part(self._encoded(module_of(layer).quantize(dense, layer.storage, **layer.params)), piece.span))
+        return parts
 
-def zeros(piece: Piece, device: torch.device | None = None) -> Part:
-    """A piece of a layer of zeros, as a model has it that is loaded without weights.  Raises FormatError."""
-    layer, size = piece.layer, piece.span.last - piece.span.first
-    shape = (size, layer.shape[1]) if piece.span.dim == "N" else (layer.shape[0], size)
-    dense = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-    return Part(module_of(layer).quantize(dense, layer.storage, **layer.params), piece.span)
+    def _encoded(self, weight: PackedWeight) -> PackedWeight:
+        if self.encode is not None:
+            with suppress(FormatError):
+                return self.encode(weight.format.dequantize(weight))
+        return weight
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:

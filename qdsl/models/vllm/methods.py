@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +15,11 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, Unqu
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from qdsl.borders import Span
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.shards import Piece, ShardError, merged_pieces, piece, row_piece, unservable
-from qdsl.models.shards import Collector, Part, joined, linear, zeros
+from qdsl.models.shards import Collector, Part, joined, linear
 from qdsl.runtime import eight
-from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.packed import PackedWeight
 
 if TYPE_CHECKING:
     from qdsl.models.vllm.config import QdslConfig
@@ -48,7 +46,7 @@ def method_of(config: QdslConfig, layer: LinearBase, prefix: str) -> Any:
     if isinstance(layer, ParallelLMHead) and config.has_packed_embedding and prefix not in config.plain:
         return PackedLinearMethod(config, [])                    # tied to an embedding that is packed
     if isinstance(layer, LinearBase):
-        return OnlineLinearMethod(config) if config.quantizes(prefix) else UnquantizedLinearMethod()
+        return UnquantizedLinearMethod()
     return None
 
 
@@ -105,58 +103,25 @@ def remove_counters(layer: LinearBase) -> torch.device | None:
     return device
 
 
-class PackedMethod:
-    """The packed weights of one module, held as its parameters so that vLLM can move, count and reload them."""
+class PackedLinearMethod(LinearMethodBase):
+    """A linear layer, an embedding or a head of packed layers of the checkpoint, whose rows follow one another.
 
-    def __init__(self, config: QdslConfig) -> None:
-        self.quantize_x = config.quantize_x
-        self.parts: list[Part] = []
-
-    def hold(self, layer: LinearBase, parts: Sequence[Part]) -> None:
-        """Make the parts' tensors parameters of a module."""
-        self.parts = list(parts)
-        for number, part in enumerate(parts):
-            if self.quantize_x:
-                eight.check(part.weight)
-            for name, tensor in part.weight.tensors.items():
-                layer.register_parameter(f"qdsl_{number}_{name}", nn.Parameter(tensor, requires_grad=False))
-
-    def current(self, layer: LinearBase) -> list[Part]:
-        """The parts, of the tensors that the module has now."""
-        return [Part(part.weight.derive({name: getattr(layer, f"qdsl_{number}_{name}") for name in part.weight.tensors}),
-                     part.span) for number, part in enumerate(self.parts)]
-
-    def product(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        return weight.format.linear(x, weight, None, self.quantize_x, envs.VLLM_BATCH_INVARIANT)
-
-    def linear(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x times the transpose of a rank's weight, as wide as vLLM has the layer; a vocabulary is padded with zeros."""
-        product = linear(x, self.current(layer), self.product)
-        missing = sum(layer.output_partition_sizes) - product.shape[-1]
-        if missing:
-            product = nn.functional.pad(product, (0, missing))
-        return product if bias is None else product + bias
-
-    def dequantize_weight(self, layer: LinearBase) -> Tensor:
-        """A rank's weight, dense, for vLLM to quantize anew."""
-        return torch.cat([part.dequantize(layer.params_dtype) for part in self.current(layer)])
-
-
-class PackedLinearMethod(PackedMethod, LinearMethodBase):
-    """A linear layer, an embedding or a head of packed layers of the checkpoint, whose rows follow one another."""
+    The packed tensors are parameters of the module, so that vLLM can move, count and reload them.
+    """
 
     def __init__(self, config: QdslConfig, layers: Sequence[Layer]) -> None:
-        super().__init__(config)
+        self.config = config
         self.layers = list(layers)
         self.collectors: list[Collector] = []
         self.loaded: dict[int, list[Part]] = {}
         self.places: list[int] = []                              # the collector of every part of the module
+        self.parts: list[Part] = []
 
     def create_weights(self, layer: LinearBase, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
                        output_size: int, params_dtype: torch.dtype, **extra: Any) -> None:
         """Plan what the rank holds.  Raises ShardError, before anything is loaded."""
         pieces = self._pieces(layer, input_size_per_partition, output_partition_sizes, input_size) if self.layers else []
-        self.collectors = [Collector(own, [piece for piece in pieces if piece.layer is own]) for own in self.layers]
+        self.collectors = [self.config.collector(own, [piece for piece in pieces if piece.layer is own]) for own in self.layers]
         self.places = [self.layers.index(own.layer) for own in pieces]
         register_counters(layer, self.collectors, self.load)
 
@@ -187,16 +152,37 @@ class PackedLinearMethod(PackedMethod, LinearMethodBase):
         if device is None:
             return
         if not self.loaded and not any(collector.has_begun for collector in self.collectors):
-            self.loaded = {number: [zeros(own, device) for own in collector.pieces]
-                           for number, collector in enumerate(self.collectors)}
+            self.loaded = {number: collector.zeros(device) for number, collector in enumerate(self.collectors)}
         for number, collector in enumerate(self.collectors):
             if number not in self.loaded:
                 self.loaded[number] = collector.parts(device)    # says what is missing
-        self.hold(layer, joined([part for number in sorted(self.loaded) for part in self.loaded[number]]))
+        self.parts = joined([part for number in sorted(self.loaded) for part in self.loaded[number]])
         self.loaded = {}
+        for number, part in enumerate(self.parts):
+            if self.config.quantize_x:
+                eight.check(part.weight)
+            for name, tensor in part.weight.tensors.items():
+                layer.register_parameter(f"qdsl_{number}_{name}", nn.Parameter(tensor, requires_grad=False))
+
+    def current(self, layer: LinearBase) -> list[Part]:
+        """The parts, of the tensors that the module has now."""
+        return [Part(part.weight.derive({name: getattr(layer, f"qdsl_{number}_{name}") for name in part.weight.tensors}),
+                     part.span) for number, part in enumerate(self.parts)]
+
+    def product(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        return weight.format.linear(x, weight, None, self.config.quantize_x, envs.VLLM_BATCH_INVARIANT)
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.linear(layer, x, bias)
+        """x times the transpose of a rank's weight, as wide as vLLM has the layer; a vocabulary is padded with zeros."""
+        product = linear(x, self.current(layer), self.product)
+        missing = sum(layer.output_partition_sizes) - product.shape[-1]
+        if missing:
+            product = nn.functional.pad(product, (0, missing))
+        return product if bias is None else product + bias
+
+    def dequantize_weight(self, layer: LinearBase) -> Tensor:
+        """A rank's weight, dense, for vLLM to quantize anew."""
+        return torch.cat([part.dequantize(layer.params_dtype) for part in self.current(layer)])
 
     def embedding(self, layer: LinearBase, input_: Tensor) -> Tensor:
         part, = self.current(layer)
@@ -208,29 +194,6 @@ class PackedLinearMethod(PackedMethod, LinearMethodBase):
     def tie_weights(self, layer: LinearBase, embed_tokens: nn.Module) -> nn.Module:
         """The embedding itself, which serves as the head, too."""
         return embed_tokens
-
-
-class OnlineLinearMethod(PackedMethod, UnquantizedLinearMethod):
-    """A plain linear layer that is quantized once vLLM has loaded it; one that the format cannot hold stays plain."""
-
-    def __init__(self, config: QdslConfig) -> None:
-        PackedMethod.__init__(self, config)
-        UnquantizedLinearMethod.__init__(self)
-        self.module = import_module(f"qdsl.generated.{config.format}")
-        self.options: Mapping[str, Any] = config.options
-
-    def process_weights_after_loading(self, layer: LinearBase) -> None:
-        try:
-            weights = [self.module.quantize(rows, **self.options)
-                       for rows in layer.weight.data.split(layer.output_partition_sizes)]
-        except FormatError:
-            super().process_weights_after_loading(layer)
-            return
-        del layer.weight
-        self.hold(layer, joined([Part(weight, Span("N", 0, weight.shape[0], 0, weight.shape[0])) for weight in weights]))
-
-    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.linear(layer, x, bias) if self.parts else UnquantizedLinearMethod.apply(self, layer, x, bias)
 
 
 def _rows(layer: LinearBase) -> list[int]:
