@@ -23,7 +23,6 @@ from qdsl.checkpoint.layers import Layer, layers
 from qdsl.checkpoint.references import local_path
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 from qdsl.checkpoint.shards import ShardError, packed_layers, plain_layer, plain_layers, single_experts
-from qdsl.checkpoint.sources import Source
 from qdsl.models.gguf_maps import map_of
 from qdsl.models.mapped_source import MappedSource, gguf_source
 from qdsl.models.shapes import model_shapes
@@ -79,7 +78,8 @@ class Served:
     @classmethod
     def of_gguf(cls, source: MappedSource) -> Served:
         """The layers of a GGUF file."""
-        return cls({single.name: single for layer in source.layers.values() for single in _singles(layer)})
+        return cls({single.name: single for layer in source.layers.values() if not _is_parameter(source, layer)
+                    for single in _singles(layer)})
 
 
 def assembled(weights: Iterable[tuple[str, Tensor]], assemblies: Iterable[Assembly]) -> Iterator[tuple[str, Tensor]]:
@@ -151,13 +151,21 @@ def open_gguf(path: Path, config: Any) -> MappedSource:
     return gguf_source(path, own, model, config)
 
 
-def source_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
+def source_tensors(source: MappedSource) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a GGUF file by the names that `Served.of_gguf` has for them."""
     for name in source.plain:
         yield name, source.tensor(name)
     for layer in source.layers.values():
+        if _is_parameter(source, layer):
+            yield layer.name, source.tensor(layer.name)
+            continue
         for single, weight in zip(_singles(layer), source.weights(layer), strict=True):
             yield from ((full, weight.tensors[own]) for own, full in single.tensors.items())
+
+
+def _is_parameter(source: MappedSource, layer: Layer) -> bool:
+    """Whether a layer is a parameter of no module of its own, such as a token for padding, which takes plain numbers."""
+    return layer.experts is None and layer.name in source.rules
 
 
 def _singles(layer: Layer) -> list[Layer]:

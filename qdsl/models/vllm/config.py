@@ -101,13 +101,8 @@ class QdslConfig(QuantizationConfig):
         return [layer for name, layer in self.layers.items() if name not in self.served and layer.name not in self.encoded]
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Read the headers of a folder, or of a repository, which is downloaded.  Raises CheckpointError."""
-        is_remote = revision is not None and not Path(model_name).exists()
-        if gguf := gguf_path(model_name, self.gguf_model):
-            with closing(open_gguf(gguf, hf_config)) as source:
-                self.checkpoint = Served.of_gguf(source)
-        else:
-            self.checkpoint = Served.of_folder(local_path(f"{model_name}@{revision}" if is_remote else model_name))
+        """Read headers, of a repository once it is downloaded.  Raises CheckpointError, LoadError for a GGUF file of others."""
+        self.checkpoint = self.read(model_name, hf_config, revision)
         self.layers, self.plain = self.checkpoint.packed, self.checkpoint.plain
         if not self.layers:
             if self.format not in [format.name for format in descriptions()]:
@@ -116,6 +111,14 @@ class QdslConfig(QuantizationConfig):
             skipped = (*self.ignore, *SKIPPED, "experts")
             self.layers = {name: layer for name, layer in self.plain.items() if not is_skipped(name, skipped)}
         self.encoded = {name for name, layer in self.layers.items() if is_plain(layer)}
+
+    def read(self, model_name: str, hf_config: Any, revision: str | None) -> Served:
+        """The layers of a model's folder, repository or GGUF file."""
+        if gguf := gguf_path(model_name, self.gguf_model):
+            with closing(open_gguf(gguf, hf_config)) as source:
+                return Served.of_gguf(source)
+        is_remote = revision is not None and not Path(model_name).exists()
+        return Served.of_folder(local_path(f"{model_name}@{revision}" if is_remote else model_name))
 
     def collector(self, layer: Layer, pieces: Sequence[Piece]) -> Collector:
         """What takes the tensors of a layer; one of plain numbers that is to be packed is encoded."""

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from qdsl.models.vllm.config import QdslConfig
 
 # Names in checkpoints of the parts of a layer, for models that do not state them or, as Qwen3-MoE, state them too late.
-MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
+          "to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
 HEADS = {"q": 0, "k": 1, "v": 2}                                 # vLLM's names for the parts of a layer of q, k and v
 
 
