@@ -31,7 +31,7 @@ from qdsl.models import omni
 from qdsl.models.vllm.methods import PackedLinearMethod
 from tests.support import diffusion_models as tiny
 
-CLOSE = 5e-6                                                     # of the largest number, in float32, whose sums have another order
+CLOSE = 5e-6                                                     # of the largest number; sums have another order
 # Modules of vllm-omni, classes, layers that stay packed, and arguments that differ from those of diffusers.
 MODELS = {"Flux2Transformer2DModel": "flux2_klein.flux2_klein_transformer",
           "QwenImageTransformer2DModel": "qwen_image.qwen_image_transformer",

@@ -231,13 +231,64 @@ def test_plain_folders_are_quantized(tmp_path: Path) -> None:
     assert_same(answer, wanted, "quantized on the way")
 
 
-def test_refusals_come_before_loading(tmp_path: Path) -> None:
-    """Weights that are coded together are not loaded one by one; a plain folder needs a format."""
-    write_folder(tmp_path / "df11", "df11", "qwen3")
+def test_weights_that_are_coded_together(tmp_path: Path) -> None:
+    """DF11 codes blocks of weights together: each is decoded once, and encoded by itself, on two ranks its part."""
+    decoded = write_folder(tmp_path / "df11", "df11", "qwen3")
+    reference = write_decoded(tmp_path / "decoded", decoded, language_models.config_json("qwen3"))
+    packed = {"model": str(tmp_path / "df11"), "quantization": "qdsl"}
+    one, wanted = answers([packed, {"model": str(reference)}])
+    two, = answers([{**packed, "tensor_parallel_size": 2}])
+    assert_same(one, wanted, "DF11, one rank")
+    assert_same(two, wanted, "DF11, two ranks")
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As transformers holds them: experts.gate_up_proj [E, 2N, K] and experts.down_proj."""
+    config = language_models.config_json("moe")
+    plain, weights = dict[str, Tensor](), dict[str, list[Tensor]]()
+    for name, tensor in language_models.weights("moe").items():
+        stem, _, last = name.rpartition(".experts.")
+        if not stem:
+            plain[name] = tensor
+        elif "up_proj" not in last:
+            gate = [tensor] if "down_proj" in last else [tensor, language_models.weights("moe")[name.replace("gate", "up")]]
+            part = "down_proj" if "down_proj" in last else "gate_up_proj"
+            weights.setdefault(f"{stem}.experts.{part}", []).append(torch.cat(gate))
+    stored, tensors = Stored("fp8_channel", "safetensors"), dict(plain)
+    decoded = {name: tensor.float() for name, tensor in plain.items()}
+    for name, experts in weights.items():
+        packed = [stored.pack(expert) for expert in experts]
+        tensors |= {f"{name}.{own}": torch.stack([weight.tensors[own] for weight in packed]) for own in packed[0].tensors}
+        decoded[name] = torch.stack([weight.format.dequantize(weight, torch.float32) for weight in packed])
+    write_files(tmp_path / "packed", tensors, {"config.json": config}, "moe")
+    reference = write_decoded(tmp_path / "decoded", decoded, config)
+    model = {"model": str(tmp_path / "packed"), "quantization": "qdsl"}
+    one, wanted = answers([model, {"model": str(reference)}])
+    two, = answers([{**model, "tensor_parallel_size": 2}])
+    assert_same(one, wanted, "experts in one tensor, one rank")
+    assert_same(two, wanted, "experts in one tensor, two ranks")
+
+
+def test_inputs_in_8_bits(tmp_path: Path) -> None:
+    """Where the checkpoint states it: vLLM's own INT8 layers compute the same; a static scale is that of the checkpoint."""
+    narrow = {"quantization_config": {"quant_method": "qdsl", "quantize_x": "auto"}}
+    kinds = ("compressed-tensors int8", "fp8 tensor, static")
+    for kind in kinds:
+        write_folder(tmp_path / kind, kind, "qwen3")
+    integers, static = ({"model": str(tmp_path / kind), "quantization": "qdsl"} for kind in kinds)
+    own, exact, wanted, fixed, free = answers([
+        {**integers, "hf_overrides": narrow}, integers, {"model": integers["model"]}, {**static, "hf_overrides": narrow}, static])
+    for what, one, two in (("INT8, vLLM's own", own, wanted), ("INT8, exact x", exact, wanted), ("FP8, exact x", fixed, free)):
+        assert "error" not in one and "error" not in two, (one, two)
+        difference = max(abs(a - b) for a, b in zip(one["logprobs"], two["logprobs"], strict=True))
+        print(f"{what}: log probabilities differ by {difference:.1e}")
+        assert difference < CLOSE if "own" in what else CLOSE < difference < 1, what
+
+
+def test_plain_folders_need_a_format(tmp_path: Path) -> None:
     plain = language_models.write_plain(tmp_path / "plain", "qwen3")
-    coded, formless = answers([{"model": str(tmp_path / "df11"), "quantization": "qdsl"},
-                               {"model": str(plain), "quantization": "qdsl"}])
-    assert "qdsl decompress" in coded["error"] and "None is no format to quantize them in" in formless["error"]
+    formless, = answers([{"model": str(plain), "quantization": "qdsl"}])
+    assert "None is no format to quantize them in" in formless["error"]
 
 
 def test_entry_point_is_light() -> None:

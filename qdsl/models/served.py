@@ -20,12 +20,15 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.gguf import GgufFile
 from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer, layers
+from qdsl.checkpoint.quantization import quantizations
 from qdsl.checkpoint.references import local_path
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 from qdsl.checkpoint.shards import ShardError, packed_layers, plain_layer, plain_layers, single_experts
 from qdsl.models.gguf_maps import map_of
 from qdsl.models.mapped_source import MappedSource, gguf_source
 from qdsl.models.shapes import model_shapes
+from qdsl.models.shards import INPUT_SCALE
+from qdsl.runtime.packed import PackedWeight
 
 
 class Arrived(dict[str, Tensor]):
@@ -54,12 +57,14 @@ class Served:
     """The layers of a checkpoint as engines hold them, known before weights are read.
 
     packed: by name; those of weights that are coded together are of plain numbers, to be encoded by themselves.  plain: other
-    matrices of numbers.  assemblies: how tensors of the files become those of the layers.
+    matrices of numbers.  assemblies: how tensors of the files become those of the layers.  narrow: names of layers of which the
+    checkpoint states that products take x in 8 bits, by its settings or by a static scale.
     """
 
     packed: dict[str, Layer] = field(default_factory=dict)
     plain: dict[str, Layer] = field(default_factory=dict)
     assemblies: tuple[Assembly, ...] = ()
+    narrow: frozenset[str] = frozenset()
 
     @classmethod
     def of_folder(cls, path: Path) -> Served:
@@ -73,7 +78,10 @@ class Served:
                 assemblies.append(Assembly(frozenset(group.tensors.values()), partial(_decoded_group, group, own)))
                 members = [plain_layer(name.removesuffix(".weight"), "BF16", shape) for name, shape in own.items()]
                 packed |= {layer.name: layer for layer in members}
-            return cls(packed, plain_layers(folder), tuple(assemblies))
+            settings = quantizations(folder)
+            narrow = frozenset(name for name, layer in packed.items()
+                               if INPUT_SCALE in layer.others or any(own.has_8_bit_inputs(name) for own in settings))
+            return cls(packed, plain_layers(folder), tuple(assemblies), narrow)
 
     @classmethod
     def of_gguf(cls, source: MappedSource) -> Served:
@@ -159,7 +167,10 @@ def source_tensors(source: MappedSource) -> Iterator[tuple[str, Tensor]]:
         if _is_parameter(source, layer):
             yield layer.name, source.tensor(layer.name)
             continue
-        for single, weight in zip(_singles(layer), source.weights(layer), strict=True):
+        singles, weights = _singles(layer), source.weights(layer)
+        count = len(weights) // len(singles)                     # gate and up of an expert come one by one
+        for place, single in enumerate(singles):
+            weight = PackedWeight.join(weights[place * count:(place + 1) * count])
             yield from ((full, weight.tensors[own]) for own, full in single.tensors.items())
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm.envs as envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from qdsl.checkpoint.descriptions import descriptions
@@ -20,7 +22,8 @@ from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.references import local_path
 from qdsl.checkpoint.shards import Piece, ShardError, is_plain
 from qdsl.models.served import Served, gguf_path, open_gguf
-from qdsl.models.shards import Collector
+from qdsl.models.shards import Collector, Part
+from qdsl.runtime import eight
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
 OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model")
+AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it
 LOSSLESS = "hlane"                                              # of weights that files code together
 
 
@@ -36,8 +40,8 @@ class QdslConfig(QuantizationConfig):
 
     A folder whose config names `quant_method: qdsl` is served without an option, all others with `--quantization qdsl`.
     settings: the config's `quantization_config`.  Of those of qdsl, `format` and its options say in what plain Linear layers are
-    quantized, `ignore` which stay plain, by patterns, `quantize_x` that products take x in 8 bits where weights have 8 bits, and
-    `gguf_model` names a GGUF file.
+    quantized, `ignore` which stay plain, by patterns, `quantize_x` that products take x in 8 bits, and `gguf_model` names a GGUF
+    file.
 
     layers: the packed layers by the names that vLLM has for their modules, those to be encoded among them.  plain: matrices of
     numbers, which may be parts of a layer whose other parts are packed.  served: the names of layers that modules have asked for.
@@ -50,7 +54,7 @@ class QdslConfig(QuantizationConfig):
         own = own if OWN in (own.get("quant_method"), own.get("method")) else {}
         self.format: str | None = own.get("format")
         self.ignore = tuple(own.get("ignore", ()))
-        self.quantize_x = bool(own.get("quantize_x", False))
+        self.quantize_x: bool | str = own.get("quantize_x", False)
         self.gguf_model: str | None = own.get("gguf_model")
         self.options = {key: value for key, value in own.items() if key not in OWN_KEYS}
         self.checkpoint = Served()
@@ -126,6 +130,16 @@ class QdslConfig(QuantizationConfig):
             return Collector(layer, pieces)
         module = import_module(f"qdsl.generated.{self.format or LOSSLESS}")
         return Collector(layer, pieces, partial(module.quantize, **self.options))
+
+    def narrowed(self, part: Part, collector: Collector) -> Part:
+        """A part whose products take x in 8 bits: where settings say so, FormatError if its weight has no rows of 8 bits; with
+        'auto' where the checkpoint does."""
+        if self.quantize_x == AUTO:
+            is_asked = collector.layer.name in self.checkpoint.narrow and not envs.VLLM_BATCH_INVARIANT
+            is_narrow = is_asked and eight.is_possible(part.weight)
+        elif is_narrow := bool(self.quantize_x):
+            eight.check(part.weight)
+        return replace(part, quantize_x=is_narrow, input_scale=collector.input_scale if is_narrow else None)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Call layers as vLLM calls their modules."""

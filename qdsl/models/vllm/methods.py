@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.shards import Piece, ShardError, merged_pieces, piece, row_piece, unservable
 from qdsl.models.shards import Collector, Part, joined, linear
-from qdsl.runtime import eight
-from qdsl.runtime.packed import PackedWeight
 
 if TYPE_CHECKING:
     from qdsl.models.vllm.config import QdslConfig
@@ -88,10 +87,10 @@ def take(collector: Collector, counter: nn.Parameter, tensor: Tensor) -> bool:
     mark = counter.data[:1]
     mark.copy_(mark.clone())                                     # when vLLM reloads weights, it counts what is copied
     leaf = counter.leaf                                          # type: ignore[attr-defined]
-    if counter.is_meta or leaf not in collector.leaves:
+    if counter.is_meta:
         return False
     collector.take(leaf, tensor)
-    return collector.is_complete
+    return collector.is_complete and leaf in collector.leaves
 
 
 def remove_counters(layer: LinearBase) -> torch.device | None:
@@ -157,25 +156,22 @@ class PackedLinearMethod(LinearMethodBase):
         for number, collector in enumerate(self.collectors):
             if number not in self.loaded:
                 self.loaded[number] = collector.parts(device)    # says what is missing
-        self.parts = joined([part for number in sorted(self.loaded) for part in self.loaded[number]])
+        self.parts = joined([self.config.narrowed(part, self.collectors[number]) for number in sorted(self.loaded)
+                             for part in self.loaded[number]])
         self.loaded = {}
         for number, part in enumerate(self.parts):
-            if self.config.quantize_x:
-                eight.check(part.weight)
             for name, tensor in part.weight.tensors.items():
                 layer.register_parameter(f"qdsl_{number}_{name}", nn.Parameter(tensor, requires_grad=False))
 
     def current(self, layer: LinearBase) -> list[Part]:
         """The parts, of the tensors that the module has now."""
-        return [Part(part.weight.derive({name: getattr(layer, f"qdsl_{number}_{name}") for name in part.weight.tensors}),
-                     part.span) for number, part in enumerate(self.parts)]
-
-    def product(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        return weight.format.linear(x, weight, None, self.config.quantize_x, envs.VLLM_BATCH_INVARIANT)
+        return [replace(part, weight=part.weight.derive({name: getattr(layer, f"qdsl_{number}_{name}")
+                                                         for name in part.weight.tensors}))
+                for number, part in enumerate(self.parts)]
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x times the transpose of a rank's weight, as wide as vLLM has the layer; a vocabulary is padded with zeros."""
-        product = linear(x, self.current(layer), self.product)
+        product = linear(x, self.current(layer), envs.VLLM_BATCH_INVARIANT)
         missing = sum(layer.output_partition_sizes) - product.shape[-1]
         if missing:
             product = nn.functional.pad(product, (0, missing))
