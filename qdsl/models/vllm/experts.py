@@ -13,9 +13,9 @@ from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from qdsl.borders import Span
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.shards import ShardError, merged_pieces, row_piece, unservable
+from qdsl.models.engine import register_counters, remove_counters, take
 from qdsl.models.experts import Experts
 from qdsl.models.shards import Collector, Part
-from qdsl.models.vllm.methods import register_counters, remove_counters, take
 from qdsl.runtime.algebra import concatenated
 
 if TYPE_CHECKING:

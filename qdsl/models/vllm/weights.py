@@ -7,16 +7,15 @@ from contextlib import closing
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import WeightsMapper
 
 from qdsl.checkpoint.safetensors import CheckpointError
-from qdsl.models.served import assembled, decoding, gguf_path, open_gguf, source_tensors
+from qdsl.models.served import gguf_path, open_gguf, source_tensors
 
 if TYPE_CHECKING:
-    from qdsl.models.vllm.config import QdslConfig
+    from qdsl.models.engine import EngineConfig
 
 
 class GgufLoader(DefaultModelLoader):
@@ -39,12 +38,9 @@ class GgufLoader(DefaultModelLoader):
 
 @dataclass
 class AssemblingMapper(WeightsMapper):
-    """A mapper of vLLM that takes stacks apart, and decodes the layers for which no module has asked its quantization config.
+    """A mapper of vLLM that makes the tensors of the checkpoint those of modules first."""
 
-    Modules that take plain numbers alone, such as the embedding of Llama, ask for none.
-    """
-
-    config: QdslConfig | None = None
+    config: EngineConfig | None = None
 
     def __or__(self, other: WeightsMapper) -> AssemblingMapper:
         return self._with(WeightsMapper.__or__(self, other))
@@ -59,7 +55,5 @@ class AssemblingMapper(WeightsMapper):
     def apply(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The weights by the names of vLLM."""
         assert self.config is not None
-        decoded = [decoding(layer, torch.get_default_dtype()) for layer in self.config.unserved()]
-        mapped: Iterable[tuple[str, Tensor]] = WeightsMapper.apply(
-            self, assembled(assembled(weights, self.config.checkpoint.assemblies), decoded))
+        mapped: Iterable[tuple[str, Tensor]] = WeightsMapper.apply(self, self.config.assembled(weights))
         return mapped

@@ -57,12 +57,11 @@ class DiffusionConfig(QdslConfig):
 
     def weights(self, stored: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The transformer's tensors as vllm-omni's class takes them.  stored: those of its folder, read without a GGUF file."""
-        mapper = self.get_checkpoint_weight_mapper()
         if self.gguf_model is None:
-            yield from mapper.apply(stored)
+            yield from self.assembled(stored)
             return
         with closing(self._file()) as source:
-            yield from mapper.apply(source_tensors(source))
+            yield from self.assembled(source_tensors(source))
 
 
 def install() -> None:
