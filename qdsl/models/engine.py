@@ -206,6 +206,7 @@ class PackedLinear:
     def create_weights(self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
                        output_size: int, params_dtype: torch.dtype, **extra: Any) -> None:
         """Plan what the rank holds.  Raises ShardError, before anything is loaded."""
+        self.rows, self.dtype = sum(output_partition_sizes), params_dtype
         pieces = self._pieces(layer, input_size_per_partition, output_partition_sizes, input_size) if self.layers else []
         self.collectors = [self.config.collector(own, [piece for piece in pieces if piece.layer is own]) for own in self.layers]
         self.places = [self.layers.index(own.layer) for own in pieces]
@@ -263,20 +264,20 @@ class PackedLinear:
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x times the transpose of a rank's weight, as wide as vLLM has the layer; a vocabulary is padded with zeros."""
         product = linear(x, self.current(layer), self.config.batch_invariant)
-        missing = sum(layer.output_partition_sizes) - product.shape[-1]
+        missing = self.rows - product.shape[-1]
         if missing:
             product = nn.functional.pad(product, (0, missing))
         return product if bias is None else product + bias
 
     def dequantize_weight(self, layer: Any) -> Tensor:
         """A rank's weight, dense, for vLLM to quantize anew."""
-        return torch.cat([part.dequantize(layer.params_dtype) for part in self.current(layer)])
+        return torch.cat([part.dequantize(self.dtype) for part in self.current(layer)])
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         part, = self.current(layer)
         if part.weight.shape[0] == 0:                            # a rank without rows of the vocabulary
-            return torch.zeros(*input_.shape, part.weight.shape[1], dtype=layer.params_dtype, device=input_.device)
-        rows: Tensor = part.weight.format.dequantize_rows(part.weight, input_ + part.span.padding[0], layer.params_dtype)
+            return torch.zeros(*input_.shape, part.weight.shape[1], dtype=self.dtype, device=input_.device)
+        rows: Tensor = part.weight.format.dequantize_rows(part.weight, input_ + part.span.padding[0], self.dtype)
         return rows
 
     def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> nn.Module:
