@@ -177,6 +177,7 @@ def test_gguf_files(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
     file, model = gguf_models.written(tmp_path / "packed", model_type, type="Q8_0", **sizes)
     model.save_pretrained(tmp_path / "decoded")
+    model.config.save_pretrained(tmp_path / "packed")            # which then names the class
     packed = {"model": str(tmp_path / "packed"), "quantization": "qdsl", "load_format": "qdsl"}
     settings = {"quantization_config": {"quant_method": "qdsl", "gguf_model": str(file)}}
     elsewhere = {"model": str(tmp_path / "decoded"), "load_format": "qdsl", "hf_overrides": settings}
