@@ -86,7 +86,7 @@ def compiled_for(target: str) -> list[tuple[Case, str]]:
     if ALL:
         return every
     if target == "gfx942":
-        return [(case, kind) for case in covering(cases(), lambda case: kernels(case, *KINDS)) for kind in KINDS]
+        return covering(every, lambda pair: kernels(*pair))
     first = {alike(*each): each for each in reversed(every)}
     return list(first.values())[list(TARGETS).index(target)::3]
 

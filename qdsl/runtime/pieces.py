@@ -21,6 +21,7 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 NARROW = (torch.uint8, torch.int8, torch.int16)
 MERGED = 16                                                      # entries of digits that are cut anew, each of them a lane
+LANES = 128                                                      # at most; a program of more takes a minute to compile
 
 
 class Unsupported(Exception):
@@ -50,6 +51,10 @@ class Pieces:
     parts: Mapping[tuple[int, ...], Tensor]
     dtype: torch.dtype
     bounds: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.parts) > LANES:
+            raise Unsupported(f"{len(self.parts)} lanes")
 
     @property
     def shape(self) -> list[int]:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from keyword import iskeyword
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.support.formats import Case
 
+T = TypeVar("T")
 ALL = bool(os.environ.get("QDSL_TEST_ALL"))
 # Lines that say which weights a program takes, which of them there are, and where results go: any but those that read a weight.
 WALK = re.compile(r"^(?!.*(tl\.load|device\.(?!store_sums)))"
@@ -31,13 +32,13 @@ def kernels(case: Case, *kinds: str) -> list[Any]:
     return [kernel for kind in kinds for kernel in (getattr(held, kind, None) or getattr(held.lanes, kind, None),) if kernel]
 
 
-def covering(cases: Sequence[Case], functions: Callable[[Case], Sequence[Any]], which: re.Pattern[str] = EVERY) -> list[Case]:
+def covering(cases: Sequence[T], functions: Callable[[T], Sequence[Any]], which: re.Pattern[str] = EVERY) -> list[T]:
     """Cases, most lines first, whose functions have between them all lines (or `which`) that the functions of all cases have."""
     if ALL:
         return list(cases)
     lines = {case: {line for function in functions(case) for line in lines_of(function) if which.search(line)} for case in cases}
     left = set().union(*lines.values())
-    found: list[Case] = []
+    found: list[T] = []
     while left:
         found.append(max(cases, key=lambda case: len(lines[case] & left)))
         left -= lines[found[-1]]
