@@ -32,7 +32,7 @@ from qdsl.models.vllm.methods import PackedLinearMethod
 from tests.support import diffusion_models as tiny
 
 CLOSE = 5e-6                                                     # of the largest number; sums have another order
-# Modules of vllm-omni, classes, layers that stay packed, and arguments that differ from those of diffusers.
+# Modules of vllm-omni, by the classes of diffusers.
 MODELS = {"Flux2Transformer2DModel": "flux2_klein.flux2_klein_transformer",
           "QwenImageTransformer2DModel": "qwen_image.qwen_image_transformer",
           "ZImageTransformer2DModel": "z_image.z_image_transformer"}
@@ -68,13 +68,20 @@ def one_rank() -> Iterator[None]:
 def model(name: str, folder: Path, quantization: Any = None) -> Any:
     """A tiny transformer of vllm-omni, without weights."""
     module = import_module(f"vllm_omni.diffusion.models.{MODELS[name]}")
-    cls = next(getattr(module, own) for own in (name, "QwenImageTransformer2DModel", "ZImageTransformer2DModel")
-               if hasattr(module, own))
+    cls = getattr(module, name)
     settings = SimpleNamespace(parallel_config=DiffusionParallelConfig(), model=str(folder), dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch, set_current_diffusion_config(settings):
         patch.setattr(module, "Attention", Attention)
         more = {} if name.startswith("ZImage") else {"od_config": settings}
         return cls(**tiny.TINY[name].config, **more, quant_config=quantization).eval()
+
+
+def processed(built: Any) -> Any:
+    """The transformer once the methods of its layers have processed their weights."""
+    for module in built.modules():
+        if isinstance(module, LinearBase):
+            module.quant_method.process_weights_after_loading(module)
+    return built
 
 
 def loaded(built: Any, folder: Path, quantization: Any) -> Any:
@@ -86,10 +93,7 @@ def loaded(built: Any, folder: Path, quantization: Any) -> Any:
     source = DiffusersPipelineLoader.ComponentSource(str(folder), "transformer", None, "transformer.")
     built.load_weights((name.removeprefix(source.prefix), tensor) for name, tensor in
                        loader._get_weights_iterator(source))
-    for module in built.modules():
-        if isinstance(module, LinearBase):
-            module.quant_method.process_weights_after_loading(module)
-    return built
+    return processed(built)
 
 
 @torch.no_grad()
@@ -118,7 +122,7 @@ def test_gguf_files(name: str, tmp_path: Path) -> None:
     numbers = tiny.write_q8_0(tmp_path / "model.gguf", tiny.random_model(name))
     reference = model(name, tmp_path)
     reference.load_weights(tiny.converted(name, numbers, tiny.TINY[name].config).items())
-    wanted = output(loaded_dense(reference))
+    wanted = output(processed(reference))
     settings = {"method": "qdsl", "gguf_model": str(tmp_path / "model.gguf")}
     layers = []
     for spec in (settings, {"transformer": settings, "vae": None}):
@@ -132,25 +136,17 @@ def test_gguf_files(name: str, tmp_path: Path) -> None:
         print(f"{name}: {len(layers[-1])} packed layers, outputs differ by {difference:.1e}")
         assert difference < CLOSE
     assert layers[0] == layers[1] != set()
-    assert not any(type(module).__name__.endswith("Attention") and not module for module in layers)
 
 
-def loaded_dense(built: Any) -> Any:
-    for module in built.modules():
-        if isinstance(module, LinearBase):
-            module.quant_method.process_weights_after_loading(module)
-    return built
-
-
-def test_a_packed_folder(tmp_path: Path) -> None:
-    """A plain folder of diffusers whose layers are quantized while they are loaded."""
+def test_plain_folders_are_quantized(tmp_path: Path) -> None:
+    """While they are loaded; products are then near those of the plain weights."""
     name = "Flux2Transformer2DModel"
     tiny.write_config(tmp_path / "transformer", name)
     tensors = {own: tensor.contiguous() for own, tensor in tiny.random_model(name).state_dict().items()}
     write(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
     reference = model(name, tmp_path)
     reference.load_weights(tensors.items())
-    wanted = output(loaded_dense(reference))
+    wanted = output(processed(reference))
     config = build_quant_config({"method": "qdsl", "format": "q8_0"})
     config.maybe_update_config(str(tmp_path))
     packed = loaded(model(name, tmp_path, config), tmp_path, config)

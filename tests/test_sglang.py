@@ -36,7 +36,7 @@ class Layer(nn.Module):
         super().__init__()
         self.__dict__ |= {"tp_group": group, "output_size": sum(sizes), **attributes}
         self.quant_method = config.get_quant_method(self, prefix)
-        own = [size if is_row or size == 128 and group.world_size > 8 else size // group.world_size for size in sizes]
+        own = [size if is_row else size // group.world_size for size in sizes]
         self.quant_method.create_weights(self, columns // group.world_size if is_row else columns, own, columns, sum(sizes),
                                          torch.float32, weight_loader=None)
 

@@ -181,8 +181,6 @@ def test_refusals_name_layer_format_step_and_remedy() -> None:
         merged_pieces("kv", [layer_of(packed)], [(5, 16)], 2, 0)
     with pytest.raises(ShardError, match="'x': 'a' is not recognised: no format"):
         piece("x", Layer("a", why="no format"), "N", 0, 1)
-    with pytest.raises(ShardError, match="'x': 2 experts are in one tensor"):
-        piece("x", Layer("a", experts=2), "N", 0, 1)
     with pytest.raises(ShardError, match="'x': 'pre_quant_scale' multiplies the layer's input first"):
         piece("x", Layer("a", others={"pre_quant_scale": "a.pre_quant_scale"}), "N", 0, 1)
     collector = Collector(layer_of(packed), [])

@@ -286,12 +286,6 @@ def test_inputs_in_8_bits(tmp_path: Path) -> None:
         assert difference < CLOSE if "own" in what else CLOSE < difference < 1, what
 
 
-def test_plain_folders_need_a_format(tmp_path: Path) -> None:
-    plain = language_models.write_plain(tmp_path / "plain", "qwen3")
-    formless, = answers([{"model": str(plain), "quantization": "qdsl"}])
-    assert "None is no format to quantize them in" in formless["error"]
-
-
 def test_entry_point_is_light() -> None:
     """It is called in every process of vLLM: nothing heavy is imported for it, nor the plug-in of transformers."""
     point, = [each for each in entry_points(group="vllm.general_plugins") if each.name == "qdsl"]
