@@ -270,6 +270,17 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
     assert_same(two, wanted, "experts in one tensor, two ranks")
 
 
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Its experts are in one tensor of MXFP4, rows of gate and up alternate, and they have biases."""
+    decoded = write_folder(tmp_path / "packed", "mxfp4", "gpt_oss")
+    write_files(tmp_path / "decoded", decoded, {"config.json": language_models.config_json("gpt_oss")}, "gpt_oss")
+    model = {"model": str(tmp_path / "packed"), "quantization": "qdsl"}
+    one, wanted = answers([model, {"model": str(tmp_path / "decoded")}])
+    two, = answers([{**model, "tensor_parallel_size": 2}])
+    assert_same(one, wanted, "gpt-oss, one rank")
+    assert_same(two, wanted, "gpt-oss, two ranks")
+
+
 def test_inputs_in_8_bits(tmp_path: Path) -> None:
     """Where the checkpoint states it: vLLM's own INT8 layers compute the same; a static scale is that of the checkpoint."""
     narrow = {"quantization_config": {"quant_method": "qdsl", "quantize_x": "auto"}}

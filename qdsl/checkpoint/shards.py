@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,6 +16,9 @@ from qdsl.checkpoint.safetensors import CheckpointError, shown
 from qdsl.stored import OF_X, Description
 
 MOST_PADDING = 4                                                 # times the rows or columns that a rank needs, which it may hold
+STREAMED = "gpt_oss"                                             # the model type whose experts vLLM takes by names of its own
+STREAMED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
+STREAMED_SUFFIXES = ("_weight", "_weight_scale", "_weight_packed")
 
 
 class ShardError(CheckpointError):
@@ -163,17 +166,25 @@ def _remedy(layer: Layer, dim: str, whole: int, ranks: int) -> str:
 
 def packed_layers(folder: Folder) -> dict[str, Layer]:
     """The packed layers of a checkpoint by name, experts of a stack one by one; those that no format reads, too."""
-    return {single.name: single for layer in layers(folder).layers for single in single_experts(with_order(folder, layer))}
+    is_streamed = folder.config.get("model_type") == STREAMED
+    return {single.name: single for layer in layers(folder).layers
+            for single in single_experts(with_order(folder, layer), is_streamed)}
 
 
-def single_experts(layer: Layer) -> list[Layer]:
-    """The experts 'experts.3.up_proj' of a stack 'experts.up_proj', tensors named as the storage has them; else the layer."""
+def single_experts(layer: Layer, is_streamed: bool = False) -> list[Layer]:
+    """The experts 'experts.3.up_proj' of a stack 'experts.up_proj', tensors named as the storage has them; else the layer.
+
+    is_streamed: 'experts.3.w13', as vLLM takes experts of gpt-oss: with tensors 'w13_weight' and 'w13_weight_scale'.
+    """
     if layer.experts is None:
         return [layer]
     stem, _, last = layer.name.rpartition(".")
+    suffixes: Mapping[str, str] = {own: f".{own}" for own in layer.tensors}
+    if is_streamed:
+        last, suffixes = STREAMED_NAMES[last], dict(zip(layer.tensors, STREAMED_SUFFIXES, strict=False))
     names = [f"{stem}.{expert}.{last}" for expert in range(layer.experts)]
-    return [replace(layer, name=name, experts=None, turned=False, tensors={own: f"{name}.{own}" for own in layer.tensors})
-            for name in names]
+    return [replace(layer, name=name, experts=None, turned=False,
+                    tensors={own: name + suffix for own, suffix in suffixes.items()}) for name in names]
 
 
 def plain_layers(folder: Folder) -> dict[str, Layer]:

@@ -23,7 +23,7 @@ from qdsl.checkpoint.layers import Layer, layers
 from qdsl.checkpoint.quantization import quantizations
 from qdsl.checkpoint.references import local_path
 from qdsl.checkpoint.safetensors import CheckpointError, shown
-from qdsl.checkpoint.shards import ShardError, packed_layers, plain_layer, plain_layers, single_experts
+from qdsl.checkpoint.shards import STREAMED, ShardError, packed_layers, plain_layer, plain_layers, single_experts
 from qdsl.models.gguf_maps import map_of
 from qdsl.models.mapped_source import MappedSource, gguf_source
 from qdsl.models.shapes import model_shapes
@@ -71,7 +71,8 @@ class Served:
         """The layers of a folder of safetensors.  Raises CheckpointError, RewriteError for groups of unknown shapes."""
         with Folder(path) as folder:
             survey, packed = layers(folder), packed_layers(folder)
-            assemblies = [_unstacking(layer) for layer in survey.layers if layer.experts is not None]
+            is_streamed = folder.config.get("model_type") == STREAMED
+            assemblies = [_unstacking(layer, is_streamed) for layer in survey.layers if layer.experts is not None]
             shapes = model_shapes(folder) if survey.groups else {}
             for group in survey.groups:
                 own = _shapes_of(group, shapes)
@@ -118,12 +119,12 @@ def _decoded(layer: Layer, dtype: torch.dtype, arrived: Arrived) -> Iterator[tup
     yield f"{layer.name}.weight", weight.format.dequantize(weight, dtype)
 
 
-def _unstacking(layer: Layer) -> Assembly:
-    return Assembly(frozenset(layer.tensors.values()), partial(_unstacked, layer))
+def _unstacking(layer: Layer, is_streamed: bool) -> Assembly:
+    return Assembly(frozenset(layer.tensors.values()), partial(_unstacked, layer, is_streamed))
 
 
-def _unstacked(layer: Layer, arrived: Arrived) -> Iterator[tuple[str, Tensor]]:
-    for single, tensors in zip(single_experts(layer), layer_weights.tensors(arrived, layer), strict=True):
+def _unstacked(layer: Layer, is_streamed: bool, arrived: Arrived) -> Iterator[tuple[str, Tensor]]:
+    for single, tensors in zip(single_experts(layer, is_streamed), layer_weights.tensors(arrived, layer), strict=True):
         yield from ((full, tensors[own]) for own, full in single.tensors.items())
 
 

@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader import register_model_loader
 
 from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.references import local_path
+from qdsl.checkpoint.shards import STREAMED
 from qdsl.models.engine import EngineConfig
 from qdsl.models.served import Served, gguf_path, open_gguf
 from qdsl.models.vllm.weights import AssemblingMapper, GgufLoader
@@ -37,6 +38,8 @@ class QdslConfig(EngineConfig, QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read headers, of a repository once it is downloaded.  Raises CheckpointError, LoadError for a GGUF file of others."""
         self.plan(self.read(model_name, hf_config, revision), model_name)
+        if getattr(hf_config, "model_type", "") == STREAMED:     # else its loader asks for tensors of MXFP4
+            hf_config.quantization_config = {"quant_method": OWN}
 
     def read(self, model_name: str, hf_config: Any, revision: str | None) -> Served:
         """The layers of a model's folder, repository or GGUF file."""

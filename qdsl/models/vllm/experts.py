@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.activation import SwigluOAIAndMul
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
-from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 
 from qdsl.borders import Span
 from qdsl.checkpoint.layers import Layer
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from qdsl.models.vllm.config import QdslConfig
 
 GATE, DOWN, UP = "w1", "w2", "w3"                                # vLLM's names for the weights of an expert
-STACKED = "gate_up_proj"                                         # of both in one layer, rows of gate first
+STACKED = {"gate_up_proj": "down_proj", "w13": "w2"}             # gate and up in one layer, and down beside it
+
+STREAMED_SHARDS = {"gpt_oss_w13": GATE, "gpt_oss_w2": DOWN}
 
 
 def experts_method(config: QdslConfig, layer: RoutedExperts, prefix: str) -> PackedExpertsMethod | None:
@@ -46,14 +49,17 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         gate, up = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name
         names = {GATE: gate, DOWN: layer.ckpt_down_proj_name, UP: up}
-        if f"0.{STACKED}" in layers:
-            names |= {GATE: STACKED, UP: None}
-        self.config, self.layers, self.is_gated = config, layers, bool(up)
+        for stacked, down in STACKED.items():
+            if f"0.{stacked}" in layers:
+                names = {GATE: stacked, DOWN: down}
+        self.config, self.layers, self.is_gated = config, layers, layer.moe_config.is_act_and_mul
         self.names = {shard: name for shard, name in names.items() if name}
         self.places: dict[int, int] = {}                         # the rank's numbers of experts, -1 for those of other ranks
         self.collectors: dict[tuple[int, str], Collector] = {}
         self.loaded: dict[tuple[int, str], list[Part]] = {}
         self.down: Span | None = None
+        # vLLM's builds for CPUs lack the operator of this activation, and its module does not need it.
+        self.alternating = SwigluOAIAndMul() if layer.activation == MoEActivation.SWIGLUOAI else None
 
     def create_weights(self, layer: RoutedExperts, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
                        params_dtype: torch.dtype, **extra: Any) -> None:
@@ -64,6 +70,10 @@ class PackedExpertsMethod(FusedMoEMethodBase):
                 self.collectors[own, shard] = self._collector(layer, f"{expert}.{name}", shard, intermediate_size_per_partition)
         for stem, shards in (("w13_", (GATE, UP)), ("w2_", (DOWN,))):
             register_counters(layer, [own for (_, shard), own in self.collectors.items() if shard in shards], self.load, stem)
+        biases = {"w13_bias": 2 * intermediate_size_per_partition, "w2_bias": hidden_size} if self.moe.has_bias else {}
+        for name, rows in biases.items():
+            bias = torch.zeros(layer.local_num_experts, rows, dtype=params_dtype)
+            layer.register_parameter(name, nn.Parameter(bias, requires_grad=False))
 
     def _collector(self, layer: RoutedExperts, name: str, shard: str, size: int) -> Collector:
         own, full = self.layers.get(name), f"{layer.layer_name}.{name}"
@@ -74,8 +84,9 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             pieces = [row_piece(full, own, ranks, rank)]
             self.down = pieces[0].span
         else:
-            count = 2 if name.endswith(STACKED) else 1
-            pieces = merged_pieces(full, [own], [(size, own.shape[0] // count)] * count, ranks, rank)
+            count = 2 if name.rpartition(".")[2] in STACKED else 1
+            parts = [(size, own.shape[0] // count)] * count if self.alternating is None else [(size * count, own.shape[0])]
+            pieces = merged_pieces(full, [own], parts, ranks, rank)
         if inside := next((piece.span for piece in pieces if piece.span.dim == "N" and piece.span.is_padded), None):
             raise ShardError(f"{full}: {own.format}.{own.storage} {list(own.shape)} cannot be divided among {ranks} ranks: row "
                              f"{inside.start} or {inside.stop} lies inside a block; serve whole experts "
@@ -85,7 +96,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     def load(self, param: nn.Parameter, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
              return_success: bool = False) -> bool | None:
         """Take a tensor of an expert, if it is one of this rank."""
-        own = self.places.get(expert_id, -1)
+        own, shard_id = self.places.get(expert_id, -1), STREAMED_SHARDS.get(shard_id, shard_id)
         if own == -1:
             return False if return_success else None
         if take(self.collectors[own, shard_id], param, loaded_weight):
@@ -122,10 +133,14 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         chosen = order[:int(offsets[-1])]
         scale, rows = topk_weights.flatten()[chosen, None].to(x.dtype), chosen // top
         inner = x[rows] * scale if layer.apply_router_weight_on_input else x[rows]
-        wide = layer.qdsl_w13(inner, offsets)
-        half = x.new_empty(len(rows), wide.shape[1] // 2 if self.is_gated else wide.shape[1])
-        apply_moe_activation(layer.activation, half, wide)
+        wide = layer.qdsl_w13(inner, offsets, getattr(layer, "w13_bias", None))
+        if self.alternating is None:
+            half = x.new_empty(len(rows), wide.shape[1] // 2 if self.is_gated else wide.shape[1])
+            apply_moe_activation(layer.activation, half, wide)
+        else:
+            half = self.alternating(wide)
         assert self.down is not None
-        out = layer.qdsl_w2(nn.functional.pad(half, self.down.padding) if self.down.is_padded else half, offsets)
+        out = layer.qdsl_w2(nn.functional.pad(half, self.down.padding) if self.down.is_padded else half, offsets,
+                            getattr(layer, "w2_bias", None))
         out = out if layer.apply_router_weight_on_input else out * scale
         return torch.zeros_like(x).index_add_(0, rows, out)
