@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -48,6 +50,23 @@ def test_experts_of_a_stack(format: str, storage: str, tmp_path: Path) -> None:
     result = collected(served.packed.values(), assembled(stacks.items(), served.assemblies))
     for weight, dense in zip(packed, result.values(), strict=True):
         assert torch.equal(dense, weight.format.dequantize(weight, torch.float32))
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """By the names under which vLLM takes them one by one."""
+    decoded = write_folder(tmp_path / "model", "mxfp4", "gpt_oss")
+    served = Served.of_folder(tmp_path / "model")
+    weights = dict(assembled(tensors_of(tmp_path / "model").items(), served.assemblies))
+    first = "model.layers.0.mlp.experts.0."
+    assert {f"{first}w13_weight", f"{first}w13_weight_scale", f"{first}w2_weight", f"{first}w2_weight_scale"} <= weights.keys()
+    numbers = {}
+    for name, layer in served.packed.items():
+        collector = Collector(layer, [piece(name, layer, "N", 0, layer.shape[0])])
+        for leaf in collector.leaves:
+            collector.take(leaf, weights[f"{name}_{leaf}"])
+        numbers[name] = collector.parts()[0].dequantize(torch.float32)
+    wanted = decoded["model.layers.0.mlp.experts.gate_up_proj"]
+    assert torch.equal(torch.stack([numbers[f"model.layers.0.mlp.experts.{expert}.w13"].t() for expert in range(4)]), wanted)
 
 
 def test_weights_that_are_coded_together(tmp_path: Path) -> None:
@@ -98,6 +117,15 @@ def test_layers_whose_inputs_have_8_bits(kind: str, is_narrow: bool, tmp_path: P
     write_folder(tmp_path / "model", kind, "qwen3")
     served = Served.of_folder(tmp_path / "model")
     assert served.narrow == (served.packed.keys() if is_narrow else frozenset())
+
+
+def test_entry_points_are_light() -> None:
+    """Engines call them in all of their processes: nothing heavy is imported for them."""
+    code = ("import sys, qdsl.models.vllm, qdsl.models.omni, qdsl.models.sglang; "
+            "heavy = {'torch', 'transformers', 'vllm', 'triton'} & sys.modules.keys(); assert not heavy, heavy; "
+            "qdsl.models.omni.register()")
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "qdsl is not available in this vllm-omni" in result.stderr
 
 
 def test_a_plain_model_needs_a_format(tmp_path: Path) -> None:
