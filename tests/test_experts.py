@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qdsl.generated import fp8_block, int8_channel, q4_0
-from qdsl.runtime import FormatError, PackedWeight, experts, launch
+from qdsl.generated import fp8_block, hlane, int8_channel, q4_0
+from qdsl.models.experts import Experts, routed_sum
+from qdsl.runtime import FormatError, PackedWeight, experts, launch, ops
 from tests.support.formats import Case, cases, random_packed, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -150,6 +151,83 @@ def test_experts_with_one_order_of_columns(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(to_x, rows.repeat_interleave(torch.tensor(ROWS[0], device=DEVICE), 0))
     monkeypatch.setattr(experts, "_is_fused", lambda *arguments: True)
     close(experts.linear(x, packed, offsets, bias), x, packed, offsets, bias)
+
+
+def test_rows_of_no_expert_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows behind the last offset, of experts that others have; without `partial` they are a mistake."""
+    packed = experts_of(CASES[0], 3, 128, 256)
+    offsets = [0, 2, 2, 5]
+    for dtype in (torch.float32, torch.float16):                 # the kernel meets exact weights; tiles of a CPU are rounded
+        x = x_of(9, 256, dtype)
+        out = experts.linear(x, packed, offsets, partial=True)
+        assert not out[5:].any() and out.shape == (9, 128)
+        close(out[:5], x[:5], packed, offsets, None)
+        monkeypatch.setattr(experts, "_is_fused", lambda *arguments: True)
+    assert not experts.linear(x, packed, [0, 0, 0, 0], partial=True).any()
+
+
+def test_streams_decode_experts_that_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(6 * 64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed, opened = hlane.quantize(weight), []
+    open_rows = PackedWeight.open_rows
+    monkeypatch.setattr(PackedWeight, "open_rows", lambda self, rows: opened.append(rows) or open_rows(self, rows))
+    x = x_of(5, 128, torch.bfloat16).cpu()
+    found = hlane.grouped_linear(x, packed, [0, 0, 2, 2, 2, 5, 5])
+    assert [rows.tolist() for rows in opened] == [[*range(64, 128), *range(256, 320)]]
+    dense = weight.unflatten(0, (6, 64))
+    assert torch.equal(found, torch.cat((x[:2] @ dense[1].t(), x[2:] @ dense[4].t())))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the product itself may be another one there")
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("module", [q4_0, hlane], ids=lambda module: module.SPEC.name)
+def test_a_compiled_function_has_one_operation(module: object, partial: bool) -> None:
+    """No break of the graph, the bits of eager mode, and its gradients."""
+    weight = torch.randn(4 * 64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    packed = module.quantize(weight)
+    x, bias = x_of(7, 128, torch.float32).requires_grad_(), x_of(4, 64, torch.float32, 2).requires_grad_()
+    offsets = torch.tensor([0, 3, 3, 5, 6 if partial else 7])
+
+    def product(x: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return module.grouped_linear(x * 2, packed, offsets, bias, partial)
+
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, offsets, bias), product(x, offsets, bias))
+    cotangent = torch.randn(7, 64, generator=torch.Generator().manual_seed(3))
+    for own, other in zip(torch.autograd.grad(compiled(x, offsets, bias), (x, bias), cotangent),
+                          torch.autograd.grad(product(x, offsets, bias), (x, bias), cotangent), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_the_operation_is_what_torch_asks_of_one() -> None:
+    packed = q4_0.quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
+    tensors, described = ops.words(packed)
+    arguments = (torch.randn(5, 64, requires_grad=True), tensors, torch.tensor([0, 2, 2, 5]), torch.zeros(3, 16),
+                 *described, 48, 64, False)
+    torch.library.opcheck(experts._grouped_linear, arguments)
+
+
+@pytest.mark.parametrize("expert_map", [None, [1, -1, 0, 2, -1]], ids=["all", "some"])
+@pytest.mark.parametrize("is_input_weighted", [False, True])
+def test_sums_of_a_router(expert_map: list[int] | None, is_input_weighted: bool) -> None:
+    """Against every token and every expert, one by one, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    count = 5 if expert_map is None else 3
+    packed = q4_0.quantize(torch.randn(count * 32, 32, generator=generator))
+    stack, dense = Experts(packed, count), q4_0.dequantize(packed, torch.float64).view(count, 32, 32)
+    x = torch.randn(7, 32, generator=generator, dtype=torch.float64)
+    ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(7)])
+    weights = torch.rand(7, 2, generator=generator, dtype=torch.float64)
+    places = None if expert_map is None else torch.tensor(expert_map)
+    found = routed_sum(x, lambda rows, offsets: stack(rows, offsets, partial=True).relu(), count, weights, ids, places,
+                       is_input_weighted)
+    exact = torch.zeros_like(x)
+    for token, own in enumerate(ids.tolist()):
+        for place, expert in enumerate(own):
+            local = expert if expert_map is None else expert_map[expert]
+            if local != -1:
+                exact[token] += weights[token, place] * (dense[local] @ x[token]).relu()
+    torch.testing.assert_close(found, exact)
 
 
 def test_no_rows() -> None:

@@ -15,7 +15,7 @@ from qdsl.runtime import FormatError, PackedWeight
 from tests.support import oracle
 from tests.support.blessing import prove_stored
 from tests.support.formats import Case, cases, is_held, random_fields, random_packed, raw, same_bits, shapes, smallest
-from tests.support.second import Reading
+from tests.support.slow_reading import Reading
 
 CASES = cases()
 # Bytes of base-3 digits are no bits of fields: all 256 are tried instead.

@@ -8,13 +8,14 @@ Does not: look for strides (infer_layouts).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from qdsl.ir.index import Index
 from qdsl.ir.program import Field, Placement, Program, Tensor
 from qdsl.layout import Clash, coverage, walk
-from qdsl.passes.samples import samples
+from qdsl.passes.samples import SampleSizes, sample_sizes, samples_of
 from qdsl.spec.source import Problems, did_you_mean
 
 
@@ -121,28 +122,48 @@ def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tens
             have = [tensor.var(name).extent for name in digits if name]
             if tile == 1 and have == [extent]:
                 continue                                         # a record for each element, whatever the sizes are
-            tried = False
-            for sample in samples(program, [*extents, *wanted]):
-                tried = True
-                counts, elements = [each(sample) for each in have], extent(sample)
-                records = prod(counts)
-                if tile * records != elements:
-                    exact.update(dict.fromkeys(filter(None, digits), False))
-                steps = [_step(each, sample) for each in have]
-                less = min((records - records // count * step for count, step in zip(counts, steps, strict=True) if count),
-                           default=0)
-                if max(steps, default=1) > 1 and tile * (records - 1) >= elements:
-                    spare.update(filter(None, digits))
-                if tile * records < elements or (tile * less >= elements and records):
-                    sizes = ", ".join(f"{size} = {value}" for size, value in sample.items())
-                    problems.add(tensor.span, f"'{tensor.name}' has {records} records of {tile} '{field.name}' along "
-                                              f"'{' '.join(filter(None, digits)) or 'its only record'}', but there are "
-                                              f"{elements} to store", f"at {sizes}")
-                    return tensor
-            if not tried:
+            fit = _fit(sample_sizes(program), tuple(dict.fromkeys([*extents, *wanted])), tuple(have), tile, extent)
+            if not fit.is_exact:
+                exact.update(dict.fromkeys(filter(None, digits), False))
+            if fit.is_spare:
+                spare.update(filter(None, digits))
+            if fit.misfit is not None:
+                records, elements, sample = fit.misfit
+                sizes = ", ".join(f"{size} = {value}" for size, value in sample.items())
+                problems.add(tensor.span, f"'{tensor.name}' has {records} records of {tile} '{field.name}' along "
+                                          f"'{' '.join(filter(None, digits)) or 'its only record'}', but there are "
+                                          f"{elements} to store", f"at {sizes}")
+                return tensor
+            if not fit.is_tried:
                 problems.add(tensor.span, f"there are no N and K at which the extents of '{program.storage}' divide")
                 return tensor
     return replace(tensor, vars=tuple(replace(var, exact=exact[var.name], spare=var.name in spare) for var in tensor.vars))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How records of a tile count elements.  misfit: the records, elements and sizes where they are too few or too many."""
+
+    is_tried: bool = False
+    is_exact: bool = True
+    is_spare: bool = False
+    misfit: tuple[int, int, Mapping[str, int]] | None = None
+
+
+@lru_cache(maxsize=1 << 12)                                      # tensors, storages and edited specs ask the same again
+def _fit(sizes: SampleSizes, defined: tuple[Index, ...], counts: tuple[Index, ...], tile: int, extent: Index) -> Fit:
+    """Compare tile * product of `counts` with `extent`, at samples of sizes for which all of `defined` have values."""
+    fit = Fit()
+    for sample in samples_of(sizes, defined):
+        numbers, elements = [count(sample) for count in counts], extent(sample)
+        records = prod(numbers)
+        steps = [_step(count, sample) for count in counts]
+        less = min((records - records // number * step for number, step in zip(numbers, steps, strict=True) if number), default=0)
+        fit = Fit(True, fit.is_exact and tile * records == elements,
+                  fit.is_spare or (max(steps, default=1) > 1 and tile * (records - 1) >= elements))
+        if tile * records < elements or (tile * less >= elements and records):
+            return replace(fit, misfit=(records, elements, sample))
+    return fit
 
 
 def _step(extent: Index, sample: Mapping[str, int]) -> int:

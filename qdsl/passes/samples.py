@@ -12,17 +12,23 @@ from qdsl.ir.index import Atom, Index, substitute
 from qdsl.ir.program import Program
 
 MAX_CHOICES = 128
+SampleSizes = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def samples(program: Program, extents: Sequence[Index]) -> tuple[Mapping[str, int], ...]:
     """Values for N, K and the size parameters at which every one of `extents` is defined."""
+    return samples_of(sample_sizes(program), tuple(dict.fromkeys(extents)))
+
+
+def sample_sizes(program: Program) -> SampleSizes:
+    """A program's size parameters: name, axis, values."""
     listed = {p.name.value: tuple(v for v in p.values if isinstance(v, int)) for p in program.spec.params}
-    return _samples(tuple((size, size_axis(program, size), listed[size]) for size in program.sizes), tuple(extents))
+    return tuple((size, size_axis(program, size), listed[size]) for size in program.sizes)
 
 
 @lru_cache(maxsize=32)                                           # tensors of a program have the same extents
-def _samples(sizes: tuple[tuple[str, str, tuple[int, ...]], ...], extents: tuple[Index, ...]) -> tuple[Mapping[str, int], ...]:
-    """`sizes`: each with its axis and its values."""
+def samples_of(sizes: SampleSizes, extents: tuple[Index, ...]) -> tuple[Mapping[str, int], ...]:
+    """Values for N, K and `sizes` at which every one of `extents` is defined."""
     read = {word for extent in extents for word in extent.names()}
     found: list[Mapping[str, int]] = []
     for values in islice(product(*(listed if size in read else listed[:1] for size, _, listed in sizes)), MAX_CHOICES):

@@ -611,15 +611,16 @@ class Format:
         return ops.linear(x, packed, bias, mode_of(quantize_x, batch_invariant, input_scale))
 
     def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None,
-                       ) -> Tensor:
+                       partial: bool = False) -> Tensor:
         """x [M, K], sorted by expert, times the transposed weights [E * N, K] of E experts, plus bias [E, N]: [M, N].
 
         Expert e has rows [offsets[e], offsets[e + 1]) of x and [e * N, (e + 1) * N) of the weight; offsets are E + 1 integers, a
         list or a tensor.  On a GPU few rows per expert take one launch, without waiting for the offsets, which are trusted.
-        Differentiable in x and bias.  Raises FormatError where something does not fit.
+        partial: rows of x behind the last offset belong to no expert, and their results are 0.  Differentiable in x and bias.
+        Raises FormatError where something does not fit.
         """
         self._own(packed)
-        return experts.linear(x, packed, offsets, bias)
+        return experts.linear(x, packed, offsets, bias, partial)
 
     @cached_property
     def Linear(self) -> type[QuantizedLinear]:

@@ -90,7 +90,7 @@ def _read(format: str, params: str) -> tuple[Format, dict[str, int | str]]:
     return found, {key: values[key][value] for key, _, value in (word.partition("=") for word in params.split())}
 
 
-def _weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWeight:
+def packed_weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWeight:
     """The packed weight of an operation's arguments."""
     format, params = _read(words.format, words.params)
     return PackedWeight(format, words.storage, dict(zip(words.names.split(), tensors, strict=True)), (n, k), params,
@@ -112,7 +112,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
     if is_quantized(mode):
         eight.check(packed)
     x = autocast(x)
-    if _is_recorded():
+    if is_recorded():
         return _operation(x, packed, bias, False, mode)
     if is_differentiated(x, bias):
         result: Tensor = _Times.apply(x, bias, packed, False, mode)  # type: ignore[no-untyped-call]
@@ -148,13 +148,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
     every other dispatch mode; tensor subclasses, FakeTensor outside its mode among them; meta tensors.  The
     answer errs towards the operation, which does the same.  (Transforms of torch.func end in plain tensors: see _Times.)
     """
-    if _is_recorded() or is_in_torch_dispatch_mode():
+    if is_recorded() or is_in_torch_dispatch_mode():
         return False
     return all(tensor is None or (type(tensor) in (Tensor, Parameter) and not tensor.is_meta
                                   and not torch._C._functorch.is_legacy_batchedtensor(tensor)) for tensor in tensors)
 
 
-def _is_recorded() -> bool:
+def is_recorded() -> bool:
     """Whether this call becomes part of a program, with the gradients that the operation has."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
@@ -168,14 +168,14 @@ def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
 
 def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:
     """x [..., K] @ w.T + bias, or where `turned` x [..., N] @ w; without gradients."""
-    compute = _computed if is_plain(x, bias) else _operation
+    compute = computed if is_plain(x, bias) else _operation
     return compute(x, packed, bias, turned, mode)
 
 
-def _computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str = "") -> Tensor:
-    """The work itself."""
+def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str = "") -> Tensor:
+    """The product itself, whatever watches: without the operation, without gradients."""
     if bias is not None and packed.layout.streams and x.dim() != 2 and not x.is_contiguous():
-        return _computed(x, packed, None, turned, mode).add_(bias)   # as torch does, which then rounds the product before the sum
+        return computed(x, packed, None, turned, mode).add_(bias)   # as torch does, which then rounds the product before the sum
     with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
         if not turned:
@@ -253,19 +253,19 @@ def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.library.custom_op("qdsl::linear", mutates_args=())
 def _linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
             finite: bool, facts: str, n: int, k: int, mode: str = "") -> Tensor:
-    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite, facts), n, k), bias, False, mode)
+    return computed(x, packed_weight(tensors, Words(format, storage, params, names, finite, facts), n, k), bias, False, mode)
 
 
 @torch.library.custom_op("qdsl::transposed", mutates_args=())
 def _turned(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, facts: str,
             n: int, k: int) -> Tensor:
-    return _computed(x, _weight(tensors, Words(format, storage, params, names, finite, facts), n, k), None, turned=True)
+    return computed(x, packed_weight(tensors, Words(format, storage, params, names, finite, facts), n, k), None, turned=True)
 
 
 @torch.library.custom_op("qdsl::dequantize", mutates_args=())
 def _dequantize(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, facts: str, n: int,
                 k: int, dtype: torch.dtype) -> Tensor:
-    packed = _weight(tensors, Words(format, storage, params, names, finite, facts), n, k)
+    packed = packed_weight(tensors, Words(format, storage, params, names, finite, facts), n, k)
     return packed.format._dequantized(packed, empty(packed.shape, dtype, packed.device))
 
 

@@ -40,7 +40,7 @@ from tests.support.answers import (
     wrapped,
 )
 from tests.support.formats import Case, cases, module, random_packed, raw
-from tests.support.second import Codes, Reading
+from tests.support.slow_reading import Codes, Reading
 
 STEPS = (0.0625, 0.05625)                                        # scales of weights: a power of two, for ties, and another
 LONGEST = 20_000                                                 # characters of a file, for which longer arrays are told short

@@ -25,7 +25,7 @@ from qdsl.shapes import axis
 from qdsl.spec.model import Spec
 from qdsl.spec.schema import load
 from tests.support import oracle
-from tests.support.second import Reading
+from tests.support.slow_reading import Reading
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "specs").glob("*.yaml"))

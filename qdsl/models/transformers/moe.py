@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from qdsl.models.experts import Experts
+from qdsl.models.experts import Experts, routed_sum
 
 NAME = "qdsl"                                                    # of the implementation
 
@@ -22,15 +21,12 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if not all(isinstance(stack, Experts) and stack.transposed == self.is_transposed for stack in (up, self.down_proj)):
         plain: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         return plain
-    tokens, chosen = top_k_index.shape
-    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    offsets = torch.searchsorted(experts, torch.arange(self.num_experts + 1, device=experts.device))
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
-    inner = up(hidden_states[order // chosen], offsets, bias)
-    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    rows = self.down_proj(inner, offsets, self.down_proj_bias if self.has_bias else None)
-    if getattr(self, "has_post_expert_norm", False):
-        rows = self.post_expert_norm(rows)
-    rows = rows * top_k_weights.reshape(-1)[order, None]
-    in_order = torch.empty_like(rows).index_copy(0, order, rows)
-    return in_order.view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+
+    def run(rows: Tensor, offsets: Tensor) -> Tensor:
+        inner = up(rows, offsets, bias)
+        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+        rows = self.down_proj(inner, offsets, self.down_proj_bias if self.has_bias else None)
+        return self.post_expert_norm(rows) if getattr(self, "has_post_expert_norm", False) else rows
+
+    return routed_sum(hidden_states, run, self.num_experts, top_k_weights, top_k_index)

@@ -15,7 +15,7 @@ from qdsl.borders import Span
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.shards import ShardError, merged_pieces, row_piece, unservable
 from qdsl.models.engine import register_counters, remove_counters, take
-from qdsl.models.experts import Experts
+from qdsl.models.experts import Experts, routed_sum
 from qdsl.models.shards import Collector, Part
 from qdsl.runtime.algebra import concatenated
 
@@ -41,8 +41,8 @@ def experts_method(config: QdslConfig, layer: RoutedExperts, prefix: str) -> Pac
 class PackedExpertsMethod(FusedMoEMethodBase):
     """Experts of packed layers '3.gate_proj', '3.up_proj' and '3.down_proj', or of a stack, where '3.gate_up_proj' is one layer.
 
-    A rank holds whole experts, or a part of each.  The host waits for the number of rows of each expert, so a CUDA graph cannot
-    hold it.
+    A rank holds whole experts, or a part of each.  On a GPU few rows per expert take one launch for each stack; for more the host
+    waits for the numbers of their rows.
     """
 
     def __init__(self, config: QdslConfig, layer: RoutedExperts, layers: Mapping[str, Layer]) -> None:
@@ -125,22 +125,17 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     def apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None,
               shared_experts_input: Any = None) -> Tensor:
         """The weighted sum of the rank's experts' outputs for rows of x [M, K], by their ids and weights [M, top-k]."""
-        count, top = layer.local_num_experts, topk_ids.shape[1]
-        ids = topk_ids.long() if layer.expert_map is None else layer.expert_map[topk_ids.long()].long()
-        flat = torch.where(ids < 0, count, ids).flatten()        # of other ranks: behind the last
-        order = flat.argsort(stable=True)
-        offsets = torch.searchsorted(flat[order], torch.arange(count + 1, device=x.device))
-        chosen = order[:int(offsets[-1])]
-        scale, rows = topk_weights.flatten()[chosen, None].to(x.dtype), chosen // top
-        inner = x[rows] * scale if layer.apply_router_weight_on_input else x[rows]
-        wide = layer.qdsl_w13(inner, offsets, getattr(layer, "w13_bias", None))
-        if self.alternating is None:
-            half = x.new_empty(len(rows), wide.shape[1] // 2 if self.is_gated else wide.shape[1])
-            apply_moe_activation(layer.activation, half, wide)
-        else:
-            half = self.alternating(wide)
-        assert self.down is not None
-        out = layer.qdsl_w2(nn.functional.pad(half, self.down.padding) if self.down.is_padded else half, offsets,
-                            getattr(layer, "w2_bias", None))
-        out = out if layer.apply_router_weight_on_input else out * scale
-        return torch.zeros_like(x).index_add_(0, rows, out)
+        def run(rows: Tensor, offsets: Tensor) -> Tensor:
+            wide = layer.qdsl_w13(rows, offsets, getattr(layer, "w13_bias", None), partial=True)
+            if self.alternating is None:
+                half = x.new_empty(len(rows), wide.shape[1] // 2 if self.is_gated else wide.shape[1])
+                apply_moe_activation(layer.activation, half, wide)
+            else:
+                half = self.alternating(wide)
+            assert self.down is not None
+            out: Tensor = layer.qdsl_w2(nn.functional.pad(half, self.down.padding) if self.down.is_padded else half, offsets,
+                                        getattr(layer, "w2_bias", None), partial=True)
+            return out
+
+        return routed_sum(x, run, layer.local_num_experts, topk_weights, topk_ids, layer.expert_map,
+                          layer.apply_router_weight_on_input)

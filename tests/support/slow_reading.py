@@ -53,7 +53,7 @@ def value(kind: str, code: int) -> Scalar:
         return np.float32(0) if code & 127 == 127 else value("e4m3", code & 127)
     match = _SMALL.match(kind)
     if match is None:
-        raise Unread(f"no second reading of type '{kind}': add it to tests/support/second.py")
+        raise Unread(f"no second reading of type '{kind}': add it to tests/support/slow_reading.py")
     exponent, mantissa, fnuz = int(match[1]), int(match[2]), match[3] is not None
     negative = code >> exponent + mantissa & 1
     magnitude = code & (1 << exponent + mantissa) - 1
@@ -400,7 +400,7 @@ class Reading:
         if scheme in ("absmax", "signmax"):
             codes, scale_code, _ = _absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), given)
             return [codes], {"scale": [scale_code]}
-        raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/second.py")
+        raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/slow_reading.py")
 
     def _nested(self, weight: npt.NDArray[np.float32]) -> dict[str, Codes]:
         """Codes by blocks, and their scales, less the mean of all, by blocks of blocks in the same way."""
@@ -501,7 +501,7 @@ def _step(expr: g.Expr, env: Mapping[str, Scalar], tables: Tables) -> Scalar:
     if isinstance(expr, g.Apply) and expr.name == "parity":
         return f"{_step(expr.arguments[0], env, tables):b}".count("1") % 2
     if not isinstance(expr, g.Binary):
-        raise Unread(f"no second reading of '{type(expr).__name__}' in decode: add it to tests/support/second.py")
+        raise Unread(f"no second reading of '{type(expr).__name__}' in decode: add it to tests/support/slow_reading.py")
     a, b = _step(expr.left, env, tables), _step(expr.right, env, tables)
     if expr.op == "**":
         return int(a) ** int(b) if b >= 0 else np.float32(ldexp(1, int(b)))
