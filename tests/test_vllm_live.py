@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -211,6 +212,11 @@ def test_server(tmp_path: Path) -> None:
                 assert lines[-1], "".join(lines[-20:])
             post = Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(),
                            {"Content-Type": "application/json"})
+            for _ in range(100):                                 # it says so before it listens
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
             with urlopen(post, timeout=100) as response:
                 assert json.load(response)["choices"][0]["token_ids"] == wanted["tokens"]
         finally:
