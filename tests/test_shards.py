@@ -59,10 +59,6 @@ def parts_of(packed: PackedWeight, pieces: Sequence[Piece]) -> list[Part]:
     return collector.parts()
 
 
-def product(x: Tensor, packed: PackedWeight) -> Tensor:
-    return packed.format.linear(x, packed)
-
-
 @pytest.mark.parametrize("case", SHIPPED, ids=str)
 def test_what_ranks_hold_is_the_whole_weight(case: Case) -> None:
     """Along both dims on 1, 2, 4 and 8 ranks; a refusal names a number of ranks that is not refused."""
@@ -102,7 +98,7 @@ def test_columns_inside_blocks_are_multiplied_with_padded_x() -> None:
     parts = [parts_of(packed, [row_piece("x", layer_of(packed), 2, rank)])[0] for rank in (0, 1)]
     assert [part.weight.shape for part in parts] == [(32, 512), (32, 512)]
     assert row_piece("x", layer_of(packed), 2, 0).how == "cut; 128 columns more than its own"
-    total = sum(linear(own, [part], product) for own, part in zip(x.chunk(2, 1), parts, strict=True))
+    total = sum(linear(own, [part]) for own, part in zip(x.chunk(2, 1), parts, strict=True))
     torch.testing.assert_close(total, x @ decoded(packed).T, rtol=0, atol=1e-4)
 
 
@@ -110,8 +106,8 @@ def test_rows_inside_blocks_are_left_out_of_the_product() -> None:
     packed, x = int_group.quantize(random(24, 64), "awq", group=64), random(5, 64, 1)
     own, = parts_of(packed, [piece("x", layer_of(packed), "N", 4, 12)])
     assert same_bits(own.dequantize(torch.float32), decoded(packed)[4:12])
-    assert linear(x, [own], product).shape == (5, 8)
-    torch.testing.assert_close(linear(x, [own], product), x @ decoded(packed)[4:12].T, rtol=0, atol=1e-4)
+    assert linear(x, [own]).shape == (5, 8)
+    torch.testing.assert_close(linear(x, [own]), x @ decoded(packed)[4:12].T, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -133,7 +129,7 @@ def test_key_and_value_heads_are_repeated_on_more_ranks_than_heads(ranks: int) -
         layers = [layer_of(each, name) for each, name in zip(several, "qkv", strict=True)]
         pieces = merged_pieces("qkv", layers, list(zip(own, sizes, strict=True)), ranks, rank)
         parts = [part for each, own_piece in zip(several, pieces, strict=True) for part in parts_of(each, [own_piece])]
-        torch.testing.assert_close(linear(x, joined(parts), product), x @ wanted.T, rtol=0, atol=1e-4)
+        torch.testing.assert_close(linear(x, joined(parts)), x @ wanted.T, rtol=0, atol=1e-4)
 
 
 def test_parts_of_one_scale_each_and_of_other_formats_stay_apart() -> None:
@@ -143,7 +139,7 @@ def test_parts_of_one_scale_each_and_of_other_formats_stay_apart() -> None:
     parts = joined([part for each in weights for part in parts_of(each, [piece("x", layer_of(each), "N", 0, each.shape[0])])])
     assert [part.weight.shape[0] for part in parts] == [24, 8, 8]
     x = random(3, 64, 4)
-    torch.testing.assert_close(linear(x, parts, product), x @ torch.cat(list(map(decoded, weights))).T, rtol=0, atol=1e-4)
+    torch.testing.assert_close(linear(x, parts), x @ torch.cat(list(map(decoded, weights))).T, rtol=0, atol=1e-4)
 
 
 def act_order(n: int, k: int, group: int) -> PackedWeight:
@@ -185,8 +181,6 @@ def test_refusals_name_layer_format_step_and_remedy() -> None:
         merged_pieces("kv", [layer_of(packed)], [(5, 16)], 2, 0)
     with pytest.raises(ShardError, match="'x': 'a' is not recognised: no format"):
         piece("x", Layer("a", why="no format"), "N", 0, 1)
-    with pytest.raises(ShardError, match="'x': 2 experts are in one tensor"):
-        piece("x", Layer("a", experts=2), "N", 0, 1)
     with pytest.raises(ShardError, match="'x': 'pre_quant_scale' multiplies the layer's input first"):
         piece("x", Layer("a", others={"pre_quant_scale": "a.pre_quant_scale"}), "N", 0, 1)
     collector = Collector(layer_of(packed), [])

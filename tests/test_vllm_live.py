@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 pytest.importorskip("vllm")
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.runtime import PackedWeight
-from tests.support import language_models
+from tests.support import gguf_models, language_models
 from tests.support.formats import ROOT
 from tests.support.producer_folders import KINDS, Stored, write_files, write_folder, write_own
 from tests.support.vllm_engine import MARK, PROMPT
@@ -169,6 +170,24 @@ def test_modules_that_take_plain_numbers_alone(tmp_path: Path) -> None:
     assert_same(one, wanted, "Llama")
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_gguf_files(model_type: str, tmp_path: Path) -> None:
+    """A folder with a config and a GGUF file, whose rows of q and k have another order in Llama; and a file elsewhere."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 192,
+             "intermediate_size": 512, "moe_intermediate_size": 256, "num_experts": 4, "num_hidden_layers": 2}
+    (tmp_path / "packed").mkdir()
+    file, model = gguf_models.written(tmp_path / "packed", model_type, type="Q8_0", **sizes)
+    model.save_pretrained(tmp_path / "decoded")
+    model.config.save_pretrained(tmp_path / "packed")            # which then names the class
+    packed = {"model": str(tmp_path / "packed"), "quantization": "qdsl", "load_format": "qdsl"}
+    settings = {"quantization_config": {"quant_method": "qdsl", "gguf_model": str(file)}}
+    elsewhere = {"model": str(tmp_path / "decoded"), "load_format": "qdsl", "hf_overrides": settings}
+    wanted, one, other = answers([{"model": str(tmp_path / "decoded")}, packed, elsewhere])
+    two, = answers([{**packed, "tensor_parallel_size": 2}])
+    for what, answer in {"one rank": one, "a file elsewhere": other, "two ranks": two}.items():
+        assert_same(answer, wanted, f"{model_type}, GGUF, {what}")
+
+
 def test_server(tmp_path: Path) -> None:
     """vLLM's server over a folder that names qdsl, and one request.
 
@@ -193,6 +212,11 @@ def test_server(tmp_path: Path) -> None:
                 assert lines[-1], "".join(lines[-20:])
             post = Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(),
                            {"Content-Type": "application/json"})
+            for _ in range(100):                                 # it says so before it listens
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
             with urlopen(post, timeout=100) as response:
                 assert json.load(response)["choices"][0]["token_ids"] == wanted["tokens"]
         finally:
@@ -214,13 +238,69 @@ def test_plain_folders_are_quantized(tmp_path: Path) -> None:
     assert_same(answer, wanted, "quantized on the way")
 
 
-def test_refusals_come_before_loading(tmp_path: Path) -> None:
-    """Weights that are coded together are not loaded one by one; a plain folder needs a format."""
-    write_folder(tmp_path / "df11", "df11", "qwen3")
-    plain = language_models.write_plain(tmp_path / "plain", "qwen3")
-    coded, formless = answers([{"model": str(tmp_path / "df11"), "quantization": "qdsl"},
-                               {"model": str(plain), "quantization": "qdsl"}])
-    assert "qdsl decompress" in coded["error"] and "None is no format to quantize them in" in formless["error"]
+def test_weights_that_are_coded_together(tmp_path: Path) -> None:
+    """DF11 codes blocks of weights together: each is decoded once, and encoded by itself, on two ranks its part."""
+    decoded = write_folder(tmp_path / "df11", "df11", "qwen3")
+    reference = write_decoded(tmp_path / "decoded", decoded, language_models.config_json("qwen3"))
+    packed = {"model": str(tmp_path / "df11"), "quantization": "qdsl"}
+    one, wanted = answers([packed, {"model": str(reference)}])
+    two, = answers([{**packed, "tensor_parallel_size": 2}])
+    assert_same(one, wanted, "DF11, one rank")
+    assert_same(two, wanted, "DF11, two ranks")
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As transformers holds them: experts.gate_up_proj [E, 2N, K] and experts.down_proj."""
+    config = language_models.config_json("moe")
+    plain, weights = dict[str, Tensor](), dict[str, list[Tensor]]()
+    for name, tensor in language_models.weights("moe").items():
+        stem, _, last = name.rpartition(".experts.")
+        if not stem:
+            plain[name] = tensor
+        elif "up_proj" not in last:
+            gate = [tensor] if "down_proj" in last else [tensor, language_models.weights("moe")[name.replace("gate", "up")]]
+            part = "down_proj" if "down_proj" in last else "gate_up_proj"
+            weights.setdefault(f"{stem}.experts.{part}", []).append(torch.cat(gate))
+    stored, tensors = Stored("fp8_channel", "safetensors"), dict(plain)
+    decoded = {name: tensor.float() for name, tensor in plain.items()}
+    for name, experts in weights.items():
+        packed = [stored.pack(expert) for expert in experts]
+        tensors |= {f"{name}.{own}": torch.stack([weight.tensors[own] for weight in packed]) for own in packed[0].tensors}
+        decoded[name] = torch.stack([weight.format.dequantize(weight, torch.float32) for weight in packed])
+    write_files(tmp_path / "packed", tensors, {"config.json": config}, "moe")
+    reference = write_decoded(tmp_path / "decoded", decoded, config)
+    model = {"model": str(tmp_path / "packed"), "quantization": "qdsl"}
+    one, wanted = answers([model, {"model": str(reference)}])
+    two, = answers([{**model, "tensor_parallel_size": 2}])
+    assert_same(one, wanted, "experts in one tensor, one rank")
+    assert_same(two, wanted, "experts in one tensor, two ranks")
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Its experts are in one tensor of MXFP4, rows of gate and up alternate, and they have biases."""
+    decoded = write_folder(tmp_path / "packed", "mxfp4", "gpt_oss")
+    write_files(tmp_path / "decoded", decoded, {"config.json": language_models.config_json("gpt_oss")}, "gpt_oss")
+    model = {"model": str(tmp_path / "packed"), "quantization": "qdsl"}
+    one, wanted = answers([model, {"model": str(tmp_path / "decoded")}])
+    two, = answers([{**model, "tensor_parallel_size": 2}])
+    assert_same(one, wanted, "gpt-oss, one rank")
+    assert_same(two, wanted, "gpt-oss, two ranks")
+
+
+def test_inputs_in_8_bits(tmp_path: Path) -> None:
+    """Where the checkpoint states it: vLLM's own INT8 layers compute the same; a static scale is that of the checkpoint."""
+    narrow = {"quantization_config": {"quant_method": "qdsl", "quantize_x": "auto"}}
+    kinds = ("compressed-tensors int8", "fp8 tensor, static")
+    for kind in kinds:
+        write_folder(tmp_path / kind, kind, "qwen3")
+    integers, static = ({"model": str(tmp_path / kind), "quantization": "qdsl"} for kind in kinds)
+    own, exact, wanted, fixed, free = answers([
+        {**integers, "hf_overrides": narrow}, integers, {"model": integers["model"]}, {**static, "hf_overrides": narrow}, static])
+    for what, one, two in (("INT8, vLLM's own", own, wanted), ("INT8, exact x", exact, wanted), ("FP8, exact x", fixed, free)):
+        assert "error" not in one and "error" not in two, (one, two)
+        difference = max(abs(a - b) for a, b in zip(one["logprobs"], two["logprobs"], strict=True))
+        print(f"{what}: log probabilities differ by {difference:.1e}")
+        assert difference < CLOSE if "own" in what else CLOSE < difference < 1, what
 
 
 def test_entry_point_is_light() -> None:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.folder import Folder
@@ -27,7 +28,17 @@ def module_of(layer: Layer) -> ModuleType:
     return import_module(f"qdsl.generated.{layer.format}")
 
 
-def weights(folder: Folder, layer: Layer) -> list[PackedWeight]:
+class Tensors(Protocol):
+    """Tensors by their names in a checkpoint: a folder, or what a loader has brought."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor.  Raises an error for an unknown name."""
+
+
+def weights(folder: Tensors, layer: Layer) -> list[PackedWeight]:
     """The weights of a layer, of each of its experts one; in memory only where the file maps them.
 
     Raises CheckpointError where its tensors do not fit together.
@@ -84,7 +95,7 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
     return found
 
 
-def tensors(folder: Folder, layer: Layer) -> list[dict[str, Tensor]]:
+def tensors(folder: Tensors, layer: Layer) -> list[dict[str, Tensor]]:
     """A layer's tensors, named as in its storage, for each of its experts."""
     whole, numbers = {name: _read(folder, layer, name) for name in layer.tensors}, _numbers(layer)
     if layer.turned:
@@ -107,7 +118,7 @@ def _of_one(tensor: Tensor, experts: int | None, expert: int) -> Tensor:
     return tensor if tensor.numel() == 1 else tensor.view(experts, -1, *tensor.shape[1:])[expert]
 
 
-def group_weight(folder: Folder, group: Group) -> PackedWeight:
+def group_weight(folder: Tensors, group: Group) -> PackedWeight:
     """The weight of a group, all its numbers in rows of any size.  Raises CheckpointError where the group does not fit."""
     from qdsl.runtime.packed import FormatError
 
@@ -123,7 +134,7 @@ def group_weight(folder: Folder, group: Group) -> PackedWeight:
     return weight
 
 
-def decoded(folder: Folder, group: Group) -> dict[str, Tensor]:
+def decoded(folder: Tensors, group: Group) -> dict[str, Tensor]:
     """The numbers of a group's weights, each in one row, by their names.  Raises CheckpointError where the group does not fit."""
     from qdsl.runtime.packed import FormatError
 
@@ -150,7 +161,7 @@ def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]]
     return {name: quantize(part.view(shapes[name])) for name, part in decoded(folder, group).items()}
 
 
-def _read(folder: Folder, layer: Layer, name: str) -> Tensor:
+def _read(folder: Tensors, layer: Layer, name: str) -> Tensor:
     """A tensor of the storage."""
     return as_stored(layer, name, folder.tensor(layer.tensors[name]))
 
@@ -174,7 +185,7 @@ def wrapped(layer: Layer, tensors: Mapping[str, Tensor]) -> PackedWeight:
     return weight
 
 
-def _wrapped(folder: Folder, layer: Layer, tensors: dict[str, Tensor]) -> PackedWeight:
+def _wrapped(folder: Tensors, layer: Layer, tensors: dict[str, Tensor]) -> PackedWeight:
     from qdsl.runtime.packed import FormatError
 
     try:

@@ -101,6 +101,14 @@ class Quantization:
         found = found or next((each for each in self.groups if each.targets is None), None)
         return Scheme(found.settings, found.name) if found else Scheme(None, "in no group")
 
+    def has_8_bit_inputs(self, module: str) -> bool:
+        """Whether a module's products take x in 8 bits."""
+        scheme, groups = self.scheme(module), self.settings.get("config_groups")
+        group = groups.get(scheme.by) if isinstance(groups, Mapping) else None
+        inputs = group.get("input_activations") if isinstance(group, Mapping) else None
+        return (isinstance(inputs, Mapping) and inputs.get("num_bits") == 8) or bool(
+            scheme.settings is not None and scheme.settings.get("activation_scheme"))
+
     def maybe(self, module: str) -> Rule | None:
         """The rule by which some readers of the list leave a module alone, and others do not."""
         with self.budget:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.groups import groups
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.shards import Piece, ShardError, merged_pieces, packed_layers, piece, row_piece, vocabulary_rows
 
@@ -23,8 +24,8 @@ MERGED = {"gate_up_proj": 2}                                     # parts of equa
 class Row:
     """A layer of a checkpoint, how it is divided, and what a rank holds.
 
-    kind: 'row', 'column', 'q', 'kv', 'qkv', 'merged', 'vocabulary', 'replicated', or 'expert'.  packed: 'format.storage'.
-    how: how a rank's weight is had from the files.  problem: why there is none; '' where there is.
+    kind: 'row', 'column', 'q', 'kv', 'qkv', 'merged', 'vocabulary', 'replicated', 'expert', or 'group'.  packed:
+    'format.storage'.  how: how a rank's weight is had from the files.  problem: why there is none; '' where there is.
     """
 
     layer: str
@@ -38,9 +39,11 @@ class Row:
 def check_layers(folder: Folder, ranks: int, whole_experts: bool = False) -> list[Row]:
     """Every packed layer of a checkpoint, as `ranks` ranks would hold it.  whole_experts: ranks do not divide single experts.
 
-    Raises ShardError for weights that are coded in groups.
+    The shapes of weights that are coded together are not in headers: theirs is (1, N * K).
     """
-    rows = []
+    rows = [Row(name.removesuffix(".weight"), "group", group.format, (1, count), "decoded and encoded again",
+                " ".join([*group.problems, *([group.unnamed] if group.unnamed else [])]))
+            for group in groups(folder) for name, count in group.parts.items()]
     for name, layer in packed_layers(folder).items():
         kind, pieces = _division(name, layer, folder.config, whole_experts)
         label = f"{layer.format}.{layer.storage}" if layer.format else "?"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from qdsl.borders import UNITS, Span, piece_step, shard_step, span, targets
 from qdsl.checkpoint.descriptions import descriptions
@@ -15,6 +16,9 @@ from qdsl.checkpoint.safetensors import CheckpointError, shown
 from qdsl.stored import OF_X, Description
 
 MOST_PADDING = 4                                                 # times the rows or columns that a rank needs, which it may hold
+STREAMED = "gpt_oss"                                             # the model type whose experts vLLM takes by names of its own
+STREAMED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
+STREAMED_SUFFIXES = ("_weight", "_weight_scale", "_weight_packed")
 
 
 class ShardError(CheckpointError):
@@ -106,8 +110,6 @@ def unservable(layer: Layer) -> str:
     scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
     if scaled is not None:
         return f"'{scaled}' multiplies the layer's input first, which no engine does; quantize the model without it"
-    if layer.experts is not None:
-        return f"{layer.experts} experts are in one tensor, and engines load packed experts one by one; write tensors for each"
     return f"{shown(layer.name)} is not recognised: {layer.why}" if layer.why else ""
 
 
@@ -163,27 +165,54 @@ def _remedy(layer: Layer, dim: str, whole: int, ranks: int) -> str:
 
 
 def packed_layers(folder: Folder) -> dict[str, Layer]:
-    """The packed layers of a checkpoint by name, those that no format reads too.  Raises ShardError for groups of weights."""
-    known = layers(folder)
-    if known.groups:
-        group = known.groups[0]
-        raise ShardError(f"{folder.path}: {group.format} codes the weights of {shown(group.name)} together, and engines load "
-                         "them one by one; run `qdsl decompress`, then `qdsl compress --format hlane`")
-    return {layer.name: with_order(folder, layer) for layer in known.layers}
+    """The packed layers of a checkpoint by name, experts of a stack one by one; those that no format reads, too."""
+    is_streamed = folder.config.get("model_type") == STREAMED
+    return {single.name: single for layer in layers(folder).layers
+            for single in single_experts(with_order(folder, layer), is_streamed)}
+
+
+def single_experts(layer: Layer, is_streamed: bool = False) -> list[Layer]:
+    """The experts 'experts.3.up_proj' of a stack 'experts.up_proj', tensors named as the storage has them; else the layer.
+
+    is_streamed: 'experts.3.w13', as vLLM takes experts of gpt-oss: with tensors 'w13_weight' and 'w13_weight_scale'.
+    """
+    if layer.experts is None:
+        return [layer]
+    stem, _, last = layer.name.rpartition(".")
+    suffixes: Mapping[str, str] = {own: f".{own}" for own in layer.tensors}
+    if is_streamed:
+        last, suffixes = STREAMED_NAMES[last], dict(zip(layer.tensors, STREAMED_SUFFIXES, strict=False))
+    names = [f"{stem}.{expert}.{last}" for expert in range(layer.experts)]
+    return [replace(layer, name=name, experts=None, turned=False,
+                    tensors={own: name + suffix for own, suffix in suffixes.items()}) for name in names]
 
 
 def plain_layers(folder: Folder) -> dict[str, Layer]:
     """The matrices `NAME.weight` of plain numbers as layers of the formats that hold such numbers, by name."""
-    formats = {format.detect["safetensors"]: format for format in descriptions() if "safetensors" in format.detect}
     result: dict[str, Layer] = {}
     for full in folder.names():
         entry, name = folder.entry(full), full.removesuffix(".weight")
-        if name != full and entry.dtype in formats and len(entry.shape) == 2:
-            format = formats[entry.dtype]
-            storage, tensors = next(iter(format.variants[()].items()))
-            result[name] = Layer(name, format.name, storage, {}, (entry.shape[0], entry.shape[1]),
-                                 tensors={next(iter(tensors)): full})
+        if name != full and entry.dtype in _of_numbers() and len(entry.shape) == 2:
+            result[name] = plain_layer(name, entry.dtype, (entry.shape[0], entry.shape[1]))
     return result
+
+
+def plain_layer(name: str, dtype: str, shape: tuple[int, int]) -> Layer:
+    """The matrix `NAME.weight` of plain numbers as a layer.  dtype: as headers of safetensors call it."""
+    format = _of_numbers()[dtype]
+    storage, tensors = next(iter(format.variants[()].items()))
+    return Layer(name, format.name, storage, {}, shape, tensors={next(iter(tensors)): f"{name}.weight"})
+
+
+def is_plain(layer: Layer) -> bool:
+    """Whether a layer is one of plain numbers."""
+    return layer.format in [format.name for format in _of_numbers().values()]
+
+
+@cache
+def _of_numbers() -> dict[str, Description]:
+    """The formats that hold plain numbers, by their dtypes in headers of safetensors."""
+    return {str(format.detect["safetensors"]): format for format in descriptions() if "safetensors" in format.detect}
 
 
 def with_order(folder: Folder, layer: Layer) -> Layer:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from qdsl.checkpoint.groups import Group
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import CheckpointError, shown
-from qdsl.checkpoint.sources import Shapes, Source
-from qdsl.models.gguf_maps import LATENT, VALUES, TensorRule, are_spans, joined_shape, row_order
+from qdsl.checkpoint.sources import GgufSource, Shapes, Source
+from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, are_spans, joined_shape, row_order
 from qdsl.models.plan import LoadError, Names, listed
 from qdsl.runtime.algebra import concatenated
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -211,6 +212,24 @@ class MappedSource:
 
     def close(self) -> None:
         self.file.close()
+
+
+def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object) -> MappedSource:
+    """A GGUF file of a language model with the names of a model's parameters, which may be on meta.
+
+    Raises LoadError where it does not fit, CheckpointError for damage.
+    """
+    file = GgufSource(path)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."       # of a model without a head, whose names lack it
+    rules = {name: rule for name in model.state_dict()
+             if (rule := map.rule(name) or map.rule(prefix + name)) is not None}
+    unknown = [name for name in tensor_names(file) if not map.is_recorded(name)]
+    problems = [f"{len(unknown)} tensors are in no recorded map of {map.model_type}: {listed(unknown)}"] if unknown else []
+    try:
+        return MappedSource(file, rules, model, config, origin=f"the map of {map.recorded}", problems=problems)
+    except Exception:
+        file.close()
+        raise
 
 
 def tensor_names(file: Source) -> dict[str, Layer | None]:

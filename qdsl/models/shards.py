@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,21 +20,28 @@ from qdsl.runtime.algebra import concatenated
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.stored import element_dtype
 
+INPUT_SCALE = "input_scale"
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A packed weight that a rank holds, and the rows or columns of it that belong to the rank."""
+    """A packed weight that a rank holds, and the rows or columns of it that belong to the rank.
+
+    quantize_x, input_scale: as `linear` of the format takes them.
+    """
 
     weight: PackedWeight
     span: Span
+    quantize_x: bool = False
+    input_scale: float | None = None
 
-    def linear(self, x: Tensor, linear: Callable[[Tensor, PackedWeight], Tensor]) -> Tensor:
+    def linear(self, x: Tensor, batch_invariant: bool = False) -> Tensor:
         """x [..., K of the rank] times the transpose of the rank's rows and columns: [..., N of the rank]."""
-        before, after = self.span.padding
-        if self.span.dim == "K" and self.span.is_padded:
-            return linear(functional.pad(x, (before, after)), self.weight)
-        product = linear(x, self.weight)
-        return product.narrow(-1, before, self.span.stop - self.span.start) if self.span.is_padded else product
+        (before, after), is_cut = self.span.padding, self.span.is_padded
+        if self.span.dim == "K" and is_cut:
+            x, is_cut = functional.pad(x, (before, after)), False
+        product = self.weight.format.linear(x, self.weight, None, self.quantize_x, batch_invariant, self.input_scale)
+        return product.narrow(-1, before, self.span.stop - self.span.start) if is_cut else product
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The rank's rows and columns, dense."""
@@ -42,10 +50,14 @@ class Part:
 
 
 class Collector:
-    """Takes the tensors of one layer of a checkpoint in any order, and makes the rank's parts of them once all are there."""
+    """Takes the tensors of one layer of a checkpoint in any order, and makes the rank's parts of them once all are there.
 
-    def __init__(self, layer: Layer, pieces: Sequence[Piece]) -> None:
-        self.layer, self.pieces = layer, tuple(pieces)
+    encode: packs a rank's part of a layer of plain numbers; a part that it cannot hold (FormatError) stays plain.
+    """
+
+    def __init__(self, layer: Layer, pieces: Sequence[Piece], encode: Callable[[Tensor], PackedWeight] | None = None) -> None:
+        self.layer, self.pieces, self.encode = layer, tuple(pieces), encode
+        self.input_scale: float | None = None                    # of x, static, of a layer that has one
         self._tensors: dict[str, Tensor] = {}
 
     @property
@@ -66,7 +78,11 @@ class Collector:
         return dtype
 
     def take(self, leaf: str, tensor: Tensor) -> None:
-        """Keep a whole tensor of the checkpoint, by what follows the layer's name."""
+        """Keep a whole tensor of the checkpoint, by what follows the layer's name; of those that are unused the scale of x."""
+        if leaf == INPUT_SCALE and tensor.numel() == 1:
+            self.input_scale = float(tensor)
+        if leaf not in self.leaves:
+            return
         name = self.leaves[leaf]
         self._tensors[name] = as_stored(self.layer, name, tensor)
 
@@ -88,33 +104,43 @@ class Collector:
             weights = [whole.shard(piece.span.dim, piece.span.first, piece.span.last) for piece in self.pieces]
         except FormatError as error:
             raise ShardError(f"{shown(self.layer.name)}: {error}") from None
-        return [Part(weight.apply(partial(_own, device=device)), piece.span)
+        return [Part(self._encoded(weight.apply(partial(_own, device=device))), piece.span)
                 for weight, piece in zip(weights, self.pieces, strict=True)]
 
+    def zeros(self, device: torch.device | None = None) -> list[Part]:
+        """The rank's parts of zeros, as a model has them that is loaded without weights.  Raises FormatError."""
+        parts = []
+        for piece in self.pieces:
+            size, layer = piece.span.last - piece.span.first, self.layer
+            shape = (size, layer.shape[1]) if piece.span.dim == "N" else (layer.shape[0], size)
+            dense = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+            parts.append(Part(self._encoded(module_of(layer).quantize(dense, layer.storage, **layer.params)), piece.span))
+        return parts
 
-def zeros(piece: Piece, device: torch.device | None = None) -> Part:
-    """A piece of a layer of zeros, as a model has it that is loaded without weights.  Raises FormatError."""
-    layer, size = piece.layer, piece.span.last - piece.span.first
-    shape = (size, layer.shape[1]) if piece.span.dim == "N" else (layer.shape[0], size)
-    dense = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-    return Part(module_of(layer).quantize(dense, layer.storage, **layer.params), piece.span)
+    def _encoded(self, weight: PackedWeight) -> PackedWeight:
+        if self.encode is not None:
+            with suppress(FormatError):
+                return self.encode(weight.format.dequantize(weight))
+        return weight
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Parts whose rows follow one another, those of the beginning as one weight where their tensors can be joined.
 
-    Weights of different formats, with a scale or an index of columns for all rows, and entropy-coded ones stay by themselves.
+    Weights of different formats, with a scale or an index of columns for all rows, entropy-coded ones, and those of differing
+    static scales of x stay by themselves.
     """
-    if len(parts) > 1 and all(part.span.dim == "N" and not part.span.is_padded for part in parts):
+    modes = {(part.quantize_x, part.input_scale) for part in parts}
+    if len(parts) > 1 and len(modes) == 1 and all(part.span.dim == "N" and not part.span.is_padded for part in parts):
         whole = concatenated([part.weight for part in parts])
         if whole is not None:
-            return [Part(whole, Span("N", 0, whole.shape[0], 0, whole.shape[0]))]
+            return [replace(parts[0], weight=whole, span=Span("N", 0, whole.shape[0], 0, whole.shape[0]))]
     return [*joined(parts[:-1]), parts[-1]] if len(parts) > 1 else list(parts)
 
 
-def linear(x: Tensor, parts: Sequence[Part], product: Callable[[Tensor, PackedWeight], Tensor]) -> Tensor:
+def linear(x: Tensor, parts: Sequence[Part], batch_invariant: bool = False) -> Tensor:
     """x [..., K] times the transposes of parts whose rows follow one another: [..., N]."""
-    products = [part.linear(x, product) for part in parts]
+    products = [part.linear(x, batch_invariant) for part in parts]
     return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 

@@ -33,6 +33,15 @@ def check(packed: PackedWeight) -> None:
             raise FormatError(f"quantize_x: x is quantized in groups of {CHUNK} columns, and {text} = {size} is no multiple")
 
 
+def is_possible(packed: PackedWeight) -> bool:
+    """Whether the weight can be multiplied with x in 8 bits."""
+    try:
+        check(packed)
+    except FormatError:
+        return False
+    return True
+
+
 def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """x [M, K] as codes [M, K], float8_e4m3fn or int8, and scales float32 [M, ceil(K/128)], or [M, 1] without groups.
 

@@ -11,9 +11,9 @@ import torch
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.safetensors import CheckpointError, shown
 from qdsl.checkpoint.sources import FolderSource, GgufSource, Source
-from qdsl.models.diffusers.single_file import built, mapped
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.mapped_source import MappedSource
+from qdsl.models.single_file_names import built, mapped
 from qdsl.quantize.mixes import Tensor
 
 

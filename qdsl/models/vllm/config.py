@@ -2,113 +2,66 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import vllm.envs as envs
+from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.model_loader import register_model_loader
 
 from qdsl.checkpoint.detect import OWN
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.ignored import SKIPPED, is_skipped
-from qdsl.checkpoint.layers import Layer
+from qdsl.checkpoint.references import local_path
+from qdsl.checkpoint.shards import STREAMED
+from qdsl.models.engine import EngineConfig
+from qdsl.models.served import Served, gguf_path, open_gguf
+from qdsl.models.vllm.weights import AssemblingMapper, GgufLoader
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.models.utils import WeightsMapper
 
-OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x")
 
+class QdslConfig(EngineConfig, QuantizationConfig):
+    """Serves packed checkpoints of any producer, and quantizes plain ones on the way."""
 
-class QdslConfig(QuantizationConfig):
-    """Serves packed checkpoints of any producer, and quantizes plain ones on the way.
-
-    A folder whose config names `quant_method: qdsl` is served without an option, all others with `--quantization qdsl`.
-    settings: the config's `quantization_config`.  Of those of qdsl, `format` and its options say in what plain Linear layers are
-    quantized, `ignore` which stay plain, by patterns, and `quantize_x` that products take x in 8 bits where weights have 8 bits.
-
-    layers: the packed layers by the names that vLLM has for their modules.  plain: matrices of numbers, which may be parts of a
-    layer whose other parts are packed.  served: the names of layers that modules have asked for.
-    """
-
-    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        super().__init__()
-        own = dict(settings or {})
-        own = own if OWN in (own.get("quant_method"), own.get("method")) else {}
-        self.format: str | None = own.get("format")
-        self.ignore = tuple(own.get("ignore", ()))
-        self.quantize_x = bool(own.get("quantize_x", False))
-        self.options = {key: value for key, value in own.items() if key not in OWN_KEYS}
-        self.layers: dict[str, Layer] = {}
-        self.plain: dict[str, Layer] = {}
-        self.served: set[str] = set()
-        self.has_packed_embedding = False
-
-    def get_name(self) -> str:
-        return OWN
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 75
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> QdslConfig:
-        return cls(config)
-
-    @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None,
-                                     ) -> str | None:
-        """'qdsl' for a folder of qdsl, and for one of any producer where the user asks for it."""
-        return OWN if user_quant == OWN or hf_quant_cfg.get("quant_method") == OWN else None
+    @property
+    def batch_invariant(self) -> bool:
+        return bool(envs.VLLM_BATCH_INVARIANT)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """Tensors of a weight, as bitsandbytes names them, as tensors of its module; vLLM's own mapper drops every `g_idx`.
-
-        Layers that no module asks for are decoded.
-        """
-        from qdsl.models.vllm.weights import DecodingMapper
-
-        nested = {re.compile(r"\.weight\.(\w+)\."): r".weight_\1_", re.compile(r"\.weight\."): ".weight_"}
-        return DecodingMapper(orig_to_new_regex=nested, config=self)
-
-    def unserved(self) -> list[Layer]:
-        """The packed layers that no module has asked for, once the model is built."""
-        return [layer for name, layer in self.layers.items() if name not in self.served]
+        """What makes a checkpoint's tensors those of modules; vLLM's own drops every `g_idx`."""
+        return AssemblingMapper(config=self)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Read the headers of a folder, or of a repository, which is downloaded.  Raises CheckpointError."""
-        from qdsl.checkpoint.descriptions import descriptions
-        from qdsl.checkpoint.references import local_path
-        from qdsl.checkpoint.shards import ShardError, packed_layers, plain_layers
+        """Read headers, of a repository once it is downloaded.  Raises CheckpointError, LoadError for a GGUF file of others."""
+        self.plan(self.read(model_name, hf_config, revision), model_name)
+        if getattr(hf_config, "model_type", "") == STREAMED:     # else its loader asks for tensors of MXFP4
+            hf_config.quantization_config = {"quant_method": OWN}
 
+    def read(self, model_name: str, hf_config: Any, revision: str | None) -> Served:
+        """The layers of a model's folder, repository or GGUF file."""
+        if gguf := gguf_path(model_name, self.gguf_model):
+            with closing(open_gguf(gguf, hf_config)) as source:
+                return Served.of_gguf(source)
         is_remote = revision is not None and not Path(model_name).exists()
-        with Folder(local_path(f"{model_name}@{revision}" if is_remote else model_name)) as folder:
-            self.layers, self.plain = packed_layers(folder), plain_layers(folder)
-        if not self.layers and self.format not in [format.name for format in descriptions()]:
-            raise ShardError(f"{model_name} has no packed layers, and {self.format!r} is no format to quantize them in; name one "
-                             'as "format" of the quantization_config')
+        return Served.of_folder(local_path(f"{model_name}@{revision}" if is_remote else model_name))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Call layers as vLLM calls their modules."""
         self.layers = {hf_to_vllm_mapper.map_name(name) or name: layer for name, layer in self.layers.items()}
         self.plain = {hf_to_vllm_mapper.map_name(name) or name: layer for name, layer in self.plain.items()}
 
-    def quantizes(self, name: str) -> bool:
-        """Whether a plain Linear layer of this name is quantized on the way: no layer of the checkpoint is packed."""
-        return self.format is not None and not self.layers and not is_skipped(name, (*self.ignore, *SKIPPED))
-
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method that serves a module; None for vLLM's own.  Raises ShardError for one that cannot be served."""
         from qdsl.models.vllm.methods import method_of
 
         return method_of(self, layer, prefix)
+
+
+def install() -> None:
+    """Register the quantization and the load format."""
+    register_quantization_config(OWN)(QdslConfig)
+    register_model_loader(OWN)(GgufLoader)

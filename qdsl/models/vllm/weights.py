@@ -1,59 +1,59 @@
-"""Packed layers in modules of vLLM that take plain numbers alone, such as the embeddings of Llama: decoded as they are loaded."""
+"""How vLLM's loader brings the tensors of a checkpoint: by the names, and in the pieces, that its models take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import WeightsMapper
 
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.shards import piece
-from qdsl.models.shards import Collector
+from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.models.served import gguf_path, open_gguf, source_tensors
 
 if TYPE_CHECKING:
-    from qdsl.models.vllm.config import QdslConfig
+    from qdsl.models.engine import EngineConfig
+
+
+class GgufLoader(DefaultModelLoader):
+    """vLLM's load format `qdsl`: the tensors of the GGUF file of a model."""
+
+    def download_model(self, model_config: Any) -> None:
+        """Download the file where it is on a server.  Raises CheckpointError for a model that has none."""
+        settings = getattr(model_config.hf_config, "quantization_config", None) or {}
+        self.path = gguf_path(model_config.model, settings.get("gguf_model"))
+        if self.path is None:
+            raise CheckpointError(f"{model_config.model} has no GGUF file; serve it without --load-format")
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Generator[tuple[str, Tensor]]:
+        """The tensors by the names of transformers."""
+        self.download_model(model_config)
+        assert self.path is not None
+        with closing(open_gguf(self.path, model_config.hf_config)) as source:
+            yield from source_tensors(source)
 
 
 @dataclass
-class DecodingMapper(WeightsMapper):
-    """A mapper of vLLM that decodes the packed layers for which no module has asked its quantization config."""
+class AssemblingMapper(WeightsMapper):
+    """A mapper of vLLM that makes the tensors of the checkpoint those of modules first."""
 
-    config: QdslConfig | None = None
+    config: EngineConfig | None = None
 
-    def __or__(self, other: WeightsMapper) -> DecodingMapper:
+    def __or__(self, other: WeightsMapper) -> AssemblingMapper:
         return self._with(WeightsMapper.__or__(self, other))
 
-    def __ror__(self, other: WeightsMapper) -> DecodingMapper:
+    def __ror__(self, other: WeightsMapper) -> AssemblingMapper:
         return self._with(WeightsMapper.__or__(other, self))
 
-    def _with(self, mapper: WeightsMapper) -> DecodingMapper:
-        return DecodingMapper(**{field.name: getattr(mapper, field.name) for field in fields(WeightsMapper)}, config=self.config)
+    def _with(self, mapper: WeightsMapper) -> AssemblingMapper:
+        return AssemblingMapper(**{field.name: getattr(mapper, field.name) for field in fields(WeightsMapper)},
+                                config=self.config)
 
     def apply(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The weights by the names of vLLM."""
         assert self.config is not None
-        mapped: Iterable[tuple[str, Tensor]] = WeightsMapper.apply(self, decoded(weights, self.config.unserved()))
+        mapped: Iterable[tuple[str, Tensor]] = WeightsMapper.apply(self, self.config.assembled(weights))
         return mapped
-
-
-def decoded(weights: Iterable[tuple[str, Tensor]], layers: Iterable[Layer]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a checkpoint, with `NAME.weight` in torch's default dtype in place of the tensors of each of these layers."""
-    collectors: dict[str, Collector] = {}
-    for layer in layers:
-        collector = Collector(layer, [piece(layer.name, layer, "N", 0, layer.shape[0])])
-        collectors |= {f"{layer.name}.{leaf}": collector for leaf in (*collector.leaves, *collector.unused)}
-    for name, tensor in weights:
-        if name not in collectors:
-            yield name, tensor
-            continue
-        collector, leaf = collectors[name], name[len(collectors[name].layer.name) + 1:]
-        if leaf not in collector.leaves:
-            continue
-        collector.take(leaf, tensor)
-        if collector.is_complete:
-            part, = collector.parts()
-            yield f"{collector.layer.name}.weight", part.dequantize(torch.get_default_dtype())

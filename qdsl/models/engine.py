@@ -1,0 +1,293 @@
+"""What the plug-ins of engines share: their settings, the layers of a checkpoint, and linear layers of packed weights."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from qdsl.checkpoint.descriptions import descriptions
+from qdsl.checkpoint.detect import OWN
+from qdsl.checkpoint.ignored import SKIPPED, is_skipped
+from qdsl.checkpoint.layers import Layer
+from qdsl.checkpoint.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable
+from qdsl.models.served import Served, assembled, decoding
+from qdsl.models.shards import Collector, Part, joined, linear
+from qdsl.runtime import eight
+
+OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model")
+AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it
+LOSSLESS = "hlane"                                               # of weights that files code together
+# Names in checkpoints of the parts of a layer, for models that do not state them or, as Qwen3-MoE, state them too late.
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
+          "to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
+HEADS = {"q": 0, "k": 1, "v": 2}                                 # engines' names for the parts of a layer of q, k and v
+# Names of tensors by which loaders find no parameter.  A stack's gate and up come as one layer, which takes that of gate;
+# bitsandbytes names tensors after the weight.
+RENAMED = ((re.compile(r"(\.experts\.\d+)\.gate_up_proj\."), r"\1.gate_proj."),
+           (re.compile(r"\.weight\.(\w+)\."), r".weight_\1_"), (re.compile(r"\.weight\."), ".weight_"))
+
+
+class EngineConfig:
+    """Serves packed checkpoints of any producer, and quantizes plain ones on the way.
+
+    A folder whose config names `quant_method: qdsl` is served without an option, all others with `--quantization qdsl`.
+    settings: the config's `quantization_config`.  Of those of qdsl, `format` and its options say in what plain Linear layers are
+    quantized, `ignore` which stay plain, by patterns, `quantize_x` that products take x in 8 bits, and `gguf_model` names a GGUF
+    file.
+
+    layers: the packed layers by the names that the engine has for their modules, those to be encoded among them.  plain: matrices
+    of numbers, which may be parts of a layer whose other parts are packed.  served: the names of layers that modules have asked
+    for.  encoded: layers that are plain in the checkpoint, by its names for them, and packed once they are loaded.
+    """
+
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.packed_modules_mapping: dict[str, list[str]] = {}
+        own = dict(settings or {})
+        own = own if OWN in (own.get("quant_method"), own.get("method")) else {}
+        self.format: str | None = own.get("format")
+        self.ignore = tuple(own.get("ignore", ()))
+        self.quantize_x: bool | str = own.get("quantize_x", False)
+        self.gguf_model: str | None = own.get("gguf_model")
+        self.options = {key: value for key, value in own.items() if key not in OWN_KEYS}
+        self.checkpoint = Served()
+        self.layers: dict[str, Layer] = {}
+        self.plain: dict[str, Layer] = {}
+        self.served: set[str] = set()
+        self.encoded: set[str] = set()
+        self.has_packed_embedding = False
+
+    def get_name(self) -> str:
+        return OWN
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls(config)
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None,
+                                     ) -> str | None:
+        """'qdsl' for a folder of qdsl, and for one of any producer where the user asks for it."""
+        return OWN if user_quant == OWN or hf_quant_cfg.get("quant_method") == OWN else None
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row of x gives the same bits whatever rows are beside it."""
+        return False
+
+    def plan(self, checkpoint: Served, model: str) -> None:
+        """Take a checkpoint's layers, and choose those to be encoded.  model: its name.  Raises ShardError for none of both."""
+        self.checkpoint = checkpoint
+        self.layers, self.plain = self.checkpoint.packed, self.checkpoint.plain
+        if not self.layers:
+            if self.format not in [format.name for format in descriptions()]:
+                raise ShardError(f"{model} has no packed layers, and {self.format!r} is no format to quantize them in; name "
+                                 'one as "format" of the quantization_config')
+            skipped = (*self.ignore, *SKIPPED, "experts")
+            self.layers = {name: layer for name, layer in self.plain.items() if not is_skipped(name, skipped)}
+        self.encoded = {name for name, layer in self.layers.items() if is_plain(layer)}
+
+    def unserved(self) -> list[Layer]:
+        """The packed layers that no module has asked for, once the model is built."""
+        return [layer for name, layer in self.layers.items() if name not in self.served and layer.name not in self.encoded]
+
+    def assembled(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a checkpoint as the modules take them; decoded for those that take plain numbers alone, such as the
+        embedding of Llama."""
+        decoded = [decoding(layer, torch.get_default_dtype()) for layer in self.unserved()]
+        for name, tensor in assembled(assembled(weights, self.checkpoint.assemblies), decoded):
+            for pattern, replacement in RENAMED:
+                name = pattern.sub(replacement, name)
+            yield name, tensor
+
+    def collector(self, layer: Layer, pieces: Sequence[Piece]) -> Collector:
+        """What takes the tensors of a layer; one of plain numbers that is to be packed is encoded."""
+        if layer.name not in self.encoded:
+            return Collector(layer, pieces)
+        module = import_module(f"qdsl.generated.{self.format or LOSSLESS}")
+        return Collector(layer, pieces, partial(module.quantize, **self.options))
+
+    def narrowed(self, part: Part, collector: Collector) -> Part:
+        """A part whose products take x in 8 bits: where settings say so, FormatError if its weight has no rows of 8 bits; with
+        'auto' where the checkpoint does."""
+        if self.quantize_x == AUTO:
+            is_asked = collector.layer.name in self.checkpoint.narrow and not self.batch_invariant
+            is_narrow = is_asked and eight.is_possible(part.weight)
+        elif is_narrow := bool(self.quantize_x):
+            eight.check(part.weight)
+        return replace(part, quantize_x=is_narrow, input_scale=collector.input_scale if is_narrow else None)
+
+    def parts(self, prefix: str) -> list[Layer]:
+        """The layers of the checkpoint that a module consists of, none where all are plain.  Raises ShardError."""
+        if prefix in self.layers:
+            self.served.add(prefix)
+            return [self.layers[prefix]]
+        stem, _, last = prefix.rpartition(".")
+        names = [f"{stem}.{part}".lstrip(".") for part in self.packed_modules_mapping.get(last) or MERGED.get(last, ())]
+        if not any(name in self.layers for name in names):
+            return []
+        layers = {**self.plain, **self.layers}
+        if missing := [name for name in names if name not in layers]:
+            raise ShardError(f"{prefix}: the checkpoint has some of {', '.join(names)} packed, and lacks {', '.join(missing)}")
+        self.served.update(names)
+        return [layers[name] for name in names]
+
+
+def register_counters(layer: nn.Module, collectors: Sequence[Collector], load: Callable[..., Any], stem: str = "") -> None:
+    """Register a parameter for every name under which vLLM's loader brings tensors of a module; `load` takes them.
+
+    It counts the tensors that have come, one element for each; the weights are registered once all are there.
+    """
+    counts: Counter[str] = Counter()
+    dtypes: dict[str, torch.dtype] = {}                          # vLLM warns of others
+    for collector in collectors:
+        counts.update((*collector.leaves, *collector.unused))
+        dtypes |= {leaf: collector.dtype(leaf) for leaf in collector.leaves}
+    for leaf, count in counts.items():
+        counter = nn.Parameter(torch.zeros(count, dtype=dtypes.get(leaf, torch.uint8)), requires_grad=False)
+        counter.leaf, counter.weight_loader = leaf, load         # type: ignore[attr-defined]
+        layer.register_parameter(stem + leaf.replace(".", "_"), counter)
+
+
+def take(collector: Collector, counter: nn.Parameter, tensor: Tensor) -> bool:
+    """Hand a tensor of the checkpoint to a collector, and say whether it was the last one of its layer."""
+    mark = counter.data[:1]
+    mark.copy_(mark.clone())                                     # when vLLM reloads weights, it counts what is copied
+    leaf = counter.leaf                                          # type: ignore[attr-defined]
+    if counter.is_meta:
+        return False
+    collector.take(leaf, tensor)
+    return collector.is_complete and leaf in collector.leaves
+
+
+def remove_counters(layer: nn.Module) -> torch.device | None:
+    """Remove the parameters that count tensors, and return their device; None where there are none."""
+    device = None
+    for name, param in list(layer.named_parameters(recurse=False)):
+        if hasattr(param, "leaf"):
+            device = param.device
+            delattr(layer, name)
+    return device
+
+
+class PackedLinear:
+    """A linear layer, an embedding or a head of packed layers of the checkpoint, whose rows follow one another.
+
+    The packed tensors are parameters of the module, so that the engine can move, count and reload them.
+    """
+
+    def __init__(self, config: EngineConfig, layers: Sequence[Layer]) -> None:
+        self.config = config
+        self.layers = list(layers)
+        self.collectors: list[Collector] = []
+        self.loaded: dict[int, list[Part]] = {}
+        self.places: list[int] = []                              # the collector of every part of the module
+        self.parts: list[Part] = []
+
+    def create_weights(self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+                       output_size: int, params_dtype: torch.dtype, **extra: Any) -> None:
+        """Plan what the rank holds.  Raises ShardError, before anything is loaded."""
+        self.rows, self.dtype = sum(output_partition_sizes), params_dtype
+        pieces = self._pieces(layer, input_size_per_partition, output_partition_sizes, input_size) if self.layers else []
+        self.collectors = [self.config.collector(own, [piece for piece in pieces if piece.layer is own]) for own in self.layers]
+        self.places = [self.layers.index(own.layer) for own in pieces]
+        register_counters(layer, self.collectors, self.load)
+
+    def ranks(self, layer: Any) -> tuple[int, int]:
+        """The number of ranks that share a module, and this one."""
+        return layer.tp_size, layer.tp_rank
+
+    def _pieces(self, layer: Any, columns: int, rows: Sequence[int], all_columns: int) -> list[Piece]:
+        """What the rank holds.  columns, rows: of the rank, rows of every part.  Raises ShardError."""
+        name = getattr(layer, "prefix", self.layers[0].name)
+        first, vocabulary = self.layers[0], getattr(layer, "shard_indices", None)
+        for own in self.layers:
+            if not unservable(own) and own.shape[1] != all_columns:
+                raise ShardError(f"{name}: {own.name} has {own.shape[1]} columns, and the model {all_columns}")
+        if vocabulary is not None:
+            start, stop = vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index
+            return [piece(name, first, "N", start, stop, layer.tp_size)]
+        if columns != all_columns:
+            return [row_piece(name, first, *self.ranks(layer))]
+        whole = [own.shape[0] for own in self.layers] if len(rows) == len(self.layers) else _rows(layer)
+        return merged_pieces(name, self.layers, list(zip(rows, whole, strict=True)), *self.ranks(layer))
+
+    def load(self, param: nn.Parameter, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
+        """Take a tensor of the checkpoint; with the last one of a layer the rank's part is cut and the tensors are let go."""
+        shard = loaded_shard_id[0] if isinstance(loaded_shard_id, tuple) else loaded_shard_id
+        number = self.places[HEADS.get(shard, shard) or 0]
+        if take(self.collectors[number], param, loaded_weight):
+            self.loaded[number] = self.collectors[number].parts(param.device)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Register the rank's weights; of a model loaded without weights, zeros.  Raises ShardError for missing tensors."""
+        device = remove_counters(layer)
+        if device is None:
+            return
+        if not self.loaded and not any(collector.has_begun for collector in self.collectors):
+            self.loaded = {number: collector.zeros(device) for number, collector in enumerate(self.collectors)}
+        for number, collector in enumerate(self.collectors):
+            if number not in self.loaded:
+                self.loaded[number] = collector.parts(device)    # says what is missing
+        self.parts = joined([self.config.narrowed(part, self.collectors[number]) for number in sorted(self.loaded)
+                             for part in self.loaded[number]])
+        self.loaded = {}
+        for number, part in enumerate(self.parts):
+            for name, tensor in part.weight.tensors.items():
+                layer.register_parameter(f"qdsl_{number}_{name}", nn.Parameter(tensor, requires_grad=False))
+
+    def current(self, layer: Any) -> list[Part]:
+        """The parts, of the tensors that the module has now."""
+        return [replace(part, weight=part.weight.derive({name: getattr(layer, f"qdsl_{number}_{name}")
+                                                         for name in part.weight.tensors}))
+                for number, part in enumerate(self.parts)]
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x times the transpose of a rank's weight, as wide as vLLM has the layer; a vocabulary is padded with zeros."""
+        product = linear(x, self.current(layer), self.config.batch_invariant)
+        missing = self.rows - product.shape[-1]
+        if missing:
+            product = nn.functional.pad(product, (0, missing))
+        return product if bias is None else product + bias
+
+    def dequantize_weight(self, layer: Any) -> Tensor:
+        """A rank's weight, dense, for vLLM to quantize anew."""
+        return torch.cat([part.dequantize(self.dtype) for part in self.current(layer)])
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        part, = self.current(layer)
+        if part.weight.shape[0] == 0:                            # a rank without rows of the vocabulary
+            return torch.zeros(*input_.shape, part.weight.shape[1], dtype=self.dtype, device=input_.device)
+        rows: Tensor = part.weight.format.dequantize_rows(part.weight, input_ + part.span.padding[0], self.dtype)
+        return rows
+
+    def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> nn.Module:
+        """The embedding itself, which serves as the head, too."""
+        return embed_tokens
+
+
+def _rows(layer: Any) -> list[int]:
+    """The rows of every part of a merged layer, of all ranks, each head once."""
+    if hasattr(layer, "total_num_kv_heads"):
+        return [layer.total_num_heads * layer.head_size, layer.total_num_kv_heads * layer.head_size,
+                layer.total_num_kv_heads * layer.v_head_size]
+    return list(getattr(layer, "output_sizes", [layer.output_size]))

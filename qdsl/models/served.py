@@ -1,0 +1,201 @@
+"""The tensors of a checkpoint as engines take them, weight by weight.
+
+Files may have them otherwise: experts in a stack, weights that are coded together, blocks of a GGUF file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.checkpoint import layer_weights
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.gguf import GgufFile
+from qdsl.checkpoint.groups import Group
+from qdsl.checkpoint.layers import Layer, layers
+from qdsl.checkpoint.quantization import quantizations
+from qdsl.checkpoint.references import local_path
+from qdsl.checkpoint.safetensors import CheckpointError, shown
+from qdsl.checkpoint.shards import STREAMED, ShardError, packed_layers, plain_layer, plain_layers, single_experts
+from qdsl.models.gguf_maps import map_of
+from qdsl.models.mapped_source import MappedSource, gguf_source
+from qdsl.models.shapes import model_shapes
+from qdsl.models.shards import INPUT_SCALE
+from qdsl.runtime.packed import PackedWeight
+
+
+class Arrived(dict[str, Tensor]):
+    """Tensors that a loader has brought, by their names in the checkpoint."""
+
+    path = Path("the loader")
+
+    def tensor(self, name: str) -> Tensor:
+        return self[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Tensors of a checkpoint of which others are made once all of them have come.
+
+    names: theirs.  make: the others, with their names.  unused: names of tensors of which nothing is made.
+    """
+
+    names: frozenset[str]
+    make: Callable[[Arrived], Iterable[tuple[str, Tensor]]]
+    unused: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The layers of a checkpoint as engines hold them, known before weights are read.
+
+    packed: by name; those of weights that are coded together are of plain numbers, to be encoded by themselves.  plain: other
+    matrices of numbers.  assemblies: how tensors of the files become those of the layers.  narrow: names of layers of which the
+    checkpoint states that products take x in 8 bits, by its settings or by a static scale.
+    """
+
+    packed: dict[str, Layer] = field(default_factory=dict)
+    plain: dict[str, Layer] = field(default_factory=dict)
+    assemblies: tuple[Assembly, ...] = ()
+    narrow: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_folder(cls, path: Path) -> Served:
+        """The layers of a folder of safetensors.  Raises CheckpointError, RewriteError for groups of unknown shapes."""
+        with Folder(path) as folder:
+            survey, packed = layers(folder), packed_layers(folder)
+            is_streamed = folder.config.get("model_type") == STREAMED
+            assemblies = [_unstacking(layer, is_streamed) for layer in survey.layers if layer.experts is not None]
+            shapes = model_shapes(folder) if survey.groups else {}
+            for group in survey.groups:
+                own = _shapes_of(group, shapes)
+                assemblies.append(Assembly(frozenset(group.tensors.values()), partial(_decoded_group, group, own)))
+                members = [plain_layer(name.removesuffix(".weight"), "BF16", shape) for name, shape in own.items()]
+                packed |= {layer.name: layer for layer in members}
+            settings = quantizations(folder)
+            narrow = frozenset(name for name, layer in packed.items()
+                               if INPUT_SCALE in layer.others or any(own.has_8_bit_inputs(name) for own in settings))
+            return cls(packed, plain_layers(folder), tuple(assemblies), narrow)
+
+    @classmethod
+    def of_gguf(cls, source: MappedSource) -> Served:
+        """The layers of a GGUF file."""
+        return cls({single.name: single for layer in source.layers.values() if not _is_parameter(source, layer)
+                    for single in _singles(layer)})
+
+
+def assembled(weights: Iterable[tuple[str, Tensor]], assemblies: Iterable[Assembly]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a checkpoint, and in place of those of each assembly the ones that are made of them."""
+    by_name: dict[str, tuple[Assembly, Arrived]] = {}
+    for assembly in assemblies:
+        by_name |= dict.fromkeys(assembly.names | assembly.unused, (assembly, Arrived()))
+    for name, tensor in weights:
+        if name not in by_name:
+            yield name, tensor
+            continue
+        assembly, arrived = by_name[name]
+        if name in assembly.names:
+            arrived[name] = tensor
+        if arrived.keys() == assembly.names:
+            yield from assembly.make(arrived)
+            arrived.clear()
+
+
+def decoding(layer: Layer, dtype: torch.dtype) -> Assembly:
+    """The tensors of a packed layer, which become `NAME.weight` in plain numbers."""
+    unused = {full for leaf, full in layer.others.items() if leaf != "bias"} | set(layer.settings)
+    return Assembly(frozenset(layer.tensors.values()), partial(_decoded, layer, dtype), frozenset(unused))
+
+
+def _decoded(layer: Layer, dtype: torch.dtype, arrived: Arrived) -> Iterator[tuple[str, Tensor]]:
+    weight, = layer_weights.weights(arrived, layer)
+    yield f"{layer.name}.weight", weight.format.dequantize(weight, dtype)
+
+
+def _unstacking(layer: Layer, is_streamed: bool) -> Assembly:
+    return Assembly(frozenset(layer.tensors.values()), partial(_unstacked, layer, is_streamed))
+
+
+def _unstacked(layer: Layer, is_streamed: bool, arrived: Arrived) -> Iterator[tuple[str, Tensor]]:
+    for single, tensors in zip(single_experts(layer, is_streamed), layer_weights.tensors(arrived, layer), strict=True):
+        yield from ((full, tensors[own]) for own, full in single.tensors.items())
+
+
+def _shapes_of(group: Group, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """The (N, K) of a group's weights.  Raises ShardError for a group that cannot be read, and a weight that is no matrix."""
+    own = {name: shapes.get(name, ()) for name in group.parts}
+    wrong = [f"{shown(name)} has {count} numbers, and is {list(own[name])} in the model" for name, count in group.parts.items()
+             if len(own[name]) != 2 or math.prod(own[name]) != count]
+    if problems := [*group.problems, *([group.unnamed] if group.unnamed else []), *wrong]:
+        raise ShardError(f"{shown(group.name)}: {problems[0]}")
+    return {name: (shape[0], shape[1]) for name, shape in own.items()}
+
+
+def _decoded_group(group: Group, shapes: Mapping[str, tuple[int, int]], arrived: Arrived) -> Iterator[tuple[str, Tensor]]:
+    for name, row in layer_weights.decoded(arrived, group).items():
+        yield name, row.view(shapes[name])
+
+
+# -- GGUF files ----------------------------------------------------------------------------------------------------------
+
+
+def open_gguf(path: Path, config: Any) -> MappedSource:
+    """A GGUF file of a language model with the names of transformers.  config: the model's, of transformers.
+
+    Raises LoadError for a model without a recorded map, and for a file that does not fit; CheckpointError for damage.
+    """
+    import transformers
+
+    with GgufFile(path) as file:
+        own = map_of(config.model_type, str(file.metadata["general.architecture"]))
+    with torch.device("meta"):
+        model = getattr(transformers, own.model_class)(config)
+    return gguf_source(path, own, model, config)
+
+
+def source_tensors(source: MappedSource) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a GGUF file by the names that `Served.of_gguf` has for them."""
+    for name in source.plain:
+        yield name, source.tensor(name)
+    for layer in source.layers.values():
+        if _is_parameter(source, layer):
+            yield layer.name, source.tensor(layer.name)
+            continue
+        singles, weights = _singles(layer), source.weights(layer)
+        count = len(weights) // len(singles)                     # gate and up of an expert come one by one
+        for place, single in enumerate(singles):
+            weight = PackedWeight.join(weights[place * count:(place + 1) * count])
+            yield from ((full, weight.tensors[own]) for own, full in single.tensors.items())
+
+
+def _is_parameter(source: MappedSource, layer: Layer) -> bool:
+    """Whether a layer is a parameter of no module of its own, such as a token for padding, which takes plain numbers."""
+    return layer.experts is None and layer.name in source.rules
+
+
+def _singles(layer: Layer) -> list[Layer]:
+    """The layer, or its experts, with names for the tensors of its storage."""
+    named = {own: f"{layer.name}.{own}" for own in layer_weights.layout_of(layer)} if not layer.why else {}
+    return single_experts(replace(layer, tensors=named))
+
+
+def gguf_path(model: str | Path, ref: str | None = None) -> Path | None:
+    """The GGUF file of a model's weights, downloaded where it is on a server; None for a folder of safetensors.
+
+    ref: to the file, as `qdsl.open` takes it; without one the model is the file, or a folder that has one.  Raises
+    CheckpointError for a folder that has several, and what `local_path` raises.
+    """
+    if ref is not None or Path(model).suffix == ".gguf":
+        return local_path(ref or model)
+    names = sorted(Path(model).glob("*.gguf")) if not any(Path(model).glob("*.safetensors")) else []
+    firsts = [name for name in names if "-of-" not in name.name or "-00001-of-" in name.name]
+    if len(firsts) > 1:
+        raise CheckpointError(f"{model} has {len(firsts)} GGUF files; name one as \"gguf_model\" of the quantization_config")
+    return firsts[0] if firsts else None
