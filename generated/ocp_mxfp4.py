@@ -12,9 +12,10 @@
     deepseek: 4.25 bits per weight
     torchao: 4.25 bits per weight
     torchao_swizzled: 4.25 bits per weight
+    mlx: 4.25 bits per weight
     planar: 4.25 bits per weight
 
-Built from the spec ocp_mxfp4 (sha256 8285155603c0bad3) by qdsl 0.1.0.
+Built from the spec ocp_mxfp4 (sha256 6e8b2d5fe596d9ff) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -145,6 +146,25 @@ def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     return {
         "qdata": qdata_bytes.flatten(1),
         "scale": as_type(scale_bytes, torch.float8_e8m0fnu),
+    }
+
+
+def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """Fields of weight uint32 [N, K/8]; scales uint8 [N, K/32]."""
+    r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
+    return {
+        "e": scales.view(torch.float8_e8m0fnu),
+        "q": spread(r, 4).flatten(1),
+    }
+
+
+def pack_mlx(e: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight, scales of the fields; the inverse of unpack_mlx."""
+    q_split = q.unflatten(-1, (-1, 4, 2))
+    r = joined(q_split, 4).squeeze(-1)
+    return {
+        "weight": as_type(r, torch.uint32).squeeze(-1),
+        "scales": e.view(torch.uint8),
     }
 
 
@@ -466,6 +486,51 @@ def _linear_torchao_swizzled(qdata, scale, x, bias, out, N, K, BN: tl.constexpr,
 
 
 @triton.jit
+def _dequantize_mlx(weight, scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    scales += n.to(tl.int64) * (K // 32)
+    weight += n.to(tl.int64) * (K // 8)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 8)
+    e = device.e8m0(tl.load(scales + t // 4, live, 0))
+    q_word = tl.load(weight + t, live, 0)
+    for h in tl.static_range(8):
+        q = device.e2m1(q_word >> 4 * h & 15)
+        w = e * q
+        tl.store(out + 8 * t + h, w, live)
+
+
+@triton.jit
+def _linear_mlx(weight, scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    scales += n.to(tl.int64) * (K // 32)
+    weight += n.to(tl.int64) * (K // 8)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 8, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 8)
+        e = device.e8m0(tl.load(scales + t // 4, live, 0))
+        q_word = tl.load(weight + t, live, 0)
+        for h in tl.static_range(8):
+            q = device.e2m1(q_word >> 4 * h & 15)
+            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
+            acc += e * q * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
 def _dequantize_planar(q, e, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -718,6 +783,14 @@ VARIANT = Variant(
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
             kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K/2", last="k"),
         ),
+        "mlx": Storage(
+            tensors={
+                "weight": Stored("u32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
+                "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
+            },
+            unpack=unpack_mlx, pack=pack_mlx,
+            kernels=Kernels(_dequantize_mlx, _linear_mlx, rows="N", units="K/8", last="k"),
+        ),
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
@@ -749,7 +822,8 @@ FORMAT = Format(
         "_data": {}}}}},
         {"quant_method": "torchao", "storage": "torchao_swizzled",
         "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
-        "_data": {}}}}}],
+        "_data": {}}}}},
+        {"quant_method": "mlx", "mode": "mxfp4", "storage": "mlx", "with": {"group_size": 32, "bits": 4}}],
         "header": [{"_type": "MXTensor", "_data.elem_dtype._data": "float4_e2m1fn_x2", "_data.block_size": 32,
         "_data.is_swizzled_scales": False, "storage": "torchao",
         "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
@@ -760,7 +834,7 @@ FORMAT = Format(
         "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
         "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}}]},
-    digest="8285155603c0bad3",
+    digest="6e8b2d5fe596d9ff",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

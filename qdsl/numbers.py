@@ -151,13 +151,13 @@ _INTEGER = re.compile(r"([ui])([1-9][0-9]?)\Z")
 
 
 def number(name: str) -> Number | None:
-    """The type of this name: a float of FLOATS, u1 to u16 or i2 to i32; None where there is none."""
+    """The type of this name: a float of FLOATS, u1 to u16, i2 to i32, or u32 of stored words; None where there is none."""
     match = _INTEGER.match(name)
     if not match:
         return FLOATS.get(name)
     bits = int(match[2])
     if match[1] == "u":
-        return Number(name, bits, "unsigned", signed=False) if bits <= 16 else None
+        return Number(name, bits, "unsigned", signed=False) if bits in (*range(17), 32) else None
     return Number(name, bits, "signed") if 2 <= bits <= 32 else None
 
 

@@ -20,7 +20,8 @@ FLOATS = {
     "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
 }
 PLANAR = "planar"                                                # the storage that the compiler derives
-INTEGERS = {"u8": "uint8", "i8": "int8", "i16": "int16", "i32": "int32", "index": "int32", "shape": "int64"}
+INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "index": "int32",
+            "shape": "int64"}
 # Tensors of a layer without which its weight is another one: x is multiplied by them first.
 OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale")
 

@@ -38,6 +38,13 @@ OWN = "the same for float32; the goldens of test_goldens.py are of bfloat16"
 NESTED = "encode: nested_absmax(code=q, scale=s, super_scale=g, divisor=6, {}) -> " \
     "nested_absmax(code=q, scale=s, super_scale=g, divisor=6, {})"
 EQUAL: dict[str, dict[str, str]] = {
+    "mlx": {
+        "dims.P: lcm(bits, 32) / bits -> ceil(lcm(bits, 32) / bits)": "bits divides every multiple of itself",
+        "dims.P: lcm(bits, 32) / bits -> lcm(bits, 64) / bits": "two runs of whole words are a run of whole words",
+        "mlx.weight: u32[n<N, t<K / P word] -> u32[n<N, t<ceil(K / P) word]": ALSO_ELSEWHERE,
+        "mlx.scales: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
+        "mlx.biases: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
+    },
     "int_group": {
         "dims.P: lcm(bits, 32) / bits -> ceil(lcm(bits, 32) / bits)": "bits divides every multiple of itself",
         "gptq_v1.qzeros.stored: bits in (2, 4, 8), word = word - (((2 ** 32) - 1) / ((2 ** bits) - 1)) -> "

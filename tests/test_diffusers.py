@@ -30,6 +30,7 @@ from qdsl.models.load import fill_model
 from qdsl.models.mapped_source import MappedSource
 from qdsl.models.plan import LoadError
 from qdsl.models.traced import spans, trace
+from qdsl.quantize.author_names import CLASSES
 from qdsl.runtime.layers import QuantizedLinear
 from qdsl.runtime.module import PackedModule
 from tests.support import folders, formats, producer_folders
@@ -127,6 +128,27 @@ def test_a_gguf_file_of_the_authors_names(name: str, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "folder").glob("*.safetensors")] == ["diffusion_pytorch_model.safetensors"]
     again = type(model).from_pretrained(tmp_path / "folder")
     assert again.hf_quantizer.report.packed == report.packed and models.output(again).equal(models.output(model))
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name in models.TINY])
+def test_a_folder_of_diffusers_becomes_a_gguf_file(name: str, tmp_path: Path) -> None:
+    """`quantize` writes the authors' names; the file, loaded, has the numbers that the types make of the model's."""
+    model = models.random_model(name, torch.bfloat16)
+    model.save_pretrained(tmp_path / "pipeline" / "transformer")
+    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    path = tmp_path / "model.gguf"
+    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "pipeline"), "-t", "q8_0", "-o", str(path)])
+    assert done.exit_code == 0, done.output
+    packed = plugin.load_single_file(type(model), path, models.write_config(tmp_path / "base", name))
+    layers = {own: module for own, module in packed.named_modules() if isinstance(module, PackedModule)}
+    assert layers and all(module.packed.format.name == "q8_0" for module in layers.values())
+    for own, tensor in model.state_dict().items():
+        module = layers.get(own.removesuffix(".weight"))
+        if module is not None and own.endswith(".weight"):
+            assert module.dequantize(torch.float32).equal(gguf_numbers(gguf_bytes(tensor.float(), "Q8_0"), tensor.shape, "Q8_0"))
+        else:
+            rounded = tensor.half() if tensor.dim() == 2 and tensor.shape[1] % 32 else tensor    # rows that no block divides
+            assert any(packed.state_dict()[own].equal(stored.float()) for stored in (tensor, rounded)), own
 
 
 @pytest.mark.parametrize("name", models.WIDE)

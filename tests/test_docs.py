@@ -198,8 +198,9 @@ def test_python_of_the_page_on_diffusers_runs(tmp_path: Path, monkeypatch: pytes
     for block in blocks(ROOT / "docs" / "diffusers.md", "python"):
         exec(compile(block, "diffusers.md", "exec"), names)  # noqa: S102
     assert (tmp_path / "transformer-packed/diffusion_pytorch_model.safetensors").is_file()
-    [commands] = blocks(ROOT / "docs" / "diffusers.md", "sh")
-    assert run_commands(commands) == 1 and (tmp_path / "fox.png").is_file()
+    commands = "".join(blocks(ROOT / "docs" / "diffusers.md", "sh"))
+    assert run_commands(commands) == 2 and (tmp_path / "fox.png").is_file()
+    assert (tmp_path / "z_image_turbo-Q4_K_M.gguf").is_file()
 
 
 def test_the_page_on_diffusers_lists_all_converters(bless: bool) -> None:

@@ -24,6 +24,7 @@ from qdsl.generated import (
     int8_channel,
     int8_tensor,
     int_group,
+    mlx,
     nf4,
     nvfp4_ct,
     nvfp4_modelopt,
@@ -45,7 +46,8 @@ BY_NAME = (("gptq", int_group), ("autogptq", int_group), ("awq", int_group), ("c
            ("fp8_tensor", fp8_tensor), ("bnb_nf4", nf4), ("ct_nvfp4", nvfp4_ct), ("modelopt_nvfp4", nvfp4_modelopt),
            ("ao_nvfp4", nvfp4_modelopt), ("ct_mxfp4", ocp_mxfp4), ("modelopt_mxfp4", ocp_mxfp4), ("ao_mx_e2m1", ocp_mxfp4),
            ("gptoss", ocp_mxfp4), ("hf_fp8_expert_fp4", ocp_mxfp4), ("ct_mxfp6", ocp_mxfp6), ("ao_mx_e2m3", ocp_mxfp6),
-           ("ao_mx_e3m2", ocp_mxfp6), ("ct_mxfp8", ocp_mxfp8), ("ao_mx_e4m3", ocp_mxfp8), ("ao_mx_e5m2", ocp_mxfp8))
+           ("ao_mx_e3m2", ocp_mxfp6), ("ct_mxfp8", ocp_mxfp8), ("ao_mx_e4m3", ocp_mxfp8), ("ao_mx_e5m2", ocp_mxfp8),
+           ("mlx_affine", mlx), ("mlx_mxfp4", ocp_mxfp4), ("mlx_mxfp8", ocp_mxfp8))
 # How producers quantize where it is not the format's default.  transformers rounds an inverse first.
 RULES: tuple[tuple[str, dict[str, str | bool]], ...] = (
     ("ct_pack*_sym", {"symmetric": True}),
@@ -88,6 +90,8 @@ def given(path: Path) -> dict[str, int | str]:
     """Parameters that the tensors do not say: of codes in bytes their type; 8 bits of one packing look like 7 of another."""
     if path.name.startswith("ao_mx_") and format_of(path) is not ocp_mxfp4:
         return {"code": path.name.split("_")[2]}
+    if path.name.startswith("mlx_affine"):
+        return {"bits": int(path.name[10]), "group": int(path.name.split("_")[2][1:])}
     return {"bits": int(path.name[7])} if path.name.startswith("ct_pack") else {}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +29,12 @@ from qdsl.quantize.mixes import (
     requires_imatrix,
     type_named,
 )
+from tests.support import llama_mixes
 from tests.support.formats import ROOT
 from tests.support.models import MODELS, Made
 
 EXPECTED: dict[str, dict[str, dict[str, Any]]] = json.loads((ROOT / "tests/data/mixes.json").read_text())
+ARCHITECTURES: dict[str, Any] = json.loads(llama_mixes.RECORD.read_text())
 NAMED = [name for name, mix in MIXES.items() if mix.default]
 
 
@@ -107,15 +110,39 @@ def test_what_a_user_says_comes_first() -> None:
 
 
 def test_one_type_for_all_matrices() -> None:
-    """--pure needs no knowledge of an architecture; nor do types that are no mixes."""
+    """With --pure, and of types that are no mixes."""
     tensors = [Tensor("token_embd.weight", (64, 256), "F32"), Tensor("blk.0.attn_v.weight", (64, 256), "F32"),
                Tensor("blk.0.attn_norm.weight", (256,), "F32"), Tensor("blk.0.attn_v.bias", (64,), "F32")]
-    model = Model("gemma3", 1, 4, 1)
     for mix, options in (("Q4_K_M", {"pure": True}), ("BF16", {})):
-        found = choose(model, tensors, Options(MIXES[mix], **options))
-        assert [found[t.name].type for t in tensors] == [MIXES[mix].default] * 2 + ["F32"] * 2
-    with pytest.raises(QuantizeError, match="not for 'gemma3': with --pure every matrix gets the type Q4_K"):
-        choose(model, tensors, Options(MIXES["Q4_K_M"]))
+        types = choose(Model("gemma3", 1, 4, 1), tensors, Options(MIXES[mix], **options))
+        assert [types[t.name].type for t in tensors] == [MIXES[mix].default] * 2 + ["F32"] * 2
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES["architectures"])
+def test_mixes_of_every_architecture(architecture: str) -> None:
+    """Of two models of each architecture that gguf-py names, all types are those of llama-quantize's dry run."""
+    row = ARCHITECTURES["architectures"][architecture]
+    for size, numbers in enumerate(row["answers"]):
+        model, tensors = llama_mixes.case(architecture, row["tensors"].split(), size)
+        for question, number in zip(ARCHITECTURES["questions"], numbers, strict=True):
+            mix, _, imatrix = question.partition("+")
+            if (answer := ARCHITECTURES["texts"][number]) != llama_mixes.ABORTS:
+                chosen = choose(model, tensors, Options(MIXES[mix], imatrix=bool(imatrix)))
+                types = {name: choice.type for name, choice in chosen.items()}
+                assert llama_mixes.sheet(types, str(MIXES[mix].default)) == answer, question
+
+
+@pytest.mark.skipif(llama_mixes.program() is None, reason="needs llama-quantize: make live builds it; or set QDSL_LLAMA_CPP")
+def test_the_record_is_what_llama_quantize_says(tmp_path: Path) -> None:
+    """One mix of each architecture, another of the next."""
+    known = llama_mixes.imatrix(tmp_path / "imatrix.gguf")
+    for place, (architecture, row) in enumerate(ARCHITECTURES["architectures"].items()):
+        number = place % len(llama_mixes.QUESTIONS)
+        mix, imatrix = llama_mixes.QUESTIONS[number]
+        path = llama_mixes.prepared(tmp_path, architecture, row["tensors"].split(), 0)
+        answer = llama_mixes.answer(path, mix, known if imatrix else None)
+        assert answer == ARCHITECTURES["texts"][row["answers"][0][number]], (architecture, mix)
+        path.unlink()
 
 
 def test_copy_changes_nothing() -> None:

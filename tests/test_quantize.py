@@ -288,7 +288,6 @@ def test_without_anything_to_write(folder: Path) -> None:
 
 def test_other_architectures_have_one_type(folder: Path) -> None:
     path = written(folder / "in.gguf", DENSE, architecture="gemma3")
-    assert "not for 'gemma3': with --pure every matrix gets the type Q8_0" in refused(path, "-t", "q8_0")
     found = report(path, "-t", "q8_0", "--pure", "-o", "out.gguf")
     assert {each["type"] for each in found["tensors"]} == {"Q8_0", "F32"}
 
@@ -425,27 +424,41 @@ def test_a_flux_model(folder: Path) -> None:
                                                                          .get(types[name], "float32"))).float())
 
 
-def test_a_folder_of_diffusers_has_no_names_for_gguf(folder: Path) -> None:
-    """Readers of GGUF files know the authors' names; no --arch changes that."""
+def test_a_folder_of_diffusers_whose_names_are_not_known(folder: Path) -> None:
     path = folder / "transformer"
     path.mkdir()
-    checkpoint(path / "diffusion_pytorch_model.safetensors", {"layers.0.attention.to_q.weight": drawn(32, 32)})
+    checkpoint(path / "diffusion_pytorch_model.safetensors", {"blocks.0.attn.to_q.weight": drawn(32, 32)})
+    (path / "config.json").write_text('{"_class_name": "MochiTransformer3DModel"}')
+    assert "a folder of diffusers (MochiTransformer3DModel), whose names" in refused(path, "-t", "q8_0")
+
+
+def test_a_wrong_architecture_is_refused(folder: Path) -> None:
+    """Names of diffusers, or of another architecture, are not written as those of the one that --arch states."""
+    path = folder / "transformer"
+    path.mkdir()
+    file = checkpoint(path / "diffusion_pytorch_model.safetensors", {
+        "cap_embedder.1.weight": drawn(32, 32), "context_refiner.0.attention.to_q.weight": drawn(32, 32)})
+    for architecture in ("flux", "lumina2"):
+        assert "'" in refused(file, "-t", "q8_0", "--arch", architecture)
+    assert "has a tensor 'context_refiner.0.attention.to_q.weight', which the files of lumina2" in \
+        refused(file, "-t", "q8_0", "--arch", "lumina2")
     (path / "config.json").write_text('{"_class_name": "ZImageTransformer2DModel"}')
-    assert "a folder of diffusers (ZImageTransformer2DModel), whose names" in refused(path, "-t", "q8_0")
+    assert "its names are those of lumina2, not of flux" in refused(path, "-t", "q8_0", "--arch", "flux")
 
 
 def test_rows_that_are_reshaped(folder: Path) -> None:
     """Of the two UNets alone: convolutions become rows of 256, and metadata say what they were."""
     tensors = {"model.diffusion_model.input_blocks.1.0.weight": drawn(32, 32, 3, 3, dtype=torch.float16),
                "model.diffusion_model.input_blocks.0.0.weight": drawn(32, 4, 3, 3, dtype=torch.float16),
-               "model.diffusion_model.a.weight": drawn(8, 256, dtype=torch.float16), "first_stage_model.b.weight": drawn(32, 32)}
+               "model.diffusion_model.input_blocks.3.0.op.weight": drawn(8, 256, dtype=torch.float16),
+               "first_stage_model.b.weight": drawn(32, 32)}
     path = checkpoint(folder / "unet.safetensors", tensors)
     assert "its names do not tell the architecture; say with --arch" in refused(path, "-t", "q8_0")
     found = report(path, "-t", "q8_0", "-o", "unet.gguf", "--arch", "sd1")
     assert {each["name"]: (each["type"], each["shape"]) for each in found["tensors"]} == {
         "model.diffusion_model.input_blocks.1.0.weight": ("Q8_0", [36, 256]),
         "model.diffusion_model.input_blocks.0.0.weight": ("F16", [32, 4, 3, 3]),
-        "model.diffusion_model.a.weight": ("Q8_0", [8, 256])}
+        "model.diffusion_model.input_blocks.3.0.op.weight": ("Q8_0", [8, 256])}
     with GgufFile("unet.gguf") as file:
         name = "model.diffusion_model.input_blocks.1.0.weight"
         assert file.entry(name).logical_shape == (32, 32, 3, 3)
@@ -498,10 +511,11 @@ def test_language_models_need_all_their_files(folder: Path) -> None:
     path = checkpoint(model / "model.safetensors", {"model.embed_tokens.weight": drawn(64, 64), "lm_head.weight": drawn(64, 64)})
     for each in (path, model):
         assert "a language model; give the folder of all its files" in refused(each, "-t", "q8_0")
-    other = checkpoint(folder / "other.safetensors", {"img_in.weight": torch.zeros(8, 8, dtype=torch.uint8)})
-    assert "tensor 'img_in.weight': U8 cannot be stored in a GGUF file" in refused(other, "-t", "q8_0", "--arch", "flux")
+    key = "double_blocks.0.img_attn.proj.weight"
+    other = checkpoint(folder / "other.safetensors", {key: torch.zeros(8, 8, dtype=torch.uint8)})
+    assert f"tensor '{key}': U8 cannot be stored in a GGUF file" in refused(other, "-t", "q8_0", "--arch", "flux")
     checkpoint(other, {"transformer_blocks.0.attn.norm_added_k.weight": drawn(64)})
-    message = "has a tensor 'transformer_blocks.0.attn.norm_added_k.weight', which flux has not"
+    message = "has a tensor 'transformer_blocks.0.attn.norm_added_k.weight', which the files of flux"
     assert message in refused(other, "-t", "q8_0", "--arch", "flux")
     assert "no architecture 'fluxx' of diffusion models" in refused(other, "-t", "q8_0", "--arch", "fluxx")
 

@@ -12,10 +12,11 @@
     torchao at code = e5m2: 8.25 bits per weight
     torchao_swizzled at code = e4m3: 8.25 bits per weight
     torchao_swizzled at code = e5m2: 8.25 bits per weight
+    mlx at code = e4m3: 8.25 bits per weight
     planar at code = e4m3: 8.25 bits per weight
     planar at code = e5m2: 8.25 bits per weight
 
-Built from the spec ocp_mxfp8 (sha256 931616f456fadab7) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 93c43500cf6cd093) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -44,7 +45,8 @@ FORMAT = Format(
         "_data": {}}}}},
         {"quant_method": "torchao", "storage": "torchao_swizzled",
         "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
-        "_data": {}}}}}],
+        "_data": {}}}}},
+        {"quant_method": "mlx", "mode": "mxfp8", "storage": "mlx", "with": {"group_size": 32, "bits": 8}}],
         "header": [{"_type": "MXTensor", "_data.elem_dtype._data": "float8_e4m3fn", "_data.block_size": 32,
         "_data.is_swizzled_scales": False, "storage": "torchao", "where": {"code": "e4m3"},
         "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
@@ -65,7 +67,7 @@ FORMAT = Format(
         "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
         "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}}]},
-    digest="931616f456fadab7",
+    digest="93c43500cf6cd093",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,9 +9,10 @@
     compressed_tensors: 8.25 bits per weight
     torchao: 8.25 bits per weight
     torchao_swizzled: 8.25 bits per weight
+    mlx: 8.25 bits per weight
     planar: 8.25 bits per weight
 
-Built from the spec ocp_mxfp8 (sha256 931616f456fadab7) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 93c43500cf6cd093) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -79,6 +80,24 @@ def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     return {
         "qdata": q,
         "scale": as_type(r, torch.float8_e8m0fnu),
+    }
+
+
+def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """Fields of weight uint32 [N, K/4]; scales uint8 [N, K/32]."""
+    r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
+    return {
+        "e": scales.view(torch.float8_e8m0fnu),
+        "q": r.view(torch.float8_e4m3fn).flatten(1),
+    }
+
+
+def pack_mlx(e: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight, scales of the fields; the inverse of unpack_mlx."""
+    r = q.unflatten(-1, (-1, 4)).view(torch.uint8)
+    return {
+        "weight": as_type(r, torch.uint32).squeeze(-1),
+        "scales": e.view(torch.uint8),
     }
 
 
@@ -241,6 +260,51 @@ def _linear_torchao_swizzled(qdata, scale, x, bias, out, N, K, BN: tl.constexpr,
         q = device.e4m3(tl.load(qdata + k, live, 0))
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += e * q * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_mlx(weight, scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    scales += n.to(tl.int64) * (K // 32)
+    weight += n.to(tl.int64) * (K // 4)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 4)
+    e = device.e8m0(tl.load(scales + t // 8, live, 0))
+    q_word = tl.load(weight + t, live, 0)
+    for h in tl.static_range(4):
+        q = device.e4m3(q_word >> 8 * h & 255)
+        w = e * q
+        tl.store(out + 4 * t + h, w, live)
+
+
+@triton.jit
+def _linear_mlx(weight, scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    scales += n.to(tl.int64) * (K // 32)
+    weight += n.to(tl.int64) * (K // 4)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 4, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 4)
+        e = device.e8m0(tl.load(scales + t // 8, live, 0))
+        q_word = tl.load(weight + t, live, 0)
+        for h in tl.static_range(4):
+            q = device.e4m3(q_word >> 8 * h & 255)
+            x_k = tl.load(x + 4 * t + h, live, 0).to(tl.float32)
+            acc += e * q * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
 
@@ -470,6 +534,14 @@ VARIANT = Variant(
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
             kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K", last="k"),
+        ),
+        "mlx": Storage(
+            tensors={
+                "weight": Stored("u32", "N", "K/4", bits=("q[1@0, 4:8 1@1]",)),
+                "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
+            },
+            unpack=unpack_mlx, pack=pack_mlx,
+            kernels=Kernels(_dequantize_mlx, _linear_mlx, rows="N", units="K/4", last="k"),
         ),
         "planar": Storage(
             tensors={

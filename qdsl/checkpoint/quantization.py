@@ -14,9 +14,11 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.ignored import Budget, Rule, Rules, rules
 from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json
 
+MLX = "mlx"                                                      # whose layers have settings under their names, among the others
 # Where settings lie: a file, the keys on the way to them, and whose they are where they do not say so.
 PLACES = (
-    ("config.json", ("quantization_config",), ""), ("config.json", ("text_config", "quantization_config"), ""),
+    ("config.json", ("quantization",), MLX), ("config.json", ("quantization_config",), ""),
+    ("config.json", ("text_config", "quantization_config"), ""),
     ("config.json", ("llm_config", "quantization_config"), ""), ("config.json", ("compression_config",), "compressed-tensors"),
     ("quantize_config.json", (), "gptq"), ("quant_config.json", (), "awq"),
     ("hf_quant_config.json", ("quantization",), "modelopt"),
@@ -202,7 +204,7 @@ def _unnamed(data: Mapping[str, Any]) -> str:
     """Whose settings are that do not say so."""
     if data.get("load_in_4bit") or data.get("load_in_8bit"):
         return "bitsandbytes"
-    return "compressed-tensors" if "config_groups" in data else ""
+    return "compressed-tensors" if "config_groups" in data else MLX if {"bits", "group_size"} <= data.keys() else ""
 
 
 def _groups(settings: Mapping[str, Any], budget: Budget) -> list[Group]:
@@ -224,4 +226,6 @@ def _layers(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Settings of single layers, by their whole names."""
     rest = {key: value for key, value in settings.items() if key not in LAYERS}
     return {name: ChainMap(dict(layer), rest) for key in LAYERS if isinstance(settings.get(key), Mapping)
-            for name, layer in settings[key].items() if isinstance(layer, Mapping)}
+            for name, layer in settings[key].items() if isinstance(layer, Mapping)} | \
+        {name: ChainMap(dict(layer), rest) for name, layer in settings.items()
+         if settings["quant_method"] == MLX and isinstance(layer, Mapping)}

@@ -17,7 +17,7 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.ignored import rules
 from qdsl.checkpoint.layers import Layers
-from qdsl.checkpoint.quantization import NAMES, PLACES, dialects, in_headers, quantization
+from qdsl.checkpoint.quantization import MLX, NAMES, PLACES, dialects, in_headers, quantization
 from qdsl.convert.aim import description
 from qdsl.convert.plain import SUFFIX, is_matrix
 from qdsl.convert.plan import Plan
@@ -40,7 +40,8 @@ IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NES
 # Which packages load a producer's settings; those of models with diffusers' own key know fewer.
 READERS = {"fp8": "transformers, vLLM", NESTED: "compressed-tensors, transformers with it, vLLM", "gptq": "gptqmodel, vLLM",
            "awq": "gptqmodel, vLLM", "modelopt": "vLLM, TensorRT-LLM", "bitsandbytes": "transformers with bitsandbytes, vLLM",
-           "torchao": "transformers with torchao, vLLM", "mxfp4": "transformers, vLLM", "bitnet": "transformers"}
+           "torchao": "transformers with torchao, vLLM", "mxfp4": "transformers, vLLM", "bitnet": "transformers",
+           MLX: "mlx-lm"}
 OF_DIFFUSERS = {"bitsandbytes": "diffusers with bitsandbytes", "torchao": "diffusers with torchao"}
 DIFFUSERS = "_class_name"
 PACKED = "pack-quantized"
@@ -91,6 +92,9 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
         wholes[CONFIG] |= {"quantization_config": new} if new else {}
         touched += [CONFIG] if new else []
     if wholes[CONFIG]:
+        settings = wholes[CONFIG].get("quantization_config", {})
+        if settings.get("quant_method") == MLX:                  # it reads them under another key, and transformers refuse these
+            wholes[CONFIG]["quantization"] = {key: value for key, value in settings.items() if key != "quant_method"}
         is_ours = has_own_settings(wholes[CONFIG]) or bool(layers.groups)
         config = (guarded if is_ours else unguarded)(wholes[CONFIG])
         touched += [CONFIG] if config != wholes[CONFIG] else []

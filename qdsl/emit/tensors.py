@@ -43,7 +43,7 @@ def tensor_dtype(tensor: Tensor) -> str:
     """The torch dtype of a stored tensor."""
     number = tensor.element
     return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else \
-        "uint8" if number.name == "u8" else f"int{number.bits}"
+        f"{'u' * (number.kind == 'unsigned')}int{number.bits}"
 
 
 def type_text(field: Field, tensor: Tensor, given: str, known: str) -> str:

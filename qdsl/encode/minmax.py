@@ -13,6 +13,7 @@ from qdsl.numbers import number
 from qdsl.runtime.layout import FLOATS
 
 LEAST = 1e-5                                                     # of AWQ's ranges
+LEAST_STEP = 1e-7                                                # of MLX's codes
 
 
 def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, columns: int, axes: int, by: str = "stored",
@@ -104,6 +105,26 @@ def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, column
         chosen, exact, least = searched(weight, importance, rows, columns, code, fit)
     stored, kept = stored_scale(exact, scale), stored_scale(least, min)
     return chosen, shaped(stored, axes).contiguous(), shaped(kept, axes).contiguous()
+
+
+def edge_affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, columns: int, axes: int,
+                ) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scales, mins) of w = scale * code + min: the end of larger magnitude is exact, and 0 is a code (MLX).
+
+    A scale is negative where that end is the largest weight.  Codes are by the exact scale and min.
+    """
+    _, highest = ends(code)
+    blocks = cut_blocks(weight.float(), rows, columns)
+    low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
+    is_low = low.abs() > high.abs()
+    step = ((high - low) / highest).clamp_(min=LEAST_STEP)
+    step = torch.where(is_low, step, -step)
+    edge = torch.where(is_low, low, high)
+    steps = torch.round(edge / step)                             # from the edge to 0
+    exact = torch.where(steps != 0, edge / steps, step)
+    least = torch.where(steps != 0, edge, 0)
+    chosen = join_blocks(codes((blocks - least) / exact, code, "even"), *weight.shape)
+    return chosen, shaped(stored_scale(exact, scale), axes).contiguous(), shaped(stored_scale(least, min), axes).contiguous()
 
 
 def _least(blocks: Tensor) -> Tensor:

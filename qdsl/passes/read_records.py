@@ -110,6 +110,8 @@ def _where(program: Program, storage: model.Storage, problems: Problems) -> dict
                                              "alone says which columns share one")
     return found
 
+ELEMENTS = ("u8", "i8", "u16", "i16", "u32", "i32")              # integers that stored tensors hold
+
 
 class _TensorReader:
     def __init__(self, program: Program, item: model.Tensor, problems: Problems) -> None:
@@ -129,8 +131,8 @@ class _TensorReader:
         if found is None:
             return None
         element, variables, axes, lines = found
-        if not ((element.is_float and element.bits >= 8) or element.name in ("u8", "i8", "i16", "i32")):
-            self.problems.add(item.name.span, f"elements of a tensor are u8, i8, i16, i32 or floats of 8 bits and more, not "
+        if not ((element.is_float and element.bits >= 8) or element.name in ELEMENTS):
+            self.problems.add(item.name.span, f"elements of a tensor are {', '.join(ELEMENTS)} or floats of 8 bits and more, not "
                               f"{element.name}", "let the record pack codes into these")
             return None
         part = next((part for line in lines for part in line.items if element.is_float and part.width != element.bits), None)
@@ -184,7 +186,7 @@ class _TensorReader:
     # -- shapes -------------------------------------------------------------------------------------------------------
 
     def shaped(self, shape: g.Shape) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
-        element = number_of(self.program, shape.type, self.problems)
+        element = number_of(self.program, shape.type, self.problems, stored=True)
         scope = Scope({"N": name("N"), "K": name("K"), **self.constants, **self.program.dims},
                       f"the shape of '{self.item.name}'", self.problems, self.program.facts)
         variables: list[Var] = []

@@ -113,6 +113,8 @@ SCHEMES = {
     "affine": Scheme({"code": "count", "scale": "scale", "min": "minimum"}, ("code", "scale", "min"), {},
                      "min = the least weight of the block; scale = its range / (2^bits - 1)", "scale * code + min",
                      importance=True),
+    "edge_affine": Scheme({"code": "count", "scale": "scale", "min": "minimum"}, ("code", "scale", "min"), {},
+                          "min = the end of the block of larger magnitude; scale = what makes 0 a code", "scale * code + min"),
     "meansign": Scheme({"code": "bit", "scale": "scale"}, ("code", "scale"), {},
                        "scale = the mean magnitude of the block; a code says that the weight is not negative",
                        "scale * (2 * code - 1)"),

@@ -79,8 +79,8 @@ def parameters(program: Program) -> dict[str, Index]:
     return {**fixed, **{size: name(size) for size in program.sizes}}
 
 
-def number_of(program: Program, kind: g.Type, problems: Problems) -> Number | None:
-    """The number type that a type expression names in this program."""
+def number_of(program: Program, kind: g.Type, problems: Problems, stored: bool = False) -> Number | None:
+    """The number type that a type expression names in this program.  stored: of the elements of a tensor, which may be u32."""
     word = kind.name
     if kind.parameter is not None:
         value = program.params.get(kind.parameter.name)
@@ -92,7 +92,7 @@ def number_of(program: Program, kind: g.Type, problems: Problems) -> Number | No
     elif isinstance(chosen := program.params.get(word), str):
         word = chosen
     found = number(word)
-    if found is None or kind.extent is not None:
+    if found is None or kind.extent is not None or (found.name == "u32" and not stored):
         lists = [param.name.value for param in program.spec.params if isinstance(param.values[0], str)]
         problems.add(kind.span, f"unknown type '{word}'{did_you_mean(word, [*FLOATS, 'u4', 'u8', 'i8', *lists])}",
                      "integers are u1 to u16 and i2 to i32")

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
+from qdsl.checkpoint.safetensors import shown
 from qdsl.quantize import QuantizeError
 from qdsl.quantize.mixes import Choice, Options, Tensor, is_kept, place_of
 
@@ -76,7 +77,7 @@ ARCHITECTURES = {
                         _UNET, whole=_UNET_ENDS, not_with=_SDXL_KEYS, reshaped=True),
     "lumina2": Architecture((("cap_embedder.1.weight", "context_refiner.0.attention.qkv.weight"),),
                             ("t_embedder.", "x_embedder.", "final_layer.", "cap_embedder.", "context_refiner.",
-                             "noise_refiner.")),
+                             "noise_refiner."), not_with=("context_refiner.0.attention.to_q.weight",)),
     "qwen_image": Architecture((("transformer_blocks.0.img_mod.1.weight", "transformer_blocks.0.txt_mod.1.weight",
                                  "transformer_blocks.0.attn.add_q_proj.weight"),),
                                ("img_in.", "txt_in.", "time_text_embed.", "norm_out."), whole=("proj_out.weight",)),
@@ -101,6 +102,18 @@ def detect(names: Collection[str]) -> str | None:
     found = [name for name, each in ARCHITECTURES.items()
              if any(plain.issuperset(keys) for keys in each.keys) and plain.isdisjoint(each.not_with)]
     return found[0] if len(found) == 1 else None
+
+
+def contradiction(stated: str, detected: str | None, names: Collection[str]) -> str | None:
+    """Why a model cannot be of the architecture that a user states; None where it can."""
+    rules, plain = ARCHITECTURES[stated], {name.removeprefix(PREFIX) for name in names}
+    if wrong := [name for name in rules.not_with if name in plain]:
+        return f"it has a tensor {shown(wrong[0])}, which the files of {stated} that are read have not"
+    if detected is not None and detected != stated:
+        return f"its names are those of {detected}, not of {stated}"
+    if plain.isdisjoint(key for keys in rules.keys for key in keys):
+        return f"it has no tensor {shown(rules.keys[0][0])}, nor another by which {stated} is known"
+    return None
 
 
 def stored_shape(architecture: str, shape: tuple[int, ...]) -> tuple[int, ...]:

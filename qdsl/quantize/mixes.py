@@ -15,8 +15,6 @@ from difflib import get_close_matches
 from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
 from qdsl.quantize import QuantizeError
 
-ARCHITECTURES = ("llama", "qwen", "qwen2", "qwen2moe", "qwen3", "qwen3moe")
-
 
 @dataclass(frozen=True, slots=True)
 class Mix:
@@ -58,6 +56,11 @@ _KEPT = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altu
          "mm.a.code_embd", *(f"time_mix_{part}.weight" for part in ("first", "w0", "w1", "w2", "v0", "v1", "v2", "a0", "a1", "a2",
                                                                     "g1", "g2", "decay_w1", "decay_w2", "lerp_fused")))
 _KEPT_NAMES = ("position_embd.weight", "token_types.weight")
+_KEPT_OF = {"glm5-next": ("hc_", "indexer.attn_q_b", "indexer.attn_k", "indexer.proj", "indexer_compressor_gate",
+                          "indexer_compressor_ape", "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight",
+                          "ssm_beta.weight", "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight")}
+_AT_LEAST_Q8 = {"glm5-next": ("attn_q_a", "attn_q_b", "nextn.eh_proj")}
+_LAYERS_OF_70B = {"deci": 80, "jais2": 68, "llama": 80, "llama-embed": 80, "olmo": 80, "qwen2": 80}
 
 OUTPUT = "output.weight"
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
@@ -82,9 +85,9 @@ class Model:
 
     @property
     def is_70b(self) -> bool:
-        """80 layers, of which llama.cpp takes the narrow values for more important."""
-        narrow = self.heads != self.heads_kv and self.experts != 8
-        return self.layers == 80 and (self.architecture == "qwen2" or (self.architecture == "llama" and narrow))
+        """Whether llama.cpp gives the narrow value projections of this size more bits."""
+        wide = self.heads == self.heads_kv or self.experts == 8
+        return _LAYERS_OF_70B.get(self.architecture) == self.layers and not (self.architecture.startswith("llama") and wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +177,8 @@ def override_of(text: str) -> tuple[re.Pattern[str], str]:
 def choose(model: Model, tensors: Iterable[Tensor], options: Options) -> dict[str, Choice]:
     """The type of every tensor, by name, in the order in which llama-quantize writes them: by layer, then by name.
 
-    Raises QuantizeError for an architecture whose rules are not known, and for rows that no type can hold.
+    An architecture that the rules do not name gets the common ones.  Raises QuantizeError for rows that no type can hold.
     """
-    mixed = options.mix.default in BY_NAME and options.mix.default not in TORCH and not options.pure
-    if mixed and model.architecture not in ARCHITECTURES:
-        raise QuantizeError(f"mixes are known for {', '.join(ARCHITECTURES)}, not for '{model.architecture}': with --pure "
-                            f"every matrix gets the type {options.mix.default}")
     ordered = sorted(tensors, key=place_of)
     rules = _Rules(model, options, ordered)
     return {tensor.name: rules.choice(tensor) for tensor in ordered}
@@ -192,11 +191,11 @@ def requires_imatrix(name: str, type: str, mix: str) -> bool:
     return type in _IMATRIX_ONLY or (type == "Q2_K" and mix == "Q2_K_S")
 
 
-def is_kept(tensor: Tensor, leave_output: bool = False) -> bool:
+def is_kept(tensor: Tensor, leave_output: bool = False, architecture: str = "") -> bool:
     """Whether a tensor of a language model stays in its type: vectors, norms, routers and other small ones."""
     name = tensor.name
     return tensor.rank < 2 or not name.endswith("weight") or name in _KEPT_NAMES or (leave_output and name == OUTPUT) \
-        or any(part in name for part in _KEPT)
+        or any(part in name for part in (*_KEPT, *_KEPT_OF.get(architecture, ())))
 
 
 def fitting(tensor: Tensor, wanted: str) -> Choice:
@@ -227,6 +226,7 @@ class _Rules:
 
     def __init__(self, model: Model, options: Options, tensors: Sequence[Tensor]) -> None:
         self.model, self.options, self.mix = model, options, options.mix.name
+        self.is_falcon = model.architecture == "falcon"
         roles = [_role(tensor.name) for tensor in tensors]
         self.values = roles.count("value")
         self.tied = "output" not in roles                        # the embedding is then the output's matrix too
@@ -235,7 +235,7 @@ class _Rules:
     def choice(self, tensor: Tensor) -> Choice:
         options, default = self.options, self.options.mix.default
         role = _role(tensor.name)
-        if default is None or is_kept(tensor, options.leave_output):
+        if default is None or is_kept(tensor, options.leave_output, self.model.architecture):
             return Choice(tensor.type, tensor.type)
         named = options.override(tensor.name)
         if role == "embedding" and options.embedding and not (named and tensor.name == EMBEDDINGS[1]):
@@ -247,10 +247,14 @@ class _Rules:
         return fitting(tensor, named or (default if options.pure else self._mixed(tensor, role, default)))
 
     def _mixed(self, tensor: Tensor, role: str, default: str) -> str:
+        architecture = self.model.architecture
+        if any(part in tensor.name for part in _AT_LEAST_Q8.get(architecture, ())):
+            return "Q8_0"
         if role == "output" or (self.tied and role == "embedding"):
             return self.options.output or self._output(tensor, default)
-        if self.mix == "MXFP4_MOE":
-            return "MXFP4" if tensor.experts > 1 else "Q8_0"
+        if self.mix == "MXFP4_MOE":                              # latent attention has stacked matrices that are no experts
+            stacked = tensor.experts > 1 and (architecture != "bailingmoe3" or role in ("up", "gate", "down"))
+            return "MXFP4" if stacked else "Q8_0"
         if role == "embedding":
             return _EMBEDDING.get(self.mix, default)
         counted = self.seen[role]
@@ -259,7 +263,7 @@ class _Rules:
         return found or default
 
     def _output(self, tensor: Tensor, default: str) -> str:
-        if self.mix == "MXFP4_MOE" or default == "Q8_0" or tensor.columns % BY_NAME[default].elements:
+        if self.mix == "MXFP4_MOE" or default == "Q8_0" or self.is_falcon or tensor.columns % BY_NAME[default].elements:
             return "Q8_0"
         return "Q5_K" if self.mix in (*_LOWEST, "IQ3_XXS") else "Q6_K"
 
@@ -283,6 +287,8 @@ class _Rules:
                 return {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}.get(self.mix)
             case "attention output":
                 return self._attention_output()
+            case "down" if self.is_falcon:
+                return self._falcon_down(self._layer(name, counted)) or self._down(self._layer(name, counted))
             case "down":
                 return self._down(self._layer(name, counted))
             case "gate" | "up":
@@ -291,6 +297,8 @@ class _Rules:
         return None
 
     def _attention_output(self) -> str | None:
+        if self.is_falcon and self.mix not in _LOWEST:
+            return "Q4_K" if self.mix == "Q3_K_L" else None
         if self.model.experts == 8:
             return "Q5_K" if self.mix in _ATTENTION_OUTPUT_OF_8 else None
         return _ATTENTION_OUTPUT.get(self.mix)
@@ -346,6 +354,18 @@ class _Rules:
                 return "Q5_K"
             case "Q4_0" | "Q5_0" if first and imatrix:           # these go wrong there with an importance matrix
                 return "Q4_1" if self.mix == "Q4_0" else "Q5_1"
+        return None
+
+    def _falcon_down(self, layer: int) -> str | None:
+        """Where falcon differs: None for what `_down` says."""
+        first, more = layer < self.model.layers // 16, _wants_more(layer, self.model.layers)
+        match self.mix:
+            case "Q3_K_M":
+                return "Q5_K" if first else "Q4_K" if more else "Q3_K"
+            case "Q3_K_L" | "Q4_K_S":
+                return "Q4_K"
+            case "Q4_K_M":
+                return "Q6_K" if first else "Q5_K" if more else "Q4_K"
         return None
 
     def _layer(self, name: str, counted: int) -> int:

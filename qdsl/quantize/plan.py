@@ -14,11 +14,12 @@ from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.safetensors import shown
 from qdsl.quantize import QuantizeError
 from qdsl.quantize.imatrix import Imatrix
-from qdsl.quantize.mixes import EMBEDDINGS, OUTPUT, Options, Tensor, requires_imatrix
+from qdsl.quantize.mixes import ALIASES, EMBEDDINGS, MIXES, OUTPUT, Options, Tensor, place_of, requires_imatrix
 from qdsl.quantize.quality import Sums
 from qdsl.quantize.source import Source
 
 QUANTIZATION_VERSION = 2                                         # ggml's, of the blocks' layouts
+GUESSED = 1024                                                   # a bit of general.file_type
 TEXT_LIMIT = 127                                                 # bytes of a text about the imatrix, as llama-quantize cuts them
 
 
@@ -113,8 +114,9 @@ def without_imatrix(steps: tuple[Step, ...], options: Options, imatrix: Imatrix 
 def _metadata(source: Source, options: Options, imatrix: Imatrix | None) -> dict[str, Value]:
     """The source's, then what llama-quantize adds, in its order."""
     added: dict[str, tuple[str, Any]] = {"general.quantization_version": ("u32", QUANTIZATION_VERSION)}
-    if options.mix.file_type is not None:
-        added["general.file_type"] = ("u32", options.mix.file_type)
+    number = source.metadata.get("general.file_type")
+    added["general.file_type"] = ("u32", options.mix.file_type if options.mix.file_type is not None else
+                                  number.decoded() if number is not None else _guessed_file_type(source))
     if imatrix is not None:
         added["quantize.imatrix.file"] = ("string", _cut(str(imatrix.path)))
         if imatrix.datasets:
@@ -124,6 +126,17 @@ def _metadata(source: Source, options: Options, imatrix: Imatrix | None) -> dict
             added["quantize.imatrix.chunks_count"] = ("u32", imatrix.chunks)
     kept = {key: value for key, value in source.metadata.items() if key not in added}
     return kept | {key: Value.of(type, content) for key, (type, content) in added.items()}
+
+
+def _guessed_file_type(source: Source) -> int:
+    """The file type that llama.cpp infers where metadata state none: of the type that the most tensors have."""
+    counts, type = Counter[str](), "F32"
+    for tensor in sorted(source.tensors.values(), key=place_of):
+        counts[tensor.type] += 1
+        if counts[tensor.type] > counts[type] or counts.total() == 1:
+            type = tensor.type
+    mix = MIXES.get(ALIASES.get(type, type))
+    return GUESSED | (mix.file_type or 0 if mix else 0)
 
 
 def _cut(text: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from qdsl.checkpoint.components import PIPELINE
 from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.gguf import ORIG_SHAPE, SPLIT, GgufFile
 from qdsl.checkpoint.gguf_metadata import Value
@@ -13,6 +14,7 @@ from qdsl.checkpoint.gguf_write import DIFFUSION
 from qdsl.checkpoint.groups import refuse_groups
 from qdsl.checkpoint.safetensors import shown
 from qdsl.quantize import QuantizeError, diffusion
+from qdsl.quantize.author_names import CLASSES, author_parts
 from qdsl.quantize.mixes import Choice, Model, Options, Tensor, choose
 
 if TYPE_CHECKING:
@@ -47,10 +49,12 @@ class Source(Weights, Protocol):
 
 
 def open_source(path: Path, architecture: str | None = None) -> Source:
-    """A GGUF file, the first of a split one, or a diffusion model's .safetensors file or folder of them.
+    """A GGUF file, the first of a split one, or a diffusion model: a .safetensors file, a folder of them, a pipeline.
 
     architecture: of a diffusion model, where its names do not tell.  Raises QuantizeError, CheckpointError and OSError.
     """
+    if (path / PIPELINE).is_file():
+        path = next((path / name for name in ("transformer", "unet") if (path / name).is_dir()), path)
     if path.is_dir() or path.suffix == ".safetensors":
         return Safetensors(path, architecture)
     if architecture is not None:
@@ -86,8 +90,11 @@ def architecture_of(metadata: dict[str, Value], path: Path) -> str:
 def model_of(metadata: dict[str, Value], path: Path) -> Model:
     """What the rules of mixes look at in metadata.  Raises QuantizeError where it is missing."""
     numbers, name = _Numbers(metadata, path), architecture_of(metadata, path)
+    if name == "clip":                                           # llama-quantize reads no counts of it
+        return Model(name, 0, 0, 0)
     heads = numbers.first(f"{name}.attention.head_count", 0)
-    return Model(name, numbers.first(f"{name}.block_count", 0), heads,
+    layers = numbers.first(f"{name}.block_count", 0) * (numbers.first(f"{name}.num_loops", 1) if name == "nanbeige" else 1)
+    return Model(name, layers + (name == "graniteswitch"), heads,
                  numbers.first(f"{name}.attention.head_count_kv", heads), numbers.first(f"{name}.expert_count", 0))
 
 
@@ -130,7 +137,7 @@ class Gguf:
 
 
 class Safetensors:
-    """A diffusion model as its authors publish it."""
+    """A diffusion model as its authors publish it, or in a folder of diffusers, under the authors' names."""
 
     def __init__(self, path: Path, architecture: str | None) -> None:
         from qdsl.checkpoint.folder import Folder
@@ -140,36 +147,44 @@ class Safetensors:
         self.folder = Folder(path)
         self.paths = self.folder.shards
         refuse_groups(self.folder)
-        names = self.folder.names()
-        self.architecture = self._architecture(names, architecture)
-        parts = [name for name in names if name.startswith(diffusion.PREFIX)]
-        stored = {name: diffusion.stored_shape(self.architecture, self.folder.entry(name).shape) for name in parts or names}
-        self.tensors = {name: Tensor(name, shape, self.folder.entry(name).dtype) for name, shape in stored.items()}
-        self.metadata = {"general.architecture": Value.of("string", self.architecture)}
-        for name, shape in stored.items():
-            if shape != self.folder.entry(name).shape:
-                self.metadata[ORIG_SHAPE + name] = Value.of("i32[]", self.folder.entry(name).shape)
+        shapes = {name: self.folder.entry(name).shape for name in self.folder.names()}
+        wrapped = {name: shape for name, shape in shapes.items() if name.startswith(diffusion.PREFIX)}
+        own, table = CLASSES.get(str(self.folder.config.get("_class_name")), (None, ()))
+        self.parts = author_parts(table, wrapped or shapes)
+        self.architecture = self._architecture(own, architecture)
+        self.tensors, self.metadata = {}, {"general.architecture": Value.of("string", self.architecture)}
+        for name, parts in self.parts.items():
+            if len(dtypes := {self.folder.entry(part.name).dtype for part in parts}) > 1:
+                raise QuantizeError(f"{path}: {', '.join(part.name for part in parts)} become one tensor, and have the dtypes "
+                                    f"{', '.join(sorted(dtypes))}")
+            shape = shapes[parts[0].name] and (sum(part.stop - part.start for part in parts), *shapes[parts[0].name][1:])
+            stored = diffusion.stored_shape(self.architecture, shape)
+            self.tensors[name] = Tensor(name, stored, dtypes.pop())
+            if stored != shape:
+                self.metadata[ORIG_SHAPE + name] = Value.of("i32[]", shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Safetensors, self._arguments
 
-    def _architecture(self, names: list[str], given: str | None) -> str:
-        if any(name in names for name in _LANGUAGE):
+    def _architecture(self, own: str | None, stated: str | None) -> str:
+        """The architecture: of the folder's class, of the names, or as the user states it where names tell several or none."""
+        if any(name in self.parts for name in _LANGUAGE):
             raise QuantizeError(f"{self.path}: a language model; give the folder of all its files, with config.json and the "
                                 "tokenizer")
-        found = given or diffusion.detect(names)
-        if found is None and isinstance(kind := self.folder.config.get("_class_name"), str):
+        if stated is not None and stated not in diffusion.ARCHITECTURES:
+            raise QuantizeError(f"no architecture '{stated}' of diffusion models: expected one of "
+                                f"{', '.join(diffusion.ARCHITECTURES)}")
+        detected = own or diffusion.detect(self.parts)
+        if detected is None and isinstance(kind := self.folder.config.get("_class_name"), str):
             raise QuantizeError(f"{self.path}: a folder of diffusers ({shown(kind)[1:-1]}), whose names readers of GGUF files do "
-                                "not know; give the file that the model's authors publish")
-        if found is None:
+                                f"not know; of {', '.join(CLASSES)} the authors' names are known; of others give the file that "
+                                "the authors publish")
+        if detected is None and stated is None:
             raise QuantizeError(f"{self.path}: its names do not tell the architecture; say with --arch which of "
                                 f"{', '.join(diffusion.ARCHITECTURES)} it is")
-        if found not in diffusion.ARCHITECTURES:
-            raise QuantizeError(f"no architecture '{found}' of diffusion models: expected one of "
-                                f"{', '.join(diffusion.ARCHITECTURES)}")
-        if wrong := [name for name in diffusion.ARCHITECTURES[found].not_with if name in names]:
-            raise QuantizeError(f"{self.path}: has a tensor {shown(wrong[0])}, which {found} has not in the form that is read")
-        return found
+        if stated is not None and (problem := diffusion.contradiction(stated, detected, self.parts)):
+            raise QuantizeError(f"{self.path}: {problem}")
+        return str(stated or detected)
 
     def choices(self, options: Options) -> dict[str, Choice]:
         if options.mix.default is None:
@@ -183,10 +198,21 @@ class Safetensors:
         return found
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        tensor = self.tensors[name]
-        return self.folder.tensor(name).view(tensor.rows, tensor.columns)[start:stop]
+        import torch
+
+        tensor, parts, place = self.tensors[name], [], 0
+        if tensor.rank < 2:
+            parts = [self.folder.tensor(part.name).reshape(-1) for part in self.parts[name]]
+            if len(parts) > 1:
+                parts = [values[part.start:part.stop] for values, part in zip(parts, self.parts[name], strict=True)]
+            return torch.cat(parts).view(tensor.rows, tensor.columns)[start:stop]
+        for part in self.parts[name]:
+            rows = self.folder.tensor(part.name)[part.start:part.stop].reshape(-1, tensor.columns)
+            parts.append(rows[max(0, start - place):max(0, stop - place)])
+            place += len(rows)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def data(self, name: str) -> memoryview:
         from qdsl.checkpoint.safetensors import bytes_of
 
-        return bytes_of(self.folder.tensor(name))
+        return bytes_of(self.rows(name, 0, self.tensors[name].rows).contiguous())

@@ -1,4 +1,4 @@
-"""Pickling of 8-bit floats: torch's own pickle of them cannot be read back, so they travel as bytes."""
+"""Pickling of 8-bit floats and unsigned words, which torch's own pickle does not take: as integers of the same size."""
 
 from __future__ import annotations
 
@@ -10,33 +10,39 @@ import torch
 from torch import Tensor, nn
 
 Tensors = Mapping[str, Any]
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}      # by their bytes
 
 
-class FloatBytes:
-    """A float8 tensor that is pickled as uint8 and its dtype.  A deep copy of it is one of the tensor, memo and all."""
+class StoredBits:
+    """A tensor that is pickled as integers and its dtype.  A deep copy of it is one of the tensor, memo and all."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
         tensor = self.tensor.detach()
-        return _float_bytes, (tensor.view(torch.uint8), tensor.dtype, isinstance(self.tensor, nn.Parameter))
+        return _stored_bits, (tensor.view(INTEGERS[tensor.element_size()]), tensor.dtype, isinstance(self.tensor, nn.Parameter))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FloatBytes:
-        return FloatBytes(copy.deepcopy(self.tensor, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredBits:
+        return StoredBits(copy.deepcopy(self.tensor, memo))
 
 
-def _float_bytes(data: Tensor, dtype: torch.dtype, is_parameter: bool) -> FloatBytes:
+def _stored_bits(data: Tensor, dtype: torch.dtype, is_parameter: bool) -> StoredBits:
     tensor = data.view(dtype)
-    return FloatBytes(nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+    return StoredBits(nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
 def picklable(tensors: Tensors) -> dict[str, Any]:
-    """The same mapping, its float8 tensors as FloatBytes."""
-    return {name: FloatBytes(tensor) if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.element_size() == 1
-            else tensor for name, tensor in tensors.items()}
+    """The same mapping, its tensors of 8-bit floats and of unsigned words as StoredBits."""
+    return {name: StoredBits(tensor) if isinstance(tensor, Tensor) and _is_odd(tensor) else tensor
+            for name, tensor in tensors.items()}
+
+
+def _is_odd(tensor: Tensor) -> bool:
+    """Whether torch's pickle of a tensor cannot be read back."""
+    return tensor.dtype in (torch.uint16, torch.uint32) or (tensor.is_floating_point() and tensor.element_size() == 1)
 
 
 def unpickled(tensors: Tensors) -> dict[str, Any]:
     """The mapping of which `picklable` was made."""
-    return {name: value.tensor if isinstance(value, FloatBytes) else value for name, value in tensors.items()}
+    return {name: value.tensor if isinstance(value, StoredBits) else value for name, value in tensors.items()}

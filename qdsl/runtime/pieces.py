@@ -22,6 +22,7 @@ aten = torch.ops.aten
 NARROW = (torch.uint8, torch.int8, torch.int16)
 MERGED = 16                                                      # entries of digits that are cut anew, each of them a lane
 LANES = 128                                                      # at most; a program of more takes a minute to compile
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}   # torch shifts no unsigned words
 
 
 class Unsupported(Exception):
@@ -317,7 +318,8 @@ def view_as(value: Pieces, dtype: torch.dtype) -> Pieces:
     last = value.axes[-1]
     if before > after == 1 and not value.dtype.is_floating_point and before <= 4 and value.bounds is None:
         lanes = sum(digit.lane for digit in _digits(value.axes))
-        parts = {(*key[:lanes], i): part >> 8 * i & 255 for key, part in value.parts.items() for i in range(before)}
+        signed = value.each(lambda part: part.view(SIGNED.get(part.dtype, part.dtype)))
+        parts = {(*key[:lanes], i): part >> 8 * i & 255 for key, part in signed.items() for i in range(before)}
         found = Pieces((*value.axes[:-1], (*last, Digit(before, True))), parts, torch.uint8, (0, 255))
         return found if dtype == torch.uint8 else _narrowed(found, dtype)
     if before < after and value.bounds is None and len(last) == 1 and not last[0].lane:

@@ -1,4 +1,5 @@
-"""Names that the authors of diffusion models give tensors, by diffusers' names of them.
+"""Names that the authors of more diffusion models give tensors, by diffusers' names of them, as qdsl.quantize.author_names has
+them.
 
 A table lists regular expressions of diffusers' names and what stands in their place, applied in order.  '#0', '#1', ... are
 parts of one tensor, '#swap' has its halves the other way round.
@@ -6,56 +7,12 @@ parts of one tensor, '#swap' has its halves the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from qdsl.quantize.author_names import ADDED, BLOCK, FLUX1, SINGLE, SWAPPED, qkv
 
-Names = Sequence[tuple[str, str]]
-
-
-def qkv(pattern: str, replacement: str, names: Sequence[str] = ("to_q", "to_k", "to_v")) -> list[tuple[str, str]]:
-    """Projections that lie in one tensor, by what stands in front of their names."""
-    return [(pattern + name, f"{replacement}#{part}") for part, name in enumerate(names)]
-
-
-ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
-BLOCK, SINGLE = r"^transformer_blocks\.(\d+)\.", r"^single_transformer_blocks\.(\d+)\."
-SWAPPED = [("^proj_out", "final_layer.linear"), (r"^norm_out\.linear", "final_layer.adaLN_modulation.1#swap")]
-DOUBLE = [                                                       # of all models with the blocks of FLUX
-    *qkv(BLOCK + r"attn\.", r"double_blocks.\1.img_attn.qkv"), *qkv(BLOCK + r"attn\.", r"double_blocks.\1.txt_attn.qkv", ADDED),
-    (BLOCK + r"attn\.to_out\.0", r"double_blocks.\1.img_attn.proj"),
-    (BLOCK + r"attn\.to_add_out", r"double_blocks.\1.txt_attn.proj"),
-    (BLOCK + r"attn\.norm_q\.weight", r"double_blocks.\1.img_attn.norm.query_norm.scale"),
-    (BLOCK + r"attn\.norm_k\.weight", r"double_blocks.\1.img_attn.norm.key_norm.scale"),
-    (BLOCK + r"attn\.norm_added_q\.weight", r"double_blocks.\1.txt_attn.norm.query_norm.scale"),
-    (BLOCK + r"attn\.norm_added_k\.weight", r"double_blocks.\1.txt_attn.norm.key_norm.scale"),
-    (SINGLE + r"attn\.norm_q\.weight", r"single_blocks.\1.norm.query_norm.scale"),
-    (SINGLE + r"attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
-    ("^x_embedder", "img_in"), ("^context_embedder", "txt_in"), *SWAPPED]
-FLUX1 = [
-    (BLOCK + r"norm1\.linear", r"double_blocks.\1.img_mod.lin"),
-    (BLOCK + r"norm1_context\.linear", r"double_blocks.\1.txt_mod.lin"),
-    (BLOCK + r"ff\.net\.0\.proj", r"double_blocks.\1.img_mlp.0"), (BLOCK + r"ff\.net\.2", r"double_blocks.\1.img_mlp.2"),
-    (BLOCK + r"ff_context\.net\.0\.proj", r"double_blocks.\1.txt_mlp.0"),
-    (BLOCK + r"ff_context\.net\.2", r"double_blocks.\1.txt_mlp.2"),
-    *qkv(SINGLE, r"single_blocks.\1.linear1", (r"attn\.to_q", r"attn\.to_k", r"attn\.to_v", "proj_mlp")),
-    (SINGLE + "proj_out", r"single_blocks.\1.linear2"), (SINGLE + r"norm\.linear", r"single_blocks.\1.modulation.lin"),
-    (r"^time_text_embed\.timestep_embedder\.linear_1", "time_in.in_layer"),
-    (r"^time_text_embed\.timestep_embedder\.linear_2", "time_in.out_layer"),
-    (r"^time_text_embed\.guidance_embedder\.linear_1", "guidance_in.in_layer"),
-    (r"^time_text_embed\.guidance_embedder\.linear_2", "guidance_in.out_layer"),
-    (r"^time_text_embed\.text_embedder\.linear_1", "vector_in.in_layer"),
-    (r"^time_text_embed\.text_embedder\.linear_2", "vector_in.out_layer"), *DOUBLE]
 CHROMA = [
     (r"^distilled_guidance_layer\.layers\.(\d+)\.linear_1", r"distilled_guidance_layer.layers.\1.in_layer"),
     (r"^distilled_guidance_layer\.layers\.(\d+)\.linear_2", r"distilled_guidance_layer.layers.\1.out_layer"),
     (r"^distilled_guidance_layer\.norms\.(\d+)\.weight", r"distilled_guidance_layer.norms.\1.scale"), *FLUX1]
-FLUX2 = [
-    (BLOCK + r"ff\.linear_in", r"double_blocks.\1.img_mlp.0"), (BLOCK + r"ff\.linear_out", r"double_blocks.\1.img_mlp.2"),
-    (BLOCK + r"ff_context\.linear_in", r"double_blocks.\1.txt_mlp.0"),
-    (BLOCK + r"ff_context\.linear_out", r"double_blocks.\1.txt_mlp.2"),
-    (SINGLE + r"attn\.to_qkv_mlp_proj", r"single_blocks.\1.linear1"), (SINGLE + r"attn\.to_out", r"single_blocks.\1.linear2"),
-    (r"^time_guidance_embed\.timestep_embedder\.linear_1", "time_in.in_layer"),
-    (r"^time_guidance_embed\.timestep_embedder\.linear_2", "time_in.out_layer"),
-    (r"^(\w+_stream_modulation\w*)\.linear", r"\1.lin"), *DOUBLE]
 FLUX3 = [
     (r"attn\.to_([qkv])\.", r"\1_proj."), (r"attn\.to_out\.0", "attn_out"), (r"attn\.norm_q\.weight", "norm.query_norm.scale"),
     (r"attn\.norm_k\.weight", "norm.key_norm.scale"), (r"ff\.linear_in", "mlp_in"), (r"ff\.linear_out", "mlp_out"),
@@ -63,30 +20,6 @@ FLUX3 = [
     ("^single_transformer_blocks", "single_blocks"), (r"^(\w+_stream_modulations\.\w+)\.linear", r"\1.lin"),
     (r"^timestep_embedder\.linear_1", "time_in.in_layer"), (r"^timestep_embedder\.linear_2", "time_in.out_layer"),
     ("^proj_out", "final_layer.image.linear"), (r"^norm_out\.linear", "final_layer.image.adaLN_modulation.1#swap")]
-Z_IMAGE = [
-    *qkv(r"attention\.", "attention.qkv"), (r"attention\.to_out\.0", "attention.out"),
-    (r"attention\.norm_([qk])", r"attention.\1_norm"),
-    ("all_final_layer.2-1", "final_layer"), ("all_x_embedder.2-1", "x_embedder")]
-SD3 = [
-    *qkv(BLOCK + r"attn\.", r"joint_blocks.\1.x_block.attn.qkv"),
-    *qkv(BLOCK + r"attn\.", r"joint_blocks.\1.context_block.attn.qkv", ADDED),
-    *qkv(BLOCK + r"attn2\.", r"joint_blocks.\1.x_block.attn2.qkv"),
-    (BLOCK + r"(attn2?)\.to_out\.0", r"joint_blocks.\1.x_block.\2.proj"),
-    (BLOCK + r"attn\.to_add_out", r"joint_blocks.\1.context_block.attn.proj"),
-    (BLOCK + r"(attn2?)\.norm_([qk])", r"joint_blocks.\1.x_block.\2.ln_\3"),
-    (BLOCK + r"attn\.norm_added_([qk])", r"joint_blocks.\1.context_block.attn.ln_\2"),
-    (BLOCK + r"norm1\.linear", r"joint_blocks.\1.x_block.adaLN_modulation.1"),
-    (r"^transformer_blocks\.1\.norm1_context\.linear", "joint_blocks.1.context_block.adaLN_modulation.1#swap"),  # the last
-    (BLOCK + r"norm1_context\.linear", r"joint_blocks.\1.context_block.adaLN_modulation.1"),
-    (BLOCK + r"ff\.net\.0\.proj", r"joint_blocks.\1.x_block.mlp.fc1"),
-    (BLOCK + r"ff\.net\.2", r"joint_blocks.\1.x_block.mlp.fc2"),
-    (BLOCK + r"ff_context\.net\.0\.proj", r"joint_blocks.\1.context_block.mlp.fc1"),
-    (BLOCK + r"ff_context\.net\.2", r"joint_blocks.\1.context_block.mlp.fc2"),
-    (r"^pos_embed\.proj", "x_embedder.proj"), (r"^pos_embed\.pos_embed", "pos_embed"),
-    (r"^time_text_embed\.timestep_embedder\.linear_1", "t_embedder.mlp.0"),
-    (r"^time_text_embed\.timestep_embedder\.linear_2", "t_embedder.mlp.2"),
-    (r"^time_text_embed\.text_embedder\.linear_1", "y_embedder.mlp.0"),
-    (r"^time_text_embed\.text_embedder\.linear_2", "y_embedder.mlp.2"), *SWAPPED]
 WAN = [
     (r"^(vace_blocks\.\d+)\.proj_in", r"\1.before_proj"), (r"^(vace_blocks\.\d+)\.proj_out", r"\1.after_proj"),
     (r"attn1\.", "self_attn."), (r"attn2\.", "cross_attn."), (r"\.to_out\.0\.", ".o."), (r"\.to_([qkv])\.", r".\1."),

@@ -362,6 +362,9 @@ class Reading:
         if scheme == "affine":
             codes, least_code, scale_code = _affine(x[0], kinds, high)
             return [codes], {"min": [least_code], "scale": [scale_code]}
+        if scheme == "edge_affine":
+            codes, least_code, scale_code = _edge_affine(x[0], kinds)
+            return [codes], {"min": [least_code], "scale": [scale_code]}
         if scheme == "meansign":
             mean = searches.total([abs(v) for v in x[0]]) / np.float32(len(x[0]))
             return [[int(v >= 0) for v in x[0]]], {"scale": [_stored(mean, kinds["scale"])[0]]}
@@ -746,6 +749,17 @@ def _float_zero(x: list[np.float32], kinds: Mapping[str, str]) -> tuple[list[int
     zero = -min(x) * inverse
     codes = [min(max(round(float(v * inverse + zero)), 0), most) for v in x]
     return codes, _stored(zero, kinds["zero"])[0], _stored(np.float32(1) / inverse, kinds["scale"])[0]
+
+
+def _edge_affine(x: list[np.float32], kinds: Mapping[str, str]) -> tuple[list[int], int, int]:
+    """Codes, the least value's code and the scale's code: steps from the end of larger magnitude, of which one is 0."""
+    most = (1 << int(kinds["code"][1:])) - 1
+    step = max((max(x) - min(x)) / np.float32(most), np.float32(1e-7))
+    edge, step = (min(x), step) if abs(min(x)) > abs(max(x)) else (max(x), -step)
+    count = round(float(edge / step))
+    step, least = (edge / np.float32(count), edge) if count else (step, np.float32(0))
+    codes = [min(max(round(float((v - least) / step)), 0), most) for v in x]
+    return codes, _stored(least, kinds["min"])[0], _stored(step, kinds["scale"])[0]
 
 
 def _float_middle(x: list[np.float32], kinds: Mapping[str, str], offset: int) -> tuple[list[int], int, int]:

@@ -1,0 +1,61 @@
+"""mlx: MLX affine, integer codes with a scale and a bias in floats per group of columns.
+
+    w = q * s + b
+    float32, rounded after each operation
+
+    s      scale_type [N, ceil(K/group)]
+    b      scale_type [N, ceil(K/group)]
+    q      u{bits}    [N, K]
+
+    mlx at bits = 4: 4.5 bits per weight with group = 64
+    mlx at bits = 8: 8.5 bits per weight with group = 64
+    mlx at bits = 2: 2.5 bits per weight with group = 64
+    mlx at bits = 3: 3.5 bits per weight with group = 64
+    mlx at bits = 5: 5.5 bits per weight with group = 64
+    mlx at bits = 6: 6.5 bits per weight with group = 64
+    planar at bits = 4: 4.5 bits per weight with group = 64
+    planar at bits = 8: 8.5 bits per weight with group = 64
+    planar at bits = 2: 2.5 bits per weight with group = 64
+    planar at bits = 3: 3.5 bits per weight with group = 64
+    planar at bits = 5: 5.5 bits per weight with group = 64
+    planar at bits = 6: 6.5 bits per weight with group = 64
+
+Built from the spec mlx (sha256 e4537dc472b2d4fd) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from qdsl.runtime import Format
+
+from . import bits_4, bits_8, bits_2, bits_3, bits_5, bits_6
+
+FORMAT = Format(
+    name="mlx", title="MLX affine, integer codes with a scale and a bias in floats per group of columns",
+    source="MLX core.quantize in mode affine, folders of mlx-lm", formula="q * s + b",
+    by=("bits",),
+    variants={
+        (4,): bits_4.VARIANT,
+        (8,): bits_8.VARIANT,
+        (2,): bits_2.VARIANT,
+        (3,): bits_3.VARIANT,
+        (5,): bits_5.VARIANT,
+        (6,): bits_6.VARIANT,
+    },
+    params={"bits": (4, 8, 2, 3, 5, 6), "group": (64, 32, 128), "scale_type": ("bf16", "f16", "f32")},
+    sizes={"group": "K"},
+    detect={"config": {"quant_method": "mlx", "mode": ["affine", "null"], "bits": "bits", "group_size": "group",
+        "storage": "mlx"}},
+    digest="e4537dc472b2d4fd",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+requantize = FORMAT.requantize
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear
+Embedding = FORMAT.Embedding
