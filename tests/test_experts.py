@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qdsl.generated import fp8_block, hlane, int8_channel, q4_0
 from qdsl.models.experts import Experts, routed_sum
-from qdsl.runtime import FormatError, PackedWeight, experts, launch, ops
+from qdsl.runtime import FormatError, PackedWeight, configure, experts, launch, ops
 from tests.support.formats import Case, cases, random_packed, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -124,6 +125,19 @@ def test_one_launch_serves_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
         found = experts.linear(x.t().contiguous().t(), packed, given, bias)
         assert torch.equal(found, out)
     close(found, x, packed, offsets, bias)
+
+
+def test_the_host_does_not_wait_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch serves few rows per expert, and while a CUDA graph is captured as many as its grid can count."""
+    packed = experts_of(CASES[0], 4, 128, 256)
+    for module, name, value in ((ops, "is_plain", True), (ops, "is_differentiated", False), (launch, "has_lanes", True),
+                                (configure, "most_rows", 16)):
+        monkeypatch.setattr(module, name, lambda *arguments, value=value, **options: value)
+    for is_captured, most in ((False, 4 * 16), (True, 8 * (launch.ROWS_OF_X - 4))):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda is_captured=is_captured: is_captured)
+        for rows in (1, most, most + 1):
+            x = SimpleNamespace(device=torch.device("cuda"), shape=(rows, 256), dtype=torch.float16, contiguous=lambda: None)
+            assert experts._is_fused(x, packed, None, 4) is (rows <= most)
 
 
 def test_gradients() -> None:

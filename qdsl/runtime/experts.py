@@ -4,7 +4,7 @@
     qdsl::grouped_transposed   gradient [M, N], offsets [E + 1]        ->  [M, K], the gradient with respect to x
 
 On a GPU few rows per expert go through the fused kernel for few rows, with a map of its tiles that is made on the device;
-nothing waits for the host.  In every other case experts are multiplied one by one.
+nothing waits for the host.  In every other case experts are multiplied one by one, and the host waits for offsets.
 """
 
 from __future__ import annotations
@@ -123,12 +123,16 @@ def _checked(x: Tensor, packed: PackedWeight, experts: int, bias: Tensor | None)
 
 
 def _is_fused(x: Tensor, packed: PackedWeight, bias: Tensor | None, experts: int) -> bool:
-    """Whether one launch serves all experts: on a GPU, for rows that few per expert, where nothing watches how."""
+    """Whether one launch serves all experts: on a GPU, for few rows per expert, where nothing watches how.
+
+    In a CUDA graph, in which the host cannot wait for offsets, it serves any number of rows.
+    """
     if x.device.type != "cuda" or not ops.is_plain(x, bias, *packed.tensors.values()) or ops.is_differentiated(x, bias):
         return False
-    tiles = cdiv(x.shape[0], ROWS) + experts
-    return tiles <= launch.ROWS_OF_X and x.shape[0] <= experts * min(MOST, configure.most_rows(packed, x.dtype, x.device)) \
-        and launch.has_lanes(x.contiguous(), packed, few=True)
+    if cdiv(x.shape[0], ROWS) + experts > launch.ROWS_OF_X or not launch.has_lanes(x.contiguous(), packed, few=True):
+        return False
+    few = experts * min(MOST, configure.most_rows(packed, x.dtype, x.device))
+    return x.shape[0] <= few or torch.cuda.is_current_stream_capturing()
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
