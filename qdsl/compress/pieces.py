@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What is in a piece.  raw: units that stay as they are, and why.  crc: of each matrix that does not, CRC-32 of its bytes."""
+class Contents:
+    """The contents of a piece.  raw: why units stay as they are.  crc: CRC-32 of the bytes of each matrix that does not."""
 
     header: Header
     raw: Mapping[str, str]
     crc: Mapping[str, int]
+
+
+Complete = Sequence[tuple[Piece, Contents]]
 
 
 def pieces(units: Sequence[Unit], aim: Aim, stage: Path, sources: Mapping[Path, list[Any]]) -> list[Piece]:
@@ -63,7 +66,7 @@ def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     some: list[Unit] = []
     last: Coded | None = None
     for unit in sorted(units, key=lambda unit: first.setdefault(id(unit.source), unit.number) if unit.source else unit.number):
-        full = len(some) == MOST or sum(each.nbytes for each in some) + unit.nbytes > WORTH
+        full = len(some) == MOST or sum(other.nbytes for other in some) + unit.nbytes > WORTH
         is_same = unit.source is not None and unit.source is last
         if some and (unit.model != some[0].model or (full and not is_same)):
             yield some
@@ -74,8 +77,8 @@ def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
         yield some
 
 
-def made(piece: Piece) -> Made | None:
-    """What is in a piece that was made of what it would be made of now; None where there is no such file."""
+def read_contents(piece: Piece) -> Contents | None:
+    """The contents of a piece that is complete and whose inputs are unchanged; None for all others."""
     try:
         header = read_header(piece.path)
     except (FileNotFoundError, CheckpointError):
@@ -89,17 +92,17 @@ def made(piece: Piece) -> Made | None:
     is_ours = stage.fits(raw, {"*": str}) and stage.fits(crc, {"*": int}) and \
         all(crc.keys() >= unit.parts.keys() and header.tensors.keys() >= set(map(unit.full, codecs.LEAVES[piece.aim.format]))
             for unit in piece.units if unit.name not in raw)
-    return Made(header, raw, crc) if is_ours else None
+    return Contents(header, raw, crc) if is_ours else None
 
 
-def held(there: Iterable[tuple[Piece, Made]]) -> list[tuple[Unit, Piece, Made]]:
+def encoded_units(pieces: Complete) -> list[tuple[Unit, Piece, Contents]]:
     """The units of pieces that do not stay as they are, in the order of the files."""
-    encoded = [(unit, piece, each) for piece, each in there for unit in piece.units if unit.name not in each.raw]
+    encoded = [(unit, piece, contents) for piece, contents in pieces for unit in piece.units if unit.name not in contents.raw]
     return sorted(encoded, key=lambda item: item[0].number)
 
 
 def encode(piece: Piece) -> int:
-    """Write a piece; returns how many bytes its units have now, be it that they stay as they are.
+    """Write a piece; returns how many bytes its units take, those that stay as they are among them.
 
     Matrices that are decoded and stay as they are lie in it under their own names.  Raises OSError, and RewriteError for streams
     that are damaged.

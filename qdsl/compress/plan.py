@@ -20,7 +20,7 @@ from qdsl.compress import original, pieces
 from qdsl.compress.codecs import LEAVES
 from qdsl.compress.model import Model
 from qdsl.compress.original import ORIGINAL
-from qdsl.compress.pieces import Made, Piece
+from qdsl.compress.pieces import Complete
 from qdsl.compress.tensors import Bytes, placed
 from qdsl.compress.units import Aim
 from qdsl.files import digest
@@ -44,15 +44,14 @@ class _File:
     changed: bool = False
 
 
-def shards(models: Mapping[str, Model], aim: Aim, made: Sequence[tuple[Piece, Made]], sources: Mapping[Any, list[Any]],
-           ) -> list[Shard]:
+def shards(models: Mapping[str, Model], aim: Aim, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
     """All files.  Raises RewriteError where two tensors would have one name."""
-    return [shard for name, model in models.items() for shard in _of_model(name, model, aim, made, sources)]
+    return [shard for name, model in models.items() for shard in _of_model(name, model, aim, complete, sources)]
 
 
-def _of_model(name: str, model: Model, aim: Aim, made: Sequence[tuple[Piece, Made]], sources: Mapping[Any, list[Any]],
-              ) -> list[Shard]:
-    encoded = {unit.name: (unit, piece, each) for unit, piece, each in pieces.held(made) if unit.model == name}
+def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
+    encoded = {unit.name: (unit, piece, contents) for unit, piece, contents in pieces.encoded_units(complete)
+               if unit.model == name}
     gone = {own for unit, _, _ in encoded.values() for own in unit.parts}
     files: dict[str, _File] = {}
     keep = aim.format != "df11" or not encoded
@@ -67,25 +66,25 @@ def _of_model(name: str, model: Model, aim: Aim, made: Sequence[tuple[Piece, Mad
             raise RewriteError(f"{model.path}: two tensors would be called {shown(own)}")
         file.tensors[own] = data
 
-    plain = _plain(name, model, made)
+    plain = _plain(name, model, complete)
     for own in model.names():
         if own not in gone:
             add(own, plain[own], own, _home(own, homes))
         elif keep:
             place = model.places[own]
             files.setdefault(place, _File(model.files[place])).changed = True
-    for unit, piece, each in encoded.values():
+    for unit, piece, contents in encoded.values():
         largest = max(unit.parts, key=lambda own: unit.parts[own].nbytes)
         for own in map(unit.full, LEAVES[aim.format]):
-            add(own, placed(piece.path, each.header.tensors[own]), largest, _home(own, homes))
-    known = {**sources, **{piece.path: [piece.key] for piece, _ in made}}
+            add(own, placed(piece.path, contents.header.tensors[own]), largest, _home(own, homes))
+    known = {**sources, **{piece.path: [piece.key] for piece, _ in complete}}
     return [_shard(within(name, own), file, known) for own, file in files.items() if file.tensors or not keep]
 
 
-def _plain(name: str, model: Model, made: Sequence[tuple[Piece, Made]]) -> dict[str, Bytes]:
+def _plain(name: str, model: Model, complete: Complete) -> dict[str, Bytes]:
     """Where tensors lie that stay as they are: in their files, and in pieces those that were decoded."""
-    decoded = {own: placed(piece.path, each.header.tensors[own]) for piece, each in made for unit in piece.units
-               if unit.model == name and unit.name in each.raw for own in unit.parts if own in each.header.tensors}
+    decoded = {own: placed(piece.path, contents.header.tensors[own]) for piece, contents in complete for unit in piece.units
+               if unit.model == name and unit.name in contents.raw for own in unit.parts if own in contents.header.tensors}
     return {own: data for own, data in model.data.items() if isinstance(data, Bytes)} | decoded
 
 
@@ -103,29 +102,29 @@ def _shard(name: str, file: _File, sources: Mapping[Any, list[Any]]) -> Shard:
         metadata = (file.old[1].metadata or None) if file.old else None
         start, header = laid_out(name, {each: (data.dtype, data.shape) for each, data in file.tensors.items()}, metadata)
     steps = [Copy(each, data.path, data.start, data.nbytes, header.tensors[each].start) for each, data in file.tensors.items()]
-    said = [[step.path.name, sources[step.path], step.start, step.nbytes] for step in steps]
-    return Shard(name, start, header.size, tuple(header.tensors), in_order(steps), digest(start.hex(), said))
+    origins = [[step.path.name, sources[step.path], step.start, step.nbytes] for step in steps]
+    return Shard(name, start, header.size, tuple(header.tensors), in_order(steps), digest(start.hex(), origins))
 
 
-def said(models: Mapping[str, Model], aim: Aim, made: Sequence[tuple[Piece, Made]], used: Mapping[str, Mapping[str, list[str]]],
+def texts(models: Mapping[str, Model], aim: Aim, complete: Complete, used: Mapping[str, Mapping[str, list[str]]],
          shards: Sequence[Shard]) -> dict[str, str | None]:
-    """The files that say something else now: configs, indices, and what is needed to make the plain files again."""
-    texts: dict[str, str | None] = {}
+    """The text files that change: configs, indices, and what restores the plain files.  None for one that is left out."""
+    result: dict[str, str | None] = {}
     for name, model in models.items():
-        encoded = [(unit, each) for unit, _, each in pieces.held(made) if unit.model == name]
+        encoded = [(unit, contents) for unit, _, contents in pieces.encoded_units(complete) if unit.model == name]
         if not encoded:
-            texts |= {within(name, own): text for own, text in model.plain_texts().items()}
+            result |= {within(name, own): text for own, text in model.plain_texts().items()}
             continue
         config = _config(model, aim, used.get(name, {}))
         if config is not None:
-            texts[within(name, "config.json")] = config
+            result[within(name, "config.json")] = config
         mine = [shard for shard in shards if shard.name.rpartition("/")[0] == name]
         indexed = aim.format != "df11" and (bool(model.index) or len(mine) > 1)
-        texts[within(name, model.index_name)] = index(mine, model.index) if indexed else None
+        result[within(name, model.index_name)] = index(mine, model.index) if indexed else None
         groups = {unit.name: list(unit.parts) for unit, _ in encoded} if aim.format == "df11" else {}
-        crc = {own: each.crc[own] for unit, each in encoded for own in unit.parts}
-        texts[within(name, ORIGINAL)] = original.text(aim.format, model.files, model.texts, groups, crc)
-    return texts
+        crc = {own: contents.crc[own] for unit, contents in encoded for own in unit.parts}
+        result[within(name, ORIGINAL)] = original.text(aim.format, model.files, model.texts, groups, crc)
+    return result
 
 
 def _config(model: Model, aim: Aim, patterns: Mapping[str, list[str]]) -> str | None:

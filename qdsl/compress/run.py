@@ -15,7 +15,7 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.safetensors import Entry, shown
 from qdsl.compress import codecs, pieces, plan
 from qdsl.compress.model import Model, Shapes, decoded, lasting, plain
-from qdsl.compress.pieces import Made, Piece
+from qdsl.compress.pieces import Complete, Piece
 from qdsl.compress.tensors import Bytes, Reader, placed
 from qdsl.compress.units import FORMATS, THREAD_COUNTS, Aim, left, needed, units
 from qdsl.entropy.lookup import StreamError
@@ -55,10 +55,10 @@ def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None,
         stage.begin(out, request, force)
         jobs = jobs or _jobs(work)
         mine = work.pieces if part is None else share(work.pieces, *part)
-        _encode([each for each in mine if pieces.made(each) is None], jobs, tell)
+        _encode([each for each in mine if pieces.read_contents(each) is None], jobs, tell)
         if part is not None:
-            return _report(out, aim, _there(mine), (), work.left)
-        return _finish(work, _there(mine), out, jobs, check, tell)
+            return _report(out, aim, _complete_pieces(mine), (), work.left)
+        return _finish(work, _complete_pieces(mine), out, jobs, check, tell)
 
 
 def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell: Telling = quiet) -> dict[str, Any]:
@@ -66,25 +66,25 @@ def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell
 
     Raises RewriteError where some are missing, or are not of the input as it is now.
     """
-    asked = stage.asked(out, {**stage.REQUESTS, "format": str, "threads": int, "patterns": ({"*": [str]}, None), "only": [str],
+    request = stage.asked(out, {**stage.REQUESTS, "format": str, "threads": int, "patterns": ({"*": [str]}, None), "only": [str],
                               "by_group": bool, "plain_config": bool, "like": (str, None)})
-    if asked["format"] not in FORMATS or asked["threads"] not in THREAD_COUNTS:
-        raise RewriteError(f"{out}: no compression to {shown(asked['format'])} with {asked['threads']} threads")
-    aim = Aim(asked["format"], asked["threads"], asked.get("patterns"), asked["by_group"], tuple(asked["only"]),
-              asked["plain_config"])
-    path = Path(asked["from"])
+    if request["format"] not in FORMATS or request["threads"] not in THREAD_COUNTS:
+        raise RewriteError(f"{out}: no compression to {shown(request['format'])} with {request['threads']} threads")
+    aim = Aim(request["format"], request["threads"], request.get("patterns"), request["by_group"], tuple(request["only"]),
+              request["plain_config"])
+    path = Path(request["from"])
     with components.opened(path) as folders:
-        work = _work(path, folders, aim, out, asked.get("like"), shapes)
-        there = _there(work.pieces)
-        if missing := len(work.pieces) - len(there):
+        work = _work(path, folders, aim, out, request.get("like"), shapes)
+        done = _complete_pieces(work.pieces)
+        if missing := len(work.pieces) - len(done):
             raise RewriteError(f"{out}: {missing} of {len(work.pieces)} pieces are not there, or not of {path} as it is now")
-        return _finish(work, there, out, jobs or _jobs(work), False, tell)
+        return _finish(work, done, out, jobs or _jobs(work), False, tell)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is to be done, in pieces, and in words what is left.  used: by model the patterns of DF11's groups; sources: what is
-    known of files.
+    """The work of one call.  left: notes on what stays as it is; used: by model the patterns of DF11's groups; sources: the
+    identities of files.
     """
 
     path: Path
@@ -110,15 +110,16 @@ def _jobs(work: _Work) -> int:
     return affordable(needed(max(unit.nbytes_read for piece in work.pieces for unit in piece.units)))
 
 
-def _there(every: Sequence[Piece]) -> list[tuple[Piece, Made]]:
-    """The pieces that are made, and what is in them."""
-    return [(each, found) for each in every if (found := pieces.made(each)) is not None]
+def _complete_pieces(every: Sequence[Piece]) -> Complete:
+    """The pieces that are complete, and their contents."""
+    return [(piece, contents) for piece in every if (contents := pieces.read_contents(piece)) is not None]
 
 
-def _plain(asked: dict[str, Any]) -> dict[str, Any]:
+def _plain(request: dict[str, Any]) -> dict[str, Any]:
     """As JSON gives it back."""
-    patterns = asked.get("patterns")
-    return {**asked, "only": list(asked["only"]), "patterns": patterns and {key: list(each) for key, each in patterns.items()}}
+    patterns = request.get("patterns")
+    names = patterns and {key: list(parts) for key, parts in patterns.items()}
+    return {**request, "only": list(request["only"]), "patterns": names}
 
 
 def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
@@ -133,21 +134,21 @@ def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
             told(before, f"{100 * after / before:.1f} % {piece.units[-1].label}")
 
 
-def _finish(work: _Work, there: Sequence[tuple[Piece, Made]], out: Path, jobs: int, check: bool, tell: Telling) -> dict[str, Any]:
+def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check: bool, tell: Telling) -> dict[str, Any]:
     """Files of pieces, and all that lies beside them."""
-    shards = plan.shards(work.models, work.aim, there, work.sources)
+    shards = plan.shards(work.models, work.aim, complete_pieces, work.sources)
     todo = [shard for shard in shards if not stage.is_whole(shard, out)]
     with tell(sum(shard.nbytes for shard in todo)) as told:
         write(todo, out / stage.STAGE, jobs, told)
     if check:
-        checks = list(_checks(shards, there, out))
+        checks = list(_checks(shards, complete_pieces, out))
         with tell(sum(each.piece.size for each in checks)) as told:
             _check(checks, jobs, told)
     read = {each for model in work.models.values()
             for each in (*model.folder.shards, model.folder.root / model.folder.index_name)}
-    notes = complete(work.path, read, shards, plan.said(work.models, work.aim, there, work.used, shards), out,
+    notes = complete(work.path, read, shards, plan.texts(work.models, work.aim, complete_pieces, work.used, shards), out,
                      work.sources)
-    return _report(out, work.aim, there, shards, [*work.left, *notes]) | {"checked": check}
+    return _report(out, work.aim, complete_pieces, shards, [*work.left, *notes]) | {"checked": check}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +159,14 @@ class Check:
     tensors: Mapping[str, Mapping[str, Bytes]]
 
 
-def _checks(shards: Sequence[Shard], there: Sequence[tuple[Piece, Made]], out: Path) -> Iterator[Check]:
+def _checks(shards: Sequence[Shard], complete_pieces: Complete, out: Path) -> Iterator[Check]:
     written = {(shard.name.rpartition("/")[0], step.name): (stage.place(shard, out), step.to) for shard in shards
                for step in shard.steps if isinstance(step, Copy)}
-    for piece, made in there:
+    for piece, contents in complete_pieces:
         units: dict[str, dict[str, Bytes]] = {}
         for unit in piece.units:
-            for leaf in codecs.LEAVES[piece.aim.format] if unit.name not in made.raw else ():
-                entry = made.header.tensors[unit.full(leaf)]
+            for leaf in codecs.LEAVES[piece.aim.format] if unit.name not in contents.raw else ():
+                entry = contents.header.tensors[unit.full(leaf)]
                 path, start = written[unit.model, unit.full(leaf)]
                 units.setdefault(unit.name, {})[leaf] = placed(path, Entry(entry.dtype, entry.shape, start, start + entry.nbytes))
         yield Check(piece, units)
@@ -199,13 +200,13 @@ def different(check: Check) -> str:
     return ""
 
 
-def _report(out: Path, aim: Aim, there: Sequence[tuple[Piece, Made]], shards: Sequence[Shard], notes: Sequence[str],
+def _report(out: Path, aim: Aim, complete_pieces: Complete, shards: Sequence[Shard], notes: Sequence[str],
             ) -> dict[str, Any]:
-    encoded = [unit for unit, _, _ in pieces.held(there)]
-    raw = [{"name": unit.label, "why": made.raw[unit.name]} for piece, made in there for unit in piece.units
-           if unit.name in made.raw]
+    encoded = [unit for unit, _, _ in pieces.encoded_units(complete_pieces)]
+    raw = [{"name": unit.label, "why": contents.raw[unit.name]} for piece, contents in complete_pieces for unit in piece.units
+           if unit.name in contents.raw]
     before = sum(unit.nbytes for unit in encoded)
-    after = sum(made.header.tensors[unit.full(leaf)].nbytes for unit, _, made in pieces.held(there)
+    after = sum(contents.header.tensors[unit.full(leaf)].nbytes for unit, _, contents in pieces.encoded_units(complete_pieces)
                 for leaf in codecs.LEAVES[aim.format])
     return {"out": str(out), "format": aim.format, "units": len(encoded), "matrices": sum(len(unit.parts) for unit in encoded),
             "raw": raw, "nbytes_before": before, "nbytes_after": after,
