@@ -26,7 +26,7 @@ from tests.support.formats import Case, cases
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
            "gfx942": GPUTarget("hip", "gfx942", 64)}
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int16: "*i16",
-            torch.int8: "*i8", torch.uint8: "*u8"}
+            torch.int8: "*i8", torch.uint8: "*u8", torch.uint16: "*u16", torch.uint32: "*u32"}
 KINDS = ("dequantize", "linear")
 SHAPE = (4096, 4096)
 FUSED = r"\bfma\.rn\.f32|\bv_(?:pk_)?fma(?:c|mk|ak)?_f32|\bv_mac_f32"

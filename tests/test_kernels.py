@@ -186,6 +186,7 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
              *(f"{name}.bitsandbytes-block64" for name in ("nf4", "nf4_nested", "bnb_fp4", "bnb_fp4_nested")),
              *(f"{name}.hqq-bits{bits}-group64-scale_typef16" for name in ("hqq", "hqq_axis0") for bits in (4, 2, 1)),
              *(f"{name}-bits3-group64-scale_typef16" for name in ("hqq_axis0.hqq_3bit", "hqq.planar")),
+             *(f"mlx.planar-bits{bits}-group64-scale_typebf16" for bits in (3, 5, 6)),
              *(f"int4pack.{tiles}-group128-scale_typebf16" for tiles in ("tinygemm", "tile_packed")),
              *(f"int4pack.cpu_{isa}-group128-scale_type{kind}" for isa in ("avx512", "avx2", "scalar")
                for kind in ("bf16", "f32")),

@@ -314,7 +314,7 @@ def test_integers_round_to_nearest_even_and_are_cut(name: str, eighths: int) -> 
 
 
 def test_names_of_types() -> None:
-    known = {*FLOATS, *(f"u{bits}" for bits in range(1, 17)), *(f"i{bits}" for bits in range(2, 33))}
+    known = {*FLOATS, "u32", *(f"u{bits}" for bits in range(1, 17)), *(f"i{bits}" for bits in range(2, 33))}
     odd = {"", "u", "i", "u0", "i0", "u04", "u4 ", " u4", "u4\n", "U4", "u4i4", "u-4", "f8", "e4m3fn", "int8", "u٤"}
     tried = {f"{sign}{bits}" for sign in "uif" for bits in range(120)} | known | odd
     found = {name for name in tried if number(name) is not None}

@@ -222,7 +222,8 @@ def _named(folder: Folder, layer: Layer, aim: Aim) -> _Named:
     Raises RewriteError where the storage cannot hold the layer.
     """
     dtypes = {dtype: name for name, dtype in torch_dtypes().items()}
-    layouts = [layout for storages in description(target(layer, aim).name).variants.values() for layout in storages.values()]
+    storages = [item for variant in description(target(layer, aim).name).variants.values() for item in variant.items()]
+    layouts = [layout for _, layout in sorted(storages, key=lambda item: item[0] == aim.storage)]   # its own names come last
     aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
     format, params = target(layer, aim).name, params_in(layer, aim)
     stated = header.rule(format, aim.storage, params) is not None

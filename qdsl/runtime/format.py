@@ -149,8 +149,10 @@ class Format:
             whole = (n, k) == tuple(given)
         except (TypeError, ValueError, OverflowError):
             whole = False
-        if not whole or min(n, k) < 0 or n * k >= LARGEST:
-            raise FormatError(f"{self.name}: shape is (N, K), of fewer than 2^60 weights, not {given!r}")
+        if not whole:
+            raise FormatError(f"{self.name}: shape is (N, K), not {given!r}")
+        if min(n, k) < 0 or n * k >= LARGEST:
+            raise FormatError(f"{self.name}: shape {given!r} is negative, or has 2^60 weights or more")
         return n, k
 
     def unfilled(self, packed: Match | PackedWeight) -> dict[str, Tensor]:

@@ -32,9 +32,9 @@ RESERVED = frozenset({
     "lanes", "Lanes", "many", "narrow", "Narrow", "Pairs", "records", "planar", "codebook", "Table",
     "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
-    "absmax", "absmax_level", "signmax", "minmax", "affine", "meansign", "kquant_minmax", "kquant_signmax", "nearest",
-    "nested_absmax", "block_levels", "float_zero", "float_middle", "scaled_zero", "ternary", "unit_absmax", "unit_level",
-    "unit_level_nested", "kquant_levels", "grid_signs", "grid_shifts",
+    "absmax", "absmax_level", "signmax", "minmax", "affine", "edge_affine", "meansign", "kquant_minmax", "kquant_signmax",
+    "nearest", "nested_absmax", "block_levels", "float_zero", "float_middle", "scaled_zero", "ternary", "unit_absmax",
+    "unit_level", "unit_level_nested", "kquant_levels", "grid_signs", "grid_shifts",
     "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
     *FLOATS,
 })
