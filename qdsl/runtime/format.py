@@ -152,7 +152,7 @@ class Format:
         if not whole:
             raise FormatError(f"{self.name}: shape is (N, K), not {given!r}")
         if min(n, k) < 0 or n * k >= LARGEST:
-            raise FormatError(f"{self.name}: shape {given!r} is negative, or has 2^60 weights or more")
+            raise FormatError(f"{self.name}: shape is (N, K), not {given!r}: sizes are not negative, and weights fewer than 2^60")
         return n, k
 
     def unfilled(self, packed: Match | PackedWeight) -> dict[str, Tensor]:
