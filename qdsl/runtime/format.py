@@ -179,12 +179,16 @@ class Format:
                 if is_spilled(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
 
     def _choose(self, found: Sequence[Match]) -> Match:
-        """The only match; among several of one storage, the one with default parameters where they are open."""
+        """The only match; of several of one storage and shape the one with default parameters where they are open."""
         storages = list(dict.fromkeys(match.storage for match in found))
         if len(storages) > 1:
             told = {match.storage: "".join(f" {key}={match.params[key]}" for key in self.by) for match in found}
             listed = " and ".join(f"{storage}{told[storage] if len(set(told.values())) > 1 else ''}" for storage in storages)
             raise FormatError(f"{self.name}: the tensors fit the storages {listed}; say which with storage=")
+        shapes = {match.shape: ", ".join(f"{key}={value}" for key, value in match.params.items()) for match in reversed(found)}
+        if len(shapes) > 1:
+            listed = " or ".join(f"{list(shape)} with {params}" for shape, params in reversed(shapes.items()))
+            raise FormatError(f"{self.name}: the tensors fit {listed}; give parameters or shape=(N, K)")
         fits = {name: list(dict.fromkeys(match.params[name] for match in found)) for name in self.params}
         wanted = {name: meant(fit, self.params[name][0]) for name, fit in fits.items()}
         for match in found:
@@ -559,7 +563,7 @@ class Format:
                 return self._packed(storage, tensors, packed.shape, chosen)
             self.storage(storage, packed.params)
             missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
-            self._check_shape(storage, packed.variant.storages[storage], packed.shape, packed.sizes,
+            self._check_shape(storage, packed.variant.storages[storage].opened, packed.shape, packed.sizes,
                               packed.variant.fields.keys() - missing - {*packed.layout.where})
             return self._packed(storage, convert.convert(self, packed, storage), packed.shape, packed.params)
         except FormatError as error:
