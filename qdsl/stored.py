@@ -299,8 +299,9 @@ def _said(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given]
     return None
 
 
-def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """N and K from the axes that decide them, else from how many elements a tensor has.  sizes: the block lengths that are known."""
+def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], sizes: Mapping[str, int],
+            ) -> tuple[int, int]:
+    """N and K from the axes that decide them, else from how many elements a tensor has.  sizes: block lengths that are known."""
     dims: dict[str, tuple[int, str]] = {}
     for name, tensor in tensors.items():
         shown = layout[name].seen if len(layout[name].seen) == len(tensor.shape) else layout[name].axes

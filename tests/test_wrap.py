@@ -1,4 +1,4 @@
-"""Tensors that say N and K by the shapes of files, by block lengths or by how many elements they have; and storages with streams."""
+"""Tensors that say N and K by the shapes of files, by block lengths or how many elements they have; storages with streams."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_block_lengths_and_counts(tmp_path: Path) -> None:
 
 def test_parameters_that_mean_several_shapes() -> None:
     packed = mlx.quantize(torch.zeros(8, 256), bits=4, group=64)
-    with pytest.raises(FormatError, match=r"\[8, 256\] with bits=4, group=64, scale_type=bf16 or \[8, 128\] with bits=8, group=32"):
+    with pytest.raises(FormatError, match=r"\[8, 256\] with bits=4, group=64, .* or \[8, 128\] with bits=8, group=32"):
         mlx.wrap(packed.tensors)
     assert mlx.wrap(packed.tensors, bits=4).shape == mlx.wrap(packed.tensors, (8, 256)).shape == (8, 256)
 

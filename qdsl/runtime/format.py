@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.numbers import number
-from qdsl.runtime import convert, experts, launch, lookup, ops, order, streams, tiles
+from qdsl.runtime import convert, experts, int4, launch, lookup, ops, order, streams, tiles
 from qdsl.runtime.adopt import adopt
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
@@ -616,6 +616,15 @@ class Format:
         new = self.empty(packed.shape, PLANAR, "meta", given, **packed.params).nbytes
         limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12
         return f"{size} bytes would become {new}" if new > size * limit else ""
+
+    def for_device(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+        """An int4 weight of any format as torch's fused operation of its device, a CPU or an XPU, reads it; `linear` calls that.
+
+        The result's format is int4pack on a CPU, int_group on an XPU: multiply with `result.format.linear`.  dtype: of x, in
+        which scales are stored, rounded where it does not hold them; `notes` says so.  Columns lie by groups, `linear` moves
+        those of x (act-order); groups of more than 256 are cut.  Raises FormatError where torch has no such operation.
+        """
+        return int4.for_device(packed, dtype)
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
                batch_invariant: bool = False, input_scale: float | None = None) -> Tensor:
