@@ -70,7 +70,8 @@ def compiled(case: Case, kind: str, target: str, optional: bool, dtype: str) -> 
     loop = text[text.index("scf.for"):text.rindex("scf.yield")] if "scf.for" in text else ""
     assembly = made.asm["ptx"] if "ptx" in made.asm else made.asm["amdgcn"]
     return {"kernel": f"{case} {kind}", "target": target, "optional": optional, "dtype": dtype,
-            "large": constants.get("LARGE", False), "moves_in_loop": loop.count("convert_layout"), "shared_in_loop": loop.count("local_alloc"),
+            "large": constants.get("LARGE", False), "moves_in_loop": loop.count("convert_layout"),
+            "shared_in_loop": loop.count("local_alloc"),
             "fused": len(re.findall(FUSED, assembly)),
             "loads": dict(Counter(re.findall(r"(?:ld\.global[\w.:]*|global_load_\w+|buffer_load_\w+)", assembly)))}
 
