@@ -120,4 +120,4 @@ def test_last_row_of_x(mode: str, shape: tuple[int, int, int]) -> None:
     live = out[-1, -16:] != 0
     wanted = (x[-1:].double() @ weight.double().t())[0]
     assert live.any() and torch.allclose(out[-1, -16:][live].double(), wanted[live], rtol=2 ** -9)
-    assert not out[0].any()
+    assert mode == "quantized" or not out[0].any()               # of x's codes only the last program's are made
