@@ -20,6 +20,7 @@ from qdsl.runtime.layout import PLANAR, Storage, Variant
 from qdsl.runtime.linear import mode_of, tile_weights
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.packed import FormatError, PackedWeight, damage, said
+from qdsl.runtime.private_apis import storage_key
 from qdsl.runtime.requantize import Report, compare
 from qdsl.shapes import Axis, extents
 from qdsl.spilled import LOST, is_spilled
@@ -34,7 +35,7 @@ def _is_own_memory(out: Tensor, packed: PackedWeight) -> bool:
         return True
     if any(step == 0 and size > 1 for step, size in zip(out.stride(), out.shape, strict=True)):
         return False
-    return all(tensor.layout is not torch.strided or tensor.untyped_storage()._cdata != out.untyped_storage()._cdata
+    return all(tensor.layout is not torch.strided or storage_key(tensor) != storage_key(out)
                for tensor in packed.tensors.values())
 
 

@@ -12,6 +12,7 @@ from qdsl.runtime.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.ops import is_plain
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.pickling import picklable, unpickled
+from qdsl.runtime.private_apis import is_fsdp_shard
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
@@ -108,7 +109,7 @@ class PackedModule(nn.Module):
         stored = self._parameters.get("weight")
         if stored is None or torch.compiler.is_compiling():      # dynamo takes the class for the one that StoredWeight claims
             return NoWeight(self, None if stored is None else stored.shape)
-        return stored if hasattr(stored, "_local_tensor") else StoredWeight(self)
+        return stored if is_fsdp_shard(stored) else StoredWeight(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module does; another packed layer's `weight`, as tying assigns it, is its stored tensor."""
