@@ -94,7 +94,7 @@ def open(path: Path | str, shapes: Mapping[str, Sequence[int]] | None = None, ve
 
     Its `.layers`, `.layer(name)`, `.weight(name)`, `.weights()` and `.report()` read weights as they are packed, mapped and not
     copied.  shapes: (N, K), or (E, N, K) of experts, by the names of modules whose tensors do not state them.
-    verify: read all files first, and compare them with the checksums that qdsl wrote into the folder.  Raises
+    verify: read all files first, and compare them with the checksums that qdsl wrote with them.  Raises
     qdsl.checkpoint.safetensors.CheckpointError for anything that is wrong in the files, OSError where they cannot be read.
     """
     from qdsl.checkpoint.checkpoint import open_checkpoint
@@ -127,7 +127,7 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
     rename: what the model calls a weight of the checkpoint, None for one to be left out; a mapping replaces prefixes of names.
     device: for all weights; by default that of each parameter, the CPU for those on meta.  dtype: of plain floats and of
     products; by default each parameter's.  verify: first decode every stream, check every
-    index, and compare all files with the checksums that qdsl wrote into the folder, where there are any.  copy: own the weights;
+    index, and compare all files with the checksums that qdsl wrote with them, where there are any.  copy: own the weights;
     by default those on a CPU stay mapped from the files, privately: the files must not be changed while the model lives.
     format, options: quantize plain Linear layers in a format on the way.  skip: patterns of names, or of parts of them, whose
     layers become dense, packed ones too; by default heads, embeddings, norms and routers are not quantized on the way.

@@ -696,7 +696,7 @@ def test_a_full_disk_is_said_before_the_work(sharded: Path, tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'out'}/.*\.part'"):
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'out'}/"):
         convert(sharded, tmp_path / "out")
     assert not [name for name in folders.files(tmp_path / "out") if "part" in name or "safetensors" in name]
     monkeypatch.undo()

@@ -21,6 +21,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from qdsl.checkpoint import safetensors
+from qdsl.checkpoint.crc import FILE
 from qdsl.checkpoint.gguf import GgufFile
 from qdsl.cli import app
 from qdsl.files import journal_of
@@ -325,11 +326,11 @@ def test_an_interrupted_run_is_continued(folder: Path, monkeypatch: pytest.Monke
 
     with pytest.raises(KeyboardInterrupt):
         run.quantize_file(source, planned, options, Path("out.gguf"), tell=tell)
-    assert Path("out.gguf").read_bytes() == b"before" and len(os.listdir()) == 5
+    assert Path("out.gguf").read_bytes() == b"before" and len(os.listdir()) == 6
     before, told = told[:-1], []
     assert run.quantize_file(source, planned, options, Path("out.gguf"), tell=lambda done, name: told.append(name)) == whole
     assert before + told == [step.tensor.name for step in planned.steps] and len(before) > 2 < len(told)
-    assert sorted(os.listdir()) == ["in.gguf", "out.gguf", "whole.gguf"]
+    assert sorted(os.listdir()) == ["in.gguf", *(name + end for name in ("out.gguf", "whole.gguf") for end in ("", f".{FILE}"))]
     assert Path("out.gguf").read_bytes() == Path("whole.gguf").read_bytes()
 
 
@@ -363,7 +364,7 @@ def test_an_unfinished_file_is_believed_where_it_is_whole(folder: Path, damage: 
         journal.write_text('{"name": []}\n[]\n')
     quantized("whole.gguf")
     quantized("out.gguf")
-    assert sorted(os.listdir()) == ["in.gguf", "out.gguf", "whole.gguf"]
+    assert sorted(os.listdir()) == ["in.gguf", *(name + end for name in ("out.gguf", "whole.gguf") for end in ("", f".{FILE}"))]
     assert Path("out.gguf").read_bytes() == Path("whole.gguf").read_bytes()
 
 

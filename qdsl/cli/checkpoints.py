@@ -61,7 +61,7 @@ def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first o
 
 @app.command()
 def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one file, or a GGUF file.")],
-           b: Annotated[Path | None, input_argument("Another; without it, a folder is compared with its checksums.")] = None,
+           b: Annotated[Path | None, input_argument("Another; without it, A is compared with its checksums.")] = None,
            jobs: Jobs = None,
            decoded: Annotated[bool, typer.Option("--decoded", help="Compare the weights that quantized layers stand for, "
                                                                    "whatever their formats and storages.")] = False,
@@ -70,8 +70,8 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
            as_json: Json = False) -> None:
     """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read.
 
-    A GGUF file is compared with the model that it was made of: errors must be those of its types.  A folder alone is compared
-    with the checksums that qdsl wrote into it.
+    A GGUF file is compared with the model that it was made of: errors must be those of its types.  A checkpoint alone is
+    compared with the checksums that qdsl wrote with it.
     """
     from qdsl.checkpoint import verify as verifying
     from qdsl.processes import processors
@@ -105,13 +105,13 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
     _print_differences(differences, f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal", as_json)
 
 
-def _verify_checksums(folder: Path, as_json: bool) -> None:
-    """Print which tensors of a folder are damaged.  Raises typer.Exit where there are any."""
-    from qdsl.checkpoint import checksums, verify
+def _verify_checksums(path: Path, as_json: bool) -> None:
+    """Print which tensors of a checkpoint are damaged.  Raises typer.Exit where there are any."""
+    from qdsl.checkpoint import checksums
     from qdsl.progress import progress
 
-    with reported(2), progress(verify.size(folder), "B") as tell:
-        problems = checksums.damaged(folder, tell)
+    with reported(2), progress(checksums.size(path), "B") as tell:
+        problems = checksums.damaged(path, tell)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "equal": not problems, "problems": problems}))
     else:

@@ -114,12 +114,14 @@ class Format:
 
     # -- from and to checkpoints --------------------------------------------------------------------------------------
 
-    def wrap(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None, storage: str | None = None,
-             **params: int | str) -> PackedWeight:
+    def wrap(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None, storage: str | None = None, *,
+             verify: bool = False, **params: int | str) -> PackedWeight:
         """A checkpoint's own tensors, by their names, as a weight; nothing is copied.
 
         shape is (N, K), needed only where the tensors do not decide it.  Parameters and storage are found from dtypes and
-        shapes; given ones are checked.  Raises FormatError with the tensor, what it is, and what the format needs.
+        shapes; given ones are checked.  Indices are checked here: wrap tensors again that were changed in place.
+        verify: decode every stream, too.  Tensors hold no checksums of numbers: `qdsl.open` has them from files.
+        Raises FormatError with the tensor, what it is, and what the format needs.
         """
         self.complete(params)
         for name in OF_X:
@@ -142,7 +144,10 @@ class Format:
         empty = self.unfilled(match)
         notes += [f"tensor '{name}' has one value for all columns and tells no groups apart: taken for missing" for name in empty]
         held = {name: tensor for name, tensor in match.tensors.items() if name not in empty}
-        return self._packed(match.storage, held, match.shape, match.params, notes, names)
+        packed = self._packed(match.storage, held, match.shape, match.params, notes, names)
+        if verify:
+            packed.open()
+        return packed
 
     def _shape(self, given: Sequence[int]) -> tuple[int, int]:
         try:
