@@ -929,7 +929,7 @@ def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -
         "note: pytorch_model.bin holds other weights, and was not copied", "2 layers from int_group.gptq_v2 to int_group.awq",
         f"written  {tmp_path / 'out'}: 2 files of tensors, {size} bytes"])
     again = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out")
-    assert again.exit_code == 1 and "exists already, and no interrupted run left it; --force replaces" in again.stderr
+    assert again.exit_code == 2 and "exists already, and no interrupted run left it; --force replaces" in again.stderr
     asked = ("--requantize", "fp8_block", "--param", "bn=32", "-o", tmp_path / "fp8", "-j", "1")
     found = command("convert", sharded, *asked, "--json")
     data = json.loads(found.stdout)
@@ -955,7 +955,7 @@ def test_parameters_are_numbers_words_and_truths(sharded: Path, tmp_path: Path, 
     monkeypatch.setattr("qdsl.cli.convert.print_converted", lambda *_: None)
     found = command("convert", sharded, "--requantize", to, "--param", given, "-o", tmp_path / "out")
     if isinstance(expected, str):
-        assert found.exit_code == 1 and found.stderr.startswith(expected) and not aims
+        assert found.exit_code == 2 and found.stderr.startswith(expected) and not aims
     else:
         assert found.exit_code == 0
         assert all(aims[0].params[key] == value and type(aims[0].params[key]) is type(value) for key, value in expected.items())

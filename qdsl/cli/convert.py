@@ -53,9 +53,10 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
 
     part = None if shard is None else read_part(shard)
     if (to is None) == (requantize is None) or (param and to):
-        fail("error: give --to, or --requantize and perhaps --param", 2)
-    with reported(), exit_on_sigterm(), Folder(folder) as source:
+        fail("give --to, or --requantize and perhaps --param", 2)
+    with reported(2):
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])))
+    with reported(), exit_on_sigterm(), Folder(folder) as source:
         report = run.convert(source, layers(source), aim, out, jobs=jobs or processors(), part=part, force=force,
                              tell=partial(progress, unit="B"))
     print_converted(report, as_json, "" if part is None else f"part {shard} of ")
