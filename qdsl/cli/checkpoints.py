@@ -38,7 +38,7 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
         raise typer.Exit(1)
     if shared_memory is not None and not all(fits(group) for model in models for group in model.get("groups", ())):
         raise typer.Exit(1)
-    if strict and any(model["notes"] or model.get("contradictions") for model in models):
+    if strict and any(model["notes"] or model.get("contradictions") or model.get("unknown") for model in models):
         raise typer.Exit(3)
 
 
