@@ -351,7 +351,8 @@ class _Finder:
 
     def _given(self, tensors: Mapping[str, str]) -> dict[str, Given]:
         entries = {leaf: self.folder.entry(full) for leaf, full in tensors.items()}
-        dtypes = {leaf: "I64" if leaf in self.shapes_said and entry.dtype == "I32" else entry.dtype for leaf, entry in entries.items()}
+        dtypes = {leaf: "I64" if leaf in self.shapes_said and entry.dtype == "I32" else entry.dtype
+                  for leaf, entry in entries.items()}
         return {leaf: Given(torch_name(dtypes[leaf]), entry.shape) for leaf, entry in entries.items()}
 
     def _ways(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,

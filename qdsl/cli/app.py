@@ -186,6 +186,18 @@ def read_part(text: str) -> tuple[int, int]:
     return int(place), int(count)
 
 
+def read_patterns(patterns: list[str] | None) -> tuple[str, ...]:
+    """The regular expressions of --ignore.  Exits with code 2 for one that is none."""
+    import re
+
+    for pattern in patterns or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            fail(f"--ignore '{pattern}' is no regular expression: {error}", 2)
+    return tuple(patterns or ())
+
+
 def print_report(report: dict[str, Any], as_json: bool) -> bool:
     """Print a report as JSON, or else its notes.  Returns whether it is printed whole."""
     if as_json:

@@ -21,6 +21,7 @@ from qdsl.cli.app import (
     print_table,
     read_param,
     read_part,
+    read_patterns,
     refuse_options,
     reported,
 )
@@ -139,7 +140,6 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
                      component: list[str] | None, jobs: int | None, shard: str | None, force: bool, svg: Path | None,
                      as_json: bool) -> None:
     """Write a folder of plain safetensors with its Linear layers in a format."""
-    import re
     from functools import partial
 
     from qdsl.convert import run
@@ -151,14 +151,10 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
 
     if out is None:
         fail("say with --out which folder to write", 2)
-    for pattern in ignore or ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            fail(f"--ignore '{pattern}' is no regular expression: {error}", 2)
+    patterns = read_patterns(ignore)
     part = None if shard is None else read_part(shard)
     with reported(2):
-        aim = aimed(to, True, dict(map(read_param, param or [])), tuple(ignore or ()), tuple(component or ()))
+        aim = aimed(to, True, dict(map(read_param, param or [])), patterns, tuple(component or ()))
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)
