@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from qdsl.analyze import launches, report
-from qdsl.runtime import configure, launch
+from qdsl.runtime import configure, experts, launch
 from qdsl.runtime.call import Call
 
 SHAPE = (4096, 4096)
@@ -41,6 +41,10 @@ def every() -> Iterator[tuple[str, str, Call]]:
     yield "fp8_block 512", "sm_80", quantized("fp8_block", 512)
     for title, call in few():
         yield title, "sm_90", call
+    for rows in (16, 128):
+        x, w, out = meta(64, SHAPE[1]), meta(8 * 1024, SHAPE[1]), meta(64, 1024)
+        call = experts.matmul_call(x, w, None, meta(64, dtype=torch.int64), meta(12, 3, dtype=torch.int32), out, rows)
+        yield f"decoded experts {rows}", "sm_90", call
 
 
 if __name__ == "__main__":

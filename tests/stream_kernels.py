@@ -21,7 +21,7 @@ from qdsl.analyze import report, sass
 from qdsl.analyze.compile import compiled, specialised
 from qdsl.analyze.gpus import arch_of
 from qdsl.analyze.launches import weight
-from qdsl.runtime import configure, launch
+from qdsl.runtime import configure, launch, streams
 from qdsl.runtime.call import Call
 
 SHAPE = (4096, 4096)
@@ -36,6 +36,9 @@ def launches(form: str) -> Iterator[tuple[str, Call]]:
         yield "decode", call
         if "LEVELS" in call.constants:
             yield "decode, three levels", replace(call, constants={**call.constants, "LEVELS": 3})
+    if form != "df11":                                           # the symbols of chosen experts
+        for call in streams.open_calls(packed, torch.empty(512, dtype=torch.int64, device="meta"))[1]:
+            yield "symbols", call
     for rows in (1, 16) if form != "df11" else ():
         x, out = (torch.empty(rows, size, dtype=torch.bfloat16, device="meta") for size in (k, n))
         yield from ((f"{rows} rows", call) for call in launch.linear_calls(x, packed, None, out))

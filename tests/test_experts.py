@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from qdsl.generated import fp8_block, hlane, int8_channel, q4_0
+from qdsl.generated import df11, fix4, fp8_block, hlane, int8_channel, nf4, q4_0
 from qdsl.models.experts import Experts, routed_sum
-from qdsl.runtime import FormatError, PackedWeight, configure, experts, launch, ops
-from tests.support.formats import Case, cases, random_packed, shuffled_fields
+from qdsl.runtime import FormatError, PackedWeight, experts, launch, ops, streams
+from tests.support.formats import SHIPPED, Case, cases, random_packed, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -116,28 +117,112 @@ def test_one_launch_serves_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens on a GPU: the kernel's bits, from offsets as they come; and the loop where gradients are wanted."""
     packed, offsets = experts_of(CASES[0], 4, 128, 256), offsets_of(ROWS[0])
     x, bias = x_of(offsets[-1], 256, torch.float16), x_of(4, 128, torch.float16, 3)
-    assert experts._is_fused(x, packed, bias, 4) is not INTERPRETED
-    assert not experts._is_fused(x.float().requires_grad_(), packed, bias, 4)
-    monkeypatch.setattr(experts, "_is_fused", lambda *arguments: True)
+    assert experts.is_on_gpu(x, bias, *packed.tensors.values()) is not INTERPRETED
+    assert not experts.is_on_gpu(x.float().requires_grad_(), bias)
+    monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
     out = torch.empty(offsets[-1], 128, dtype=x.dtype, device=DEVICE)
     launch.grouped(x, packed, experts.tile_map(torch.tensor(offsets, device=DEVICE), offsets[-1]), bias, out)
-    for given in (offsets, torch.tensor(offsets, device=DEVICE)):
-        found = experts.linear(x.t().contiguous().t(), packed, given, bias)
-        assert torch.equal(found, out)
-    close(found, x, packed, offsets, bias)
+    for border in (offsets, torch.tensor(offsets, device=DEVICE)):
+        assert torch.equal(experts.linear(x.t().contiguous().t(), packed, border, bias), out)
+    rows = torch.arange(offsets[-1], device=DEVICE).flip(0)
+    assert torch.equal(experts.linear(x.flip(0), packed, offsets, bias, rows=rows), out)
+    close(out, x, packed, offsets, bias)
+    for m, is_fused in ((4 * 16, True), (4 * 64 + 1, False)):    # more rows per expert meet experts that were decoded
+        assert experts._is_fused(x_of(1, 256, torch.float16), m, packed, 4) is is_fused
 
 
-def test_the_host_does_not_wait_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch serves few rows per expert, and while a CUDA graph is captured as many as its grid can count."""
-    packed = experts_of(CASES[0], 4, 128, 256)
-    for module, name, value in ((ops, "is_plain", True), (ops, "is_differentiated", False), (launch, "has_lanes", True),
-                                (configure, "most_rows", 16)):
-        monkeypatch.setattr(module, name, lambda *arguments, value=value, **options: value)
-    for is_captured, most in ((False, 4 * 16), (True, 8 * (launch.ROWS_OF_X - 4))):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda is_captured=is_captured: is_captured)
-        for rows in (1, most, most + 1):
-            x = SimpleNamespace(device=torch.device("cuda"), shape=(rows, 256), dtype=torch.float16, contiguous=lambda: None)
-            assert experts._is_fused(x, packed, None, 4) is (rows <= most)
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations for which a GPU's host waits."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default,
+                            torch.ops.aten.equal.default, torch.ops.aten.bincount.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize(("module", "dtype"), [(q4_0, torch.float16), (fp8_block, torch.bfloat16), (nf4, torch.float32),
+                                               (hlane, torch.bfloat16), (fix4, torch.float16), (df11, torch.float32)],
+                         ids=lambda value: value.SPEC.name if hasattr(value, "SPEC") else str(value)[6:])
+def test_decoded_experts(module: Any, dtype: torch.dtype, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that have rows are decoded and multiplied, and all are where there are more rows than experts; nothing waits."""
+    monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
+    monkeypatch.setattr(experts, "_is_fused", lambda *arguments: False)
+    monkeypatch.setattr(experts, "DECODED", 2 * 128 * 256)       # two experts at a time
+    calls = []
+    monkeypatch.setattr(launch, "dequantize", lambda packed, out: calls.append(out.shape) or dequantize(packed, out))
+    offsets = offsets_of((17, 1, 0, 2, 3, 0) if many else (0, 2, 0, 0, 1, 0))
+    packed = module.quantize(torch.randn(6 * 128, 256, generator=torch.Generator().manual_seed(0))).to(DEVICE)
+    packed = packed.open() if module is df11 else packed         # its kernel decodes whole weights: not the matter here
+    x, bias, borders = x_of(9, 256, dtype), x_of(6, 128, dtype, 3), torch.tensor([*offsets[:-1], offsets[-1]], device=DEVICE)
+    rows = torch.randint(9, (offsets[-1] + 1,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    with NoWaiting(), monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("the host waits for a tensor"))
+        out = experts._by_tiles(x, packed, borders, bias, True, 128, rows)
+    assert calls == [(256, 256)] * 3 if many else [(256, 256), (128, 256)]
+    dense = module.dequantize(packed, dtype).cpu().double().unflatten(0, (6, 128))
+    wide, own = x.cpu().double()[rows.cpu()], bias.cpu().double()
+    for e, (start, stop) in enumerate(pairwise(offsets)):
+        exact = wide[start:stop] @ dense[e].t() + own[e]
+        spread = wide[start:stop].abs() @ dense[e].abs().t() + own[e].abs()
+        bound = exact.abs() * torch.finfo(dtype).eps / 2 + spread * 256 * 2.0 ** -24
+        assert ((out[start:stop].cpu().double() - exact).abs() <= bound).all(), e
+    assert not out[-1].any()
+
+
+dequantize = launch.dequantize
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.path in SHIPPED], ids=str)
+def test_experts_are_taken_as_they_are_stored(case: Case) -> None:
+    """Along whichever axis a tensor has the rows of an expert, and none where all experts share it."""
+    packed = experts_of(case, 5, 128, 256)
+    if not packed.layout.streams and 128 % packed.step("N"):
+        with pytest.raises(FormatError, match="experts of 128 rows cannot be told apart"):
+            experts.linear(torch.zeros(5, 256, device=DEVICE), packed, [0, 1, 2, 3, 4, 5])
+        return
+    if packed.layout.streams and not streams.has_rows(packed, 128):
+        packed = packed.open()
+    part = experts.taken(packed, 128, torch.tensor([3, 0, 3], device=DEVICE))
+    whole = packed.format.dequantize(packed.to("cpu"), torch.float32).unflatten(0, (5, 128))
+    assert torch.equal(part.format.dequantize(part.to("cpu"), torch.float32), whole[[3, 0, 3]].flatten(0, 1))
+
+
+def test_experts_with_rows_come_first() -> None:
+    offsets = torch.tensor([0, 0, 2, 2, 5, 5])
+    chosen, borders = experts.experts_with_rows(offsets, 3)
+    assert chosen.tolist() == [1, 3, 0] and borders.tolist() == [0, 2, 5, 5]
+    chosen, borders = experts.experts_with_rows(offsets, 5)
+    assert chosen.tolist() == [0, 1, 2, 3, 4] and borders is offsets
+
+
+def test_kernels_of_decoded_experts_stay_inside() -> None:
+    """They read nothing else, and store every element once."""
+    n, k, offsets = 70, 100, torch.tensor([0, 3, 3, 20], device=DEVICE)
+    x, w, bias = x_of(7, k, torch.float16), x_of(3 * n, k, torch.float16, 1), x_of(3, n, torch.float16, 2)
+    rows, out = torch.arange(20, device=DEVICE) % 7, torch.full((20, n), torch.nan, dtype=x.dtype, device=DEVICE)
+    tiles = experts.tile_map(offsets, 20, 16)
+    with guarded(x, w, bias, rows, tiles, out) as trace:
+        experts.matmul_call(x, w, bias, rows, tiles, out, 16).run()
+    assert not INTERPRETED or (times(trace.stores, out) == 1).all()
+    exact = torch.cat([x[rows[a:b]].double() @ w[e * n:e * n + n].double().t() + bias[e].double()
+                       for e, (a, b) in enumerate(pairwise(offsets.tolist()))])
+    torch.testing.assert_close(out.double(), exact, rtol=2.0 ** -10, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weighted_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel and of torch, where rows behind the last offset hold anything."""
+    results = x_of(10, 70, dtype)
+    results[8:] = torch.nan
+    weights, order = x_of(5, 2, torch.float32, 1), torch.randperm(10, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    offsets = torch.tensor([0, 3, 8], device=DEVICE)
+    by_torch = experts.weighted_sum(results, order, weights, offsets)
+    monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
+    by_kernel = experts.weighted_sum(results, order, weights, offsets)
+    assert by_kernel.dtype == dtype and by_kernel.shape == (5, 70) and not by_kernel.isnan().any()
+    if INTERPRETED:
+        torch.testing.assert_close(by_kernel, by_torch.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def test_gradients() -> None:
@@ -163,7 +248,7 @@ def test_experts_with_one_order_of_columns(monkeypatch: pytest.MonkeyPatch) -> N
     [to_x] = torch.autograd.grad(found.sum(), wide)
     rows = case.module.dequantize(packed, torch.float32).double().unflatten(0, (4, 24)).sum(1)
     torch.testing.assert_close(to_x, rows.repeat_interleave(torch.tensor(ROWS[0], device=DEVICE), 0))
-    monkeypatch.setattr(experts, "_is_fused", lambda *arguments: True)
+    monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
     close(experts.linear(x, packed, offsets, bias), x, packed, offsets, bias)
 
 
@@ -176,7 +261,7 @@ def test_rows_of_no_expert_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         out = experts.linear(x, packed, offsets, partial=True)
         assert not out[5:].any() and out.shape == (9, 128)
         close(out[:5], x[:5], packed, offsets, None)
-        monkeypatch.setattr(experts, "_is_fused", lambda *arguments: True)
+        monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
     assert not experts.linear(x, packed, [0, 0, 0, 0], partial=True).any()
 
 
@@ -233,7 +318,7 @@ def test_sums_of_a_router(expert_map: list[int] | None, is_input_weighted: bool)
     ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(7)])
     weights = torch.rand(7, 2, generator=generator, dtype=torch.float64)
     places = None if expert_map is None else torch.tensor(expert_map)
-    found = routed_sum(x, lambda rows, offsets: stack(rows, offsets, partial=True).relu(), count, weights, ids, places,
+    found = routed_sum(x, lambda x, offsets, tokens: stack(x, offsets, None, True, tokens).relu(), count, weights, ids, places,
                        is_input_weighted)
     exact = torch.zeros_like(x)
     for token, own in enumerate(ids.tolist()):

@@ -222,6 +222,8 @@ COUNTS = {
     "int8_channel 512 sm_90": (1.3, "IGMMA.64x128x32.S8.S8"), "int8_channel 512 sm_80": (2.3, "IMMA.16832.S8.S8.SAT"),
     "fp8_block 512 sm_80": (14.5, "HMMA.16816.F32"), "one sm_90": (2.21, "HMMA.16816.F32"),
     "experts sm_90": (2.23, "HMMA.16816.F32"),
+    "decoded experts 16 sm_90": (1.7, "HMMA.16816.F32.BF16"),
+    "decoded experts 128 sm_90": (2.6, "HGMMA.64x128x16.F32.BF16"),
 }
 
 

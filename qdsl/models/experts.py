@@ -10,30 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.models.offloaded import onloaded_by_hooks
-from qdsl.runtime.experts import host_borders
+from qdsl.runtime import ops
+from qdsl.runtime.experts import host_borders, is_on_gpu, matmul, weighted_sum
 from qdsl.runtime.layers import QuantizedLinear
 from qdsl.runtime.packed import FormatError, PackedWeight
 
 
-def routed_sum(x: Tensor, run: Callable[[Tensor, Tensor], Tensor], experts: int, topk_weights: Tensor, topk_ids: Tensor,
-               expert_map: Tensor | None = None, is_input_weighted: bool = False) -> Tensor:
+def routed_sum(x: Tensor, run: Callable[[Tensor, Tensor, Tensor | None], Tensor], experts: int, topk_weights: Tensor,
+               topk_ids: Tensor, expert_map: Tensor | None = None, is_input_weighted: bool = False) -> Tensor:
     """The weighted sums of what a router's experts make of tokens x [T, K]: [T, N] in x's dtype.
 
-    run: takes rows sorted by expert and the E + 1 offsets of experts' rows, and returns as many rows; those behind the last
-    offset count as 0.  topk_weights, topk_ids: [T, k].  expert_map: the number of each expert among the `experts` that are here,
-    -1 for others.  is_input_weighted: rows of x are weighted, not results.  The sums' order is that of the ids.
+    run: takes x, the E + 1 offsets of experts' rows, and which row of x each row is (None: they are the rows of x), sorted by
+    expert; it returns as many rows.  Those behind the last offset count as 0.  topk_weights, topk_ids: [T, k].  expert_map: the
+    number of each expert among the `experts` that are here, -1 for others.  is_input_weighted: rows of x are weighted, not
+    results.  The sums' order is that of the ids.
     """
-    tokens, chosen = topk_ids.shape
     ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
     ids, order = torch.sort(torch.where(ids < 0, experts, ids).reshape(-1), stable=True)
     offsets = torch.searchsorted(ids, torch.arange(experts + 1, device=ids.device))
-    scale = topk_weights.reshape(-1)[order, None]
-    rows = x[order // chosen]
-    rows = run((rows * scale).to(x.dtype), offsets) if is_input_weighted else run(rows, offsets) * scale
-    if expert_map is not None:
-        rows = torch.where(ids[:, None] < experts, rows, 0)
-    in_order = torch.empty_like(rows).index_copy(0, order, rows)
-    return in_order.view(tokens, chosen, -1).sum(1).to(x.dtype)
+    tokens = order // topk_ids.shape[1]
+    if is_input_weighted:
+        rows = (x[tokens] * topk_weights.reshape(-1)[order, None]).to(x.dtype)
+        return weighted_sum(run(rows, offsets, None), order, torch.ones_like(topk_weights), offsets).to(x.dtype)
+    return weighted_sum(run(x, offsets, tokens), order, topk_weights, offsets).to(x.dtype)
 
 
 class Experts(nn.Module):
@@ -127,26 +126,40 @@ class Experts(nn.Module):
         whole = torch.stack(dense) if dense else torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)
         return whole.view(*chosen.shape, *self.shape[1:])
 
-    def forward(self, x: Tensor, offsets: Tensor | Sequence[int], bias: Tensor | None = None, partial: bool = False) -> Tensor:
+    def forward(self, x: Tensor, offsets: Tensor | Sequence[int], bias: Tensor | None = None, partial: bool = False,
+                rows: Tensor | None = None) -> Tensor:
         """Rows [offsets[e], offsets[e + 1]) of x [M, K] times the transpose of expert e's weight, plus bias[e]: [M, N].
 
-        offsets: E + 1 integers from 0 to M.  bias: [E, N].  partial: results of rows behind the last offset are 0.
-        Differentiable in x and bias.
+        offsets: E + 1 integers from 0 to M.  bias: [E, N].  partial: results of rows behind the last offset are 0.  rows: int64
+        [M], which row of x [T, K] each of the M rows is.  Differentiable in x and bias.
         """
-        parts = self._linears()
+        parts, x = self._linears(), ops.autocast(x)
         if len(parts) == 1:
             with onloaded_by_hooks(parts):
-                return parts[0].format.grouped_linear(x, parts[0].packed, offsets, bias, partial)
+                return parts[0].format.grouped_linear(x, parts[0].packed, offsets, bias, partial, rows)
         if len(offsets) != self.experts + 1:
             raise FormatError(f"{len(offsets)} offsets do not divide rows of x among {self.experts} experts")
-        borders = host_borders(offsets, len(x), partial)
         n = sum(part.out_features for part in self._linears_of(0))
         if bias is not None and bias.shape != (self.experts, n):
             raise FormatError(f"bias {list(bias.shape)} does not fit {self.experts} experts of {n} rows: expected "
                               f"[{self.experts}, {n}]")
-        rows = [self._product(x[start:stop], expert, None if bias is None else bias[expert])
-                for expert, (start, stop) in enumerate(pairwise(borders)) if start < stop]
-        return torch.cat([*rows, x.new_zeros(len(x) - borders[-1], n)])
+        m = len(x if rows is None else rows)
+        if is_on_gpu(x, bias) and (m >= self.experts or torch.cuda.is_current_stream_capturing()):
+            out = x.new_zeros(m, n) if partial else x.new_empty(m, n)
+            matmul(x.contiguous(), lambda start, stop: torch.cat([self._apart(e, x.dtype) for e in range(start, stop)]),
+                   torch.as_tensor(offsets, device=x.device), None if bias is None else bias.contiguous(), rows, out)
+            return out
+        x = x if rows is None else x[rows]
+        borders = host_borders(offsets, len(x), partial)
+        results = [self._product(x[start:stop], expert, None if bias is None else bias[expert])
+                   for expert, (start, stop) in enumerate(pairwise(borders)) if start < stop]
+        return torch.cat([*results, x.new_zeros(len(x) - borders[-1], n)])
+
+    def _apart(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """The dense rows [N, K] of one expert, of weights that stayed apart."""
+        parts = self._linears_of(expert)
+        with onloaded_by_hooks(parts):
+            return torch.cat([part.format.dequantize(part.packed, dtype) for part in parts])
 
     def _product(self, x: Tensor, expert: int, bias: Tensor | None) -> Tensor:
         """x [M, K] times the transpose of one expert's weights, which stayed apart, plus bias [N]: [M, N]."""

@@ -629,16 +629,16 @@ class Format:
         return ops.linear(x, packed, bias, mode_of(quantize_x, batch_invariant, input_scale))
 
     def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None,
-                       partial: bool = False) -> Tensor:
+                       partial: bool = False, rows: Tensor | None = None) -> Tensor:
         """x [M, K], sorted by expert, times the transposed weights [E * N, K] of E experts, plus bias [E, N]: [M, N].
 
         Expert e has rows [offsets[e], offsets[e + 1]) of x and [e * N, (e + 1) * N) of the weight; offsets are E + 1 integers, a
-        list or a tensor.  On a GPU few rows per expert take one launch, without waiting for the offsets, which are trusted.
-        partial: rows of x behind the last offset belong to no expert, and their results are 0.  Differentiable in x and bias.
-        Raises FormatError where something does not fit.
+        list or a tensor.  On a GPU kernels follow the offsets there, which are trusted, without waiting for the host.
+        partial: rows behind the last offset belong to no expert, and their results are 0.  rows: int64 [M], which row of x [T, K]
+        each of the M rows is.  Differentiable in x and bias.  Raises FormatError where something does not fit.
         """
         self._own(packed)
-        return experts.linear(x, packed, offsets, bias, partial)
+        return experts.linear(x, packed, offsets, bias, partial, rows)
 
     @cached_property
     def Linear(self) -> type[QuantizedLinear]:

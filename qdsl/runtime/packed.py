@@ -137,22 +137,23 @@ class PackedWeight:
 
         On a CPU.  Other rows are decoded only where they share lanes with these.  Raises FormatError for a damaged stream.
         """
-        streamed = {name for stream in self.layout.streams.values() for name in stream.names.values()}
-        axes = {name: self.layout.tensors[name].axes for name in self.tensors if name not in streamed}
-        if any(axis.dim == "N*K" or (axis.dim == "N" and axis.by(self.sizes) > 1) for stored in axes.values() for axis in stored):
+        if not streams.has_plain_rows(self):
             return None
         with damage(self.format.name):
             plain = streams.decode_rows(self.layout, self.tensors, self.shape, rows)
-        if plain is None:
-            return None
-        tensors = dict(self.tensors)
-        for name, stored in axes.items():
-            for place, axis in enumerate(stored):
-                tensors[name] = tensors[name].index_select(place, rows) if axis.dim == "N" else tensors[name]
-        return self.derive(tensors, (len(rows), self.shape[1])).with_plain(plain)
+        return None if plain is None else self.with_plain(plain, rows)
 
-    def with_plain(self, plain: Mapping[str, Tensor]) -> PackedWeight:
-        """The weight with these tensors in place of the streams that hold them."""
+    def with_plain(self, plain: Mapping[str, Tensor], rows: Tensor | None = None) -> PackedWeight:
+        """The weight with these tensors in place of the streams that hold them.
+
+        rows: int64 [M], the rows that they are of, if not all; see streams.has_plain_rows.
+        """
+        if rows is not None:
+            tensors = dict(self.tensors)
+            for name, axes in streams.plain_axes(self).items():
+                for place, axis in enumerate(axes):
+                    tensors[name] = tensors[name].index_select(place, rows) if axis.dim == "N" else tensors[name]
+            return self.derive(tensors, (len(rows), self.shape[1])).with_plain(plain)
         found = PackedWeight(self.format, self.storage, {}, self.shape, self.params, opened=True)
         held = {**self.tensors, **plain}                         # without what operations leave out, such as the shape
         found.tensors = {name: held[name] for name in found.layout.tensors if name in held}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from qdsl.runtime.call import Call
 from qdsl.runtime.codings import huffman_lanes as lanes_launches
 from qdsl.runtime.codings import huffman_windows as windows_launches
 from qdsl.runtime.codings import window as window_launches
-from qdsl.shapes import extents
+from qdsl.shapes import Axis, extents
 
 if TYPE_CHECKING:
     from qdsl.runtime.layout import Pairs, Storage, Stream
@@ -147,16 +147,46 @@ def opened(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
     """
     if not packed.layout.streams:
         return packed, []
+    plain, calls = open_calls(packed)
+    return packed.with_plain(plain), calls
+
+
+def open_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Call]]:
+    """Plain tensors for what streams hold, and the launches that write them.  Raises FormatError.
+
+    rows: int64 [R] on the device, only these rows, in runs for which has_rows holds.
+    """
     plain: dict[str, Tensor] = {}
     calls: list[Call] = []
     for name, stream in packed.layout.streams.items():
-        shape = extents(stream.plain.axes, *packed.shape, packed.sizes)
+        launches = LAUNCHES[stream.coding]
+        shape = extents(stream.plain.axes, packed.shape[0] if rows is None else len(rows), packed.shape[1], packed.sizes)
         assert shape is not None
         plain[name] = torch.empty(shape, dtype=torch.uint8, device=packed.device)
         if plain[name].numel():
-            calls += LAUNCHES[stream.coding].open_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name],
-                                                       packed.shape)
-    return packed.with_plain(plain), calls
+            height = 1 if rows is None else launches.block_rows(packed.shape)
+            blocks = None if rows is None else (rows[::height] // height).to(torch.int32)
+            calls += launches.open_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name], packed.shape,
+                                         blocks)
+    return plain, calls
+
+
+def has_rows(packed: PackedWeight, run: int) -> bool:
+    """Whether kernels decode chosen rows alone: runs of `run` rows, from a multiple of it on."""
+    heights = [LAUNCHES[stream.coding].block_rows(packed.shape) for stream in packed.layout.streams.values()]
+    return has_plain_rows(packed) and all(height and run % height == 0 for height in heights)
+
+
+def has_plain_rows(packed: PackedWeight) -> bool:
+    """Whether every tensor beside the streams of a weight has rows of its own for each row, or serves all rows."""
+    axes = [axis for stored in plain_axes(packed).values() for axis in stored]
+    return all(axis.dim != "N*K" and (axis.dim != "N" or axis.by(packed.sizes) == 1) for axis in axes)
+
+
+def plain_axes(packed: PackedWeight) -> dict[str, Sequence[Axis]]:
+    """The axes of a weight's tensors that belong to no stream."""
+    streamed = {name for stream in packed.layout.streams.values() for name in stream.names.values()}
+    return {name: packed.layout.tensors[name].axes for name in packed.tensors if name not in streamed}
 
 
 def usual(packed: PackedWeight) -> PackedWeight:

@@ -23,10 +23,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return plain
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
 
-    def run(rows: Tensor, offsets: Tensor) -> Tensor:
-        inner = up(rows, offsets, bias)
+    def run(x: Tensor, offsets: Tensor, tokens: Tensor | None) -> Tensor:
+        inner = up(x, offsets, bias, rows=tokens)
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-        rows = self.down_proj(inner, offsets, self.down_proj_bias if self.has_bias else None)
+        rows: Tensor = self.down_proj(inner, offsets, self.down_proj_bias if self.has_bias else None)
         return self.post_expert_norm(rows) if getattr(self, "has_post_expert_norm", False) else rows
 
     return routed_sum(hidden_states, run, self.num_experts, top_k_weights, top_k_index)

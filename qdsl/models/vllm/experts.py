@@ -125,10 +125,10 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     def apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None,
               shared_experts_input: Any = None) -> Tensor:
         """The weighted sum of the rank's experts' outputs for rows of x [M, K], by their ids and weights [M, top-k]."""
-        def run(rows: Tensor, offsets: Tensor) -> Tensor:
-            wide = layer.qdsl_w13(rows, offsets, getattr(layer, "w13_bias", None), partial=True)
+        def run(x: Tensor, offsets: Tensor, tokens: Tensor | None) -> Tensor:
+            wide = layer.qdsl_w13(x, offsets, getattr(layer, "w13_bias", None), partial=True, rows=tokens)
             if self.alternating is None:
-                half = x.new_empty(len(rows), wide.shape[1] // 2 if self.is_gated else wide.shape[1])
+                half = x.new_empty(len(wide), wide.shape[1] // 2 if self.is_gated else wide.shape[1])
                 apply_moe_activation(layer.activation, half, wide)
             else:
                 half = self.alternating(wide)

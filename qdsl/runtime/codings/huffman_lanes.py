@@ -36,13 +36,23 @@ def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     return {"words": (turns * entropy.GROUP,), "starts": (chunks, cdiv(n, entropy.GROUP // per_row))}
 
 
-def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int]) -> Iterator[Call]:
-    """The launch that makes the symbols u8 [N, K]."""
+def block_rows(shape: tuple[int, int]) -> int:
+    """Rows that a program decodes."""
+    return _walk(*shape)[1]
+
+
+def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
+               ) -> Iterator[Call]:
+    """The launch that makes the symbols u8 [N, K].
+
+    blocks: int32 [B], only these blocks of rows, one after the other in out.
+    """
     n, k = shape
-    per_row, rows, walk, grid = _walk(n, k)
+    per_row, rows, walk, (programs, chunks) = _walk(n, k)
     turns = tensors["words"].numel() // entropy.GROUP
-    yield Call(kernels.symbols, (*_arguments(tensors), out, turns, n, k, *walk), {"R": per_row, "BN": rows}, grid,
-               {"num_warps": WARPS}, weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8)
+    yield Call(kernels.symbols, (*_arguments(tensors), out, turns, n, k, *walk, blocks), {"R": per_row, "BN": rows},
+               (programs if blocks is None else len(blocks), chunks), {"num_warps": WARPS},
+               weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8)
 
 
 def dequantize_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], out: Tensor) -> Iterator[Call]:

@@ -44,8 +44,14 @@ def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
             "gaps": (cdiv(5 * entropy.THREADS * blocks, 8),)}
 
 
-def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int]) -> Iterator[Call]:
-    """The launch that makes the symbols u8 [N * K]."""
+def block_rows(shape: tuple[int, int]) -> int:
+    """Rows that a program decodes: 0, for it decodes a part of the data, wherever rows begin."""
+    return 0
+
+
+def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
+               ) -> Iterator[Call]:
+    """The launch that makes the symbols u8 [N * K]; blocks: None."""
     tables, data, positions, gaps = (tensors[name].contiguous() for name in entropy.NAMES)
     threads, size = facts["threads"], data.numel()
     programs = cdiv(size, WINDOW * threads)

@@ -46,11 +46,22 @@ def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     return {"start": (cdiv(n, entropy.ROWS) + 1,), "index": (patches,), "value": (patches,)}
 
 
-def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int]) -> Iterator[Call]:
-    """The launch that makes the symbols u8 [N, K]."""
+def block_rows(shape: tuple[int, int]) -> int:
+    """Rows that a program decodes."""
+    return entropy.ROWS
+
+
+def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
+               ) -> Iterator[Call]:
+    """The launch that makes the symbols u8 [N, K].
+
+    blocks: int32 [B], only these blocks of rows, one after the other in out.
+    """
     n, k = shape
-    yield Call(kernels.symbols, (*_arguments(tensors), out, n, k), {"ROWS": entropy.ROWS, "STEP": STEP, "PATCHES": PATCHES},
-               (cdiv(n, entropy.ROWS),), {"num_warps": WARPS}, weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP)
+    yield Call(kernels.symbols, (*_arguments(tensors), out, n, k, blocks),
+               {"ROWS": entropy.ROWS, "STEP": STEP, "PATCHES": PATCHES},
+               (cdiv(n, entropy.ROWS) if blocks is None else len(blocks),), {"num_warps": WARPS},
+               weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP)
 
 
 def dequantize_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], out: Tensor) -> Iterator[Call]:

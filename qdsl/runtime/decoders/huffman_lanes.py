@@ -57,9 +57,16 @@ def begun(words, starts, total, group, groups, lane):
 
 
 @triton.jit
-def symbols(words, starts, table, out, total, N, K, groups, runs, size, R: tl.constexpr, BN: tl.constexpr):
-    """out[n, k]: the symbols of BN rows in a chunk of `size` of the `runs` that a lane has."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)[:, None]
+def symbols(words, starts, table, out, total, N, K, groups, runs, size, blocks, R: tl.constexpr, BN: tl.constexpr):
+    """out[n, k]: the symbols of BN rows in a chunk of `size` of the `runs` that a lane has.
+
+    blocks: which BN rows, of those of the weight, these are; None for all in order.
+    """
+    block = tl.program_id(0)
+    if blocks is not None:
+        block = tl.load(blocks + block)
+    n = block * BN + tl.arange(0, BN)[:, None]
+    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)[:, None]
     i = tl.arange(0, R)[None, :]
     ROWS: tl.constexpr = 32 // R
     first = tl.program_id(1) * size
@@ -68,7 +75,7 @@ def symbols(words, starts, table, out, total, N, K, groups, runs, size, R: tl.co
     for t in range(first, tl.minimum(first + size, runs)):
         p, at, bits, left = eight(address, at, last, bits, left, 0)
         k = ((t * R + i) * 8)[:, :, None] + tl.arange(0, 8)
-        tl.store(out + (n.to(tl.int64) * K)[:, :, None] + k, pairs.columns(p[0], p[1], p[2], p[3]).to(tl.uint8),
+        tl.store(out + (row * K)[:, :, None] + k, pairs.columns(p[0], p[1], p[2], p[3]).to(tl.uint8),
                  (n < N)[:, :, None] & (k < K))
 
 

@@ -40,9 +40,18 @@ def other_bits(made: tl.constexpr, rest, row, k, K8, live):
 
 
 @triton.jit
-def symbols(codes, base, start, index, value, out, N, K, ROWS: tl.constexpr, STEP: tl.constexpr, PATCHES: tl.constexpr):
-    """out[n, k]: the symbols of ROWS rows, which share a list of patches."""
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+def symbols(codes, base, start, index, value, out, N, K, blocks, ROWS: tl.constexpr, STEP: tl.constexpr,
+            PATCHES: tl.constexpr):
+    """out[n, k]: the symbols of ROWS rows, which share a list of patches.
+
+    blocks: which ROWS rows, of those of the weight, these are; None for all in order.
+    """
+    block = tl.program_id(0)
+    if blocks is not None:
+        block = tl.load(blocks + block)
+    n = block * ROWS + tl.arange(0, ROWS)[:, None]
+    out += tl.program_id(0).to(tl.int64) * ROWS * K
+    inside = tl.arange(0, ROWS)[:, None].to(tl.int64)
     K8 = tl.cdiv(K, 8)
     low = lowest(base, 0)
     for first in range(0, K8, STEP):
@@ -50,12 +59,11 @@ def symbols(codes, base, start, index, value, out, N, K, ROWS: tl.constexpr, STE
         live = (n < N) & (i < K8)
         p = eight(tl.load(codes + n.to(tl.int64) * K8 + i, live, 0), low, 0)
         k = (i * 8)[:, :, None] + tl.arange(0, 8)
-        tl.store(out + (n.to(tl.int64) * K)[:, :, None] + k, pairs.columns(p[0], p[1], p[2], p[3]).to(tl.uint8),
+        tl.store(out + (inside * K)[:, :, None] + k, pairs.columns(p[0], p[1], p[2], p[3]).to(tl.uint8),
                  live[:, :, None] & (k < K))
     tl.debug_barrier()                                           # another thread may have stored what a patch replaces
-    stop = tl.load(start + tl.program_id(0) + 1)
-    out += tl.program_id(0).to(tl.int64) * ROWS * K
-    for first in range(tl.load(start + tl.program_id(0)), stop, PATCHES):
+    stop = tl.load(start + block + 1)
+    for first in range(tl.load(start + block), stop, PATCHES):
         live, row, k, symbol = patched(first + tl.arange(0, PATCHES), stop, index, value, K)
         tl.store(out + row.to(tl.int64) * K + k, symbol.to(tl.uint8), live)
 
