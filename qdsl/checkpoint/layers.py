@@ -325,10 +325,11 @@ class _Finder:
         if key not in self.fitting:
             candidates = self._ways(given, contents, stated, shape)
             scaled = [candidate for candidate in candidates if is_cast or candidate.has_scale]
-            if candidates and not scaled and stated is not None:
-                self.fitting[key] = Misfit(TOLD, f"{candidates[0].label} needs a scale; given are {', '.join(given)}")
-            else:
-                self.fitting[key] = scaled or self._nearest(given, contents, stated, shape)
+            nearest = None if scaled else self._nearest(given, contents, stated, shape)
+            if candidates and nearest is not None and (stated is not None or (
+                    nearest.reached == UNKNOWN and coded[0].dtype in FLOAT8)):
+                nearest = Misfit(TOLD, f"{candidates[0].label} needs a scale; given are {', '.join(given)}")
+            self.fitting[key] = nearest or scaled
         return self.fitting[key]
 
     def _contents(self, tensors: Mapping[str, str]) -> dict[str, Any]:
@@ -698,8 +699,8 @@ def _has_names(format: Description, given: Mapping[str, Given]) -> bool:
     """Whether the names of tensors, more than 'weight' alone, are those of a storage, or of tensors that any layer may have."""
     rules = format.detect.get("tensors", {})
     names = {leaf for leaf in given if leaf not in BESIDE and leaf not in rules}
-    return not rules.keys().isdisjoint(given) or (len(names) > 1 and any(names == {*named(layout, given).values()} & names
-                                  for storages in format.variants.values() for layout in storages.values()))
+    return not rules.keys().isdisjoint(given) or (len(names) > 1 and any(
+        names <= {*named(layout, given).values()} for storages in format.variants.values() for layout in storages.values()))
 
 
 def _flat(format: Description, given: Mapping[str, Given], shape: tuple[int, int], experts: int,
