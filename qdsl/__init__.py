@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False                                            # `typing` takes longer to import than all of this
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+    from typing import Any
 
     import torch
     from torch import nn
@@ -150,6 +151,8 @@ def save_model(model: nn.Module, folder: Path | str, config: Mapping[str, Any] |
     state format, storage and every parameter.  config: the contents of config.json, by default those of the checkpoint or of
     `model.config`.  The folder must hold no weights.  Raises qdsl.models.save.SaveError before anything is written.
     """
+    from pathlib import Path
+
     from qdsl.models.save import save
 
     return save(model, Path(folder), config)
@@ -167,6 +170,7 @@ def __getattr__(name: str) -> Any:
 def _module(spec: str) -> ModuleType:
     """The module of a spec; of one that ships with qdsl the module that ships too."""
     from importlib import import_module
+    from pathlib import Path
 
     from qdsl.places import shipped
 

@@ -101,6 +101,9 @@ def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], f
             raise OutputError(f"{out}: the output is a folder that holds the input {path}")
     if target.is_file() and not force:
         raise OutputError(f"{out} exists already; --force replaces it")
+    nearest = next(folder for folder in target.parents if folder.exists())
+    if not nearest.is_dir():
+        raise OutputError(f"{out} cannot be written: {nearest} is no folder")
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
@@ -108,14 +111,12 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not target.is_file():
         raise OutputError(f"{path} cannot be written: it is no regular file")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: {target.parent} is no folder")
     return target
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, and is removed when the block fails.
+    """A new file that takes the place of `path` when the block ends, and is removed when the block fails.  Folders are created.
 
     It lies hidden in the same folder until it is on disk.  A process that is killed leaves it there as `.qdsl-*.part`; the next
     one that writes the same file removes it.  Links are followed, and the mode of a file that is replaced stays.
@@ -124,6 +125,7 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
     """
     target = regular_file(path)
     prefix = f".qdsl-{hashlib.sha256(target.name.encode(errors='surrogateescape')).hexdigest()[:12]}-"
+    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.parent / f"{prefix}{key[:16] or secrets.token_hex(8)}.part"
     _remove_abandoned(target.parent, prefix, part)
     file = _opened(part)

@@ -90,7 +90,7 @@ def test_an_output_that_exists_needs_force(job: str, inputs: Path, tmp_path: Pat
     succeed(*asked)
     whole = files(tmp_path)
     result = command(*asked)
-    assert result.exit_code == 1 and "exists already" in result.stderr and "--force" in result.stderr and files(tmp_path) == whole
+    assert result.exit_code == 2 and "exists already" in result.stderr and "--force" in result.stderr and files(tmp_path) == whole
     if (tmp_path / name).is_dir():
         (tmp_path / name / "old.safetensors").write_bytes(b"old")
         (tmp_path / name / ".hidden").write_bytes(b"mine")
@@ -102,7 +102,7 @@ def test_what_is_no_checkpoint_is_not_replaced(inputs: Path, tmp_path: Path) -> 
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
     result = command("convert", inputs / "fp8", "--to", "safetensors", "-o", tmp_path / "home", "--force")
-    assert result.exit_code == 1 and "this folder holds none" in result.stderr
+    assert result.exit_code == 2 and "this folder holds none" in result.stderr
     assert files(tmp_path) == {"home": b"", "home/letter.txt": b"dear"}
 
 
@@ -122,7 +122,7 @@ def test_standard_output_is_no_file(inputs: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     for job in ("convert", "compress", "decompress", "quantize", "dequantize"):
         result = command(*JOBS[job][0].format(inputs).split(), "-o", "-")
-        assert result.exit_code == 1 and "cannot go to standard output" in result.stderr
+        assert result.exit_code == 2 and "cannot go to standard output" in result.stderr
     shown = command("show", "q4_0", "--svg", "-")
     assert shown.exit_code == 0 and shown.stdout.startswith("<svg") and not files(tmp_path)
 
@@ -136,11 +136,11 @@ def test_what_was_begun_is_compared_with_the_request(inputs: Path, tmp_path: Pat
     succeed(*asked, "hlane", "--shard", "1/1")
     request = (tmp_path / "out" / stage.STAGE / stage.REQUEST).read_bytes()
     result = command(*asked, "fix4")
-    assert result.exit_code == 1 and "a compression to hlane was begun here" in result.stderr
+    assert result.exit_code == 2 and "a compression to hlane was begun here" in result.stderr
     succeed(*asked, "hlane")
     (tmp_path / "out" / stage.DONE).write_bytes(request)
     result = command(*asked, "fix4")
-    assert result.exit_code == 1 and "a compression to hlane is complete here" in result.stderr
+    assert result.exit_code == 2 and "a compression to hlane is complete here" in result.stderr
     (tmp_path / "out" / stage.DONE).write_bytes(request)
     succeed(*asked, "hlane")
     assert not (tmp_path / "out" / stage.DONE).exists()
@@ -324,7 +324,7 @@ def test_a_file_is_verified_by_its_checksums(job: str, inputs: Path, tmp_path: P
 
 def test_a_folder_without_checksums_cannot_be_verified_alone(inputs: Path) -> None:
     result = command("verify", inputs / "plain")
-    assert result.exit_code == 2 and "no qdsl-checksums.json states checksums" in result.stderr
+    assert result.exit_code == 1 and "no qdsl-checksums.json states checksums" in result.stderr
     with pytest.raises(CheckpointError, match=r"no qdsl-checksums\.json"):
         qdsl.open(inputs / "plain", verify=True)
     qdsl.open(inputs / "plain").close()

@@ -94,7 +94,9 @@ class Format:
         """All parameters: the given ones, checked, and the defaults of the others.  Raises FormatError."""
         for name, value in params.items():
             if name not in self.params:
-                raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}")
+                options = next(iter(self.variants.values())).options
+                raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}"
+                                  + (f", and the options {', '.join(options)} to quantize" if options else ""))
             if value not in self.params[name]:
                 raise FormatError(f"{self.name}: {name} is one of {', '.join(map(str, self.params[name]))}, not {value}")
         return {name: values[values.index(params.get(name, values[0]))] for name, values in self.params.items()}
