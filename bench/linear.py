@@ -47,6 +47,10 @@ def figures(rounds: int) -> Iterator[Figure]:
             yield from _figures(what, rows, nbytes, *times)
     for rows in (1, 32):
         yield from _fused_figures(rows, rounds)
+    sides = [Side(act_order, {"linear": linear}) for linear in (True, False)]
+    product, operation = calls(sides, rounds, same=True)
+    yield Figure(f"linear {title(*FUSED)} act-order, M = 1, int4pack.for_device, time to torch's int4 operation", "x",
+                 ratios(product, operation), 1.1, more=False)
 
 
 def _figures(what: str, rows: int, nbytes: int, dense: list[float], compiled: list[float], tiles: list[float],
@@ -82,6 +86,24 @@ def fused(name: str, storage: str, params: dict[str, Any], rows: int) -> Callabl
     weight, x = packed(name, storage, **params), _x(rows)
     layers = [FusedLinear(weight.apply(torch.clone)) for _ in range(_copies(weight.nbytes))]
     return lambda: torch.cat([layer(x) for layer in layers])
+
+
+def act_order(linear: bool) -> Callable[[], Tensor]:
+    """The weight for this machine, multiplied by `int4pack.linear`, or by torch's operation with x moved already."""
+    int4pack, int_group = format_of("int4pack"), format_of("int_group")
+    torch.set_num_threads(THREADS)
+    weight, x = packed(FUSED[0], FUSED[1], **FUSED[2]), _x(1)
+    columns = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
+    fields = int_group.unpack(weight) | {"g": columns.int() // weight.sizes["group"]}
+    made = int4pack.for_device(int_group.pack(fields, weight.storage, **weight.params), x.dtype)
+    layers = [made.apply(torch.clone) for _ in range(_copies(made.nbytes))]
+    if linear:
+        return lambda: torch.cat([int4pack.linear(x, layer) for layer in layers])
+    assert made.order is not None
+    moved, group = x.index_select(1, made.order), made.sizes["group"]
+    tensors = [[layer.tensors[name] for name in ("weight", "scales_and_zeros")] for layer in layers]
+    arguments = [(codes.view(weight.shape[0], -1), group, scales) for codes, scales in tensors]
+    return lambda: torch.cat([torch.ops.aten._weight_int4pack_mm_for_cpu(moved, *each) for each in arguments])
 
 
 def ours(name: str, storage: str, params: dict[str, Any], rows: int, compiled: bool) -> Callable[[], Tensor]:

@@ -515,7 +515,7 @@ VARIANT = Variant(
             tensors={
                 "qdata": Stored("u8", "N", "8*K/16", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 8:1@1 8@1]",)),
                 "scale": Stored("e4m3", "ceil(N/128)", "ceil(K/64)", "512", aliases=("_weight_scale",),
-                    bits=("s[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
+                    seen=("32*ceil(N/128)", "16*ceil(K/64)"), bits=("s[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
                 "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional="g", bits=("g[]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),

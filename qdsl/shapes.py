@@ -64,12 +64,12 @@ class Axis:
         """The dim, as a number."""
         return {**sizes, "N": n, "K": k, "N*K": n * k, "1": 1}[self.dim]
 
-    def solve(self, extent: int) -> int | None:
-        """The dim that an extent means, where it can mean only one."""
+    def solve(self, extent: int, sizes: Mapping[str, int] | None = None) -> int | None:
+        """The dim that an extent means, where it can mean only one.  sizes: the block lengths that are known."""
         if not self.exact or self.dim not in ("N", "K", "N*K", "1") or extent % self.words or any(
-                isinstance(part, str) for part in self.step):
+                isinstance(part, str) and part not in (sizes or {}) for part in self.step):
             return None
-        return extent // self.words * self.by({})
+        return extent // self.words * self.by(sizes or {})
 
 
 @cache

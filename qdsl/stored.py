@@ -55,7 +55,7 @@ class Stored:
     bits: where all its fields lie, as runtime/bits.py reads it; nothing where they do not lie at digits.
     adds: what an element that the file holds has more than the one whose bits these are.
     padding: the bits of an element that hold nothing, for readers of checkpoints.  seen: the axes that files give the tensor,
-    where they are others, for writers of them.
+    where they are others.
     """
 
     dtype: str
@@ -223,7 +223,7 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     there = _rows_of_experts(layout, {name: tensors[key] for name, key in keys.items()})
     chosen, dtypes = _typed(format, layout, label, there, given)
     told = _said(layout, label, there, shape) or shape
-    solved = told or _solved(layout, label, there)
+    solved = told or _solved(layout, label, there, _lengths(format, chosen))
     found: list[Fit] = []
     nearest = Misfit(0, "")
     for sizes in _open(format, chosen):
@@ -241,6 +241,13 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     if not found:
         raise nearest
     return found
+
+
+def _lengths(format: Description, given: Mapping[str, int | str]) -> dict[str, int]:
+    """The block lengths that are given, or that have one value alone."""
+    values = {name: given.get(name, format.params[name][0]) for name in format.sizes
+              if name in given or len(format.params[name]) == 1}
+    return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
 
 
 def named(layout: Mapping[str, Stored], tensors: Mapping[str, object]) -> dict[str, str]:
@@ -292,25 +299,40 @@ def _said(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given]
     return None
 
 
-def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given]) -> tuple[int, int]:
-    """N and K from the axes that decide them."""
+def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], sizes: Mapping[str, int],
+            ) -> tuple[int, int]:
+    """N and K from the axes that decide them, else from how many elements a tensor has.  sizes: block lengths that are known."""
     dims: dict[str, tuple[int, str]] = {}
     for name, tensor in tensors.items():
-        axes = layout[name].axes
-        if len(tensor.shape) != len(axes):
-            continue
-        for each, extent in zip(axes, tensor.shape, strict=True):
-            value = each.solve(extent)
+        shown = layout[name].seen if len(layout[name].seen) == len(tensor.shape) else layout[name].axes
+        for each, extent in zip(shown, tensor.shape, strict=False) if len(shown) == len(tensor.shape) else ():
+            value = each.solve(extent, sizes)
             if value is None or each.dim not in ("N", "K"):
                 continue
             known, by = dims.setdefault(each.dim, (value, name))
             if known != value:
                 raise Misfit(2, f"{label}: '{by}' {list(tensors[by].shape)} says {each.dim} = {known}, but '{name}' "
-                                f"{list(tensor.shape)} is [{layout[name].text}], so {each.dim} = {value}")
-    if missing := [dim for dim in ("N", "K") if dim not in dims]:
-        shown = ", ".join(f"'{name}' {list(tensor.shape)} is [{layout[name].text}]" for name, tensor in tensors.items())
-        raise Misfit(1, f"{label}: the tensors do not say what {' and '.join(missing)} are ({shown}); give shape=(N, K)")
-    return dims["N"][0], dims["K"][0]
+                                f"{list(tensor.shape)} is [{', '.join(axis.text for axis in shown)}], so {each.dim} = {value}")
+    solved = {dim: value for dim, (value, _) in dims.items()}
+    for name, tensor in tensors.items() if len(solved) == 1 else ():
+        solved |= _counted(layout[name].axes, prod(tensor.shape), solved, sizes)
+    if missing := [dim for dim in ("N", "K") if dim not in solved]:
+        shown_all = ", ".join(f"'{name}' {list(tensor.shape)} is [{layout[name].text}]" for name, tensor in tensors.items())
+        raise Misfit(1, f"{label}: the tensors do not say what {' and '.join(missing)} are ({shown_all}); give shape=(N, K)")
+    return solved["N"], solved["K"]
+
+
+def _counted(axes: Sequence[Axis], count: int, dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The one of N and K that is not in `dims`, from a tensor's number of elements; nothing where that does not decide it."""
+    missing = "K" if "N" in dims else "N"
+    elements, step, missing_axes = 1, 1, 0
+    for each in axes:
+        if (by := each.solve(each.words, sizes)) is None:
+            return {}
+        elements, step = elements * each.words, step * by
+        for dim in each.dim.split("*"):
+            elements, missing_axes = elements * dims.get(dim, 1), missing_axes + (dim == missing)
+    return {missing: count * step // elements} if missing_axes == 1 and elements and count * step % elements == 0 else {}
 
 
 def _open(format: Description, given: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:

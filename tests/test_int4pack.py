@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.generated import int4pack, int_group
-from qdsl.runtime import FormatError, PackedWeight, convert, tiles
+from qdsl.runtime import FormatError, PackedWeight, convert, int4, tiles
 from tests.support.formats import ROOT, same_bits
 
 DATA = ROOT / "tests" / "data" / "int4pack"
@@ -105,8 +105,9 @@ def test_rows_that_fill_no_tile(n: int) -> None:
     torchs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1).flatten()
     tile = TILES[CAPABILITY]
     packed = int4pack.pack({"q": codes, "s": torch.ones(n, 2), "z": torch.zeros(n, 2)}, "cpu_rest", group=32)
-    with pytest.raises(FormatError, match=f"N = {n} must be a multiple of {tile}"):
-        int4pack.convert(packed, STORAGES[CAPABILITY])
+    whole = int4pack.convert(packed, STORAGES[CAPABILITY]).tensors["weight"]
+    padded = torch.nn.functional.pad(codes, (0, 0, 0, -n % tile)).int()
+    assert torch.equal(whole.flatten(), torch.ops.aten._convert_weight_to_int4pack_for_cpu(padded, 1).flatten())
     parts = [packed.cut("N", n // tile * tile, n)]
     if n > tile:
         parts.insert(0, int4pack.convert(packed.cut("N", 0, n // tile * tile), STORAGES[CAPABILITY]))
@@ -145,10 +146,66 @@ def test_what_floats_do_not_hold_is_refused() -> None:
         int4pack.convert(gptq(), "tinygemm")
     with pytest.raises(FormatError, match="'q' is u8"):
         int4pack.convert(int_group.quantize(torch.randn(64, 128), "gptq_v2", bits=8, group=64), "cpu_avx2")
-    with pytest.raises(FormatError, match="int_group has group = 192; int4pack has 128, 32, 64"):
+    with pytest.raises(FormatError, match="int_group has group = 192; int4pack has 128, 32, 64, 256"):
         int4pack.convert(int_group.quantize(torch.randn(64, 192), "gptq_v2", bits=4, group=-1), "cpu_avx2")
-    with pytest.raises(FormatError, match="N = 96 must be a multiple of 64"):
-        int4pack.convert(int_group.quantize(torch.randn(96, 128), "gptq_v2", bits=4, group=64), "cpu_avx512")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes in which torch's operation multiplied."""
+    seen: list[torch.dtype] = []
+    whole = int4.product
+
+    def watched(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
+        out = whole(x, packed, bias)
+        seen.extend([] if out is None else [x.dtype])
+        return out
+
+    monkeypatch.setattr(int4, "product", watched)
+    return seen
+
+
+def assert_near(weight: PackedWeight, dtype: torch.dtype, tolerance: float) -> PackedWeight:
+    """The weight for this machine; its products are those of the weight, but for roundings of scales and of results."""
+    made = int4pack.for_device(weight, dtype)
+    n, k = weight.shape
+    x, bias = (torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(dtype) for shape in ((2, 3, k), (n,)))
+    wanted = int_group.linear(x.float(), weight, bias.float())
+    got = int4pack.linear(x, made, bias)
+    assert got.dtype == dtype and got.shape == (2, 3, n)
+    assert float((got.float() - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+    return made
+
+
+@pytest.mark.skipif(CAPABILITY not in STORAGES, reason="torch packs otherwise on this machine")
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128, 256, 512, -1])
+@pytest.mark.parametrize("storage", ["gptq_v2", "awq"])
+def test_for_device(storage: str, group: int, act_order: bool, calls: list[torch.dtype]) -> None:
+    """Any groups and any rows, also those of no tile; groups over 256 are cut, and columns of one keep its scale."""
+    weight = int_group.quantize(torch.randn(40, 1024, generator=torch.Generator().manual_seed(0)), storage, bits=4, group=group)
+    if act_order:
+        if storage == "awq" or group == -1:
+            pytest.skip("columns are in order")
+        columns = torch.randperm(1024, generator=torch.Generator().manual_seed(1))
+        weight = int_group.pack(int_group.unpack(weight) | {"g": columns.int() // group}, storage, **weight.params)
+    made = assert_near(weight, torch.bfloat16, 2 ** -7)
+    assert made.storage == STORAGES[CAPABILITY] and made.params == {"group": min(group % 1025, 256), "scale_type": "bf16"}
+    assert calls == [torch.bfloat16] and made.notes == ("scales and zeros are rounded to bfloat16",)
+    exact = int4pack.for_device(weight, torch.float32)
+    assert torch.equal(int4pack.dequantize(exact, torch.float32), int_group.dequantize(weight, torch.float32)) and not exact.notes
+    assert_near(weight, torch.float16, 2 ** -9)
+
+
+def test_for_device_of_scales_that_bfloat16_holds(calls: list[torch.dtype]) -> None:
+    weight = int_group.quantize(torch.randn(64, 256), "marlin", bits=4, group=64, scale_type="bf16")
+    made = assert_near(weight, torch.bfloat16, 2 ** -8)
+    assert not made.notes and torch.equal(int4pack.dequantize(made, torch.float32), int_group.dequantize(weight, torch.float32))
+    x = torch.randn(2, 256).bfloat16().requires_grad_()
+    int4pack.linear(x, made).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad.float(), int4pack.dequantize(made, torch.float32).sum(0), atol=0.1)
+    with pytest.raises(FormatError, match="torch has fused int4 operations for cpu and xpu, not for meta"):
+        int4pack.for_device(weight.to("meta"))
 
 
 @pytest.mark.parametrize("storage", ["gptq_v2", "xpu_int4pack"])

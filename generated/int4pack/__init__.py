@@ -22,7 +22,7 @@
     planar at scale_type = bf16: 4.25 bits per weight with group = 128
     planar at scale_type = f32: 4.5 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 19221cfa8653d776) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 e79954bc41986a69) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -39,7 +39,7 @@ FORMAT = Format(
         ("bf16",): scale_type_bf16.VARIANT,
         ("f32",): scale_type_f32.VARIANT,
     },
-    params={"group": (128, 32, 64), "scale_type": ("bf16", "f32")},
+    params={"group": (128, 32, 64, 256), "scale_type": ("bf16", "f32")},
     sizes={"group": "K"},
     detect={"config": [{"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {}}}}},
@@ -49,7 +49,7 @@ FORMAT = Format(
         "storage": "torchao", "with": {"_tensor_data_names": "tensors"}},
         {"_type": "Int4TilePackedTo4dTensor", "_data.block_size": [1, "group"], "_data.shape": ["N", "K"],
         "storage": "tile_packed", "with": {"_tensor_data_names": "tensors"}}]},
-    digest="19221cfa8653d776",
+    digest="e79954bc41986a69",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap
@@ -64,3 +64,4 @@ linear = FORMAT.linear
 grouped_linear = FORMAT.grouped_linear
 Linear = FORMAT.Linear
 Embedding = FORMAT.Embedding
+for_device = FORMAT.for_device

@@ -17,7 +17,7 @@
     cpu_rest: 4.25 bits per weight with group = 128
     planar: 4.25 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 19221cfa8653d776) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 e79954bc41986a69) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -109,60 +109,72 @@ def pack_torchao(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N/64, K, 32]; scales_and_zeros scale_type [K/group, N, 2]."""
+def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor, *, N: int) -> dict[str, Tensor]:
+    """Fields of weight uint8 [ceil(N/64), K, 32]; scales_and_zeros scale_type [K/group, 64*ceil(N/64), 2]."""
+    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
-        "z": scales_and_zeros[..., 1].t(),
-        "s": scales_and_zeros[..., 0].t(),
-        "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2),
+        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
+        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
+        "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
     }
 
 
-def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
+def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_avx512."""
-    q_split = q.unflatten(0, (-1, 2, 32))
-    r = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
+    q_split = pad(q, (0, 0, 0, -q.shape[0] % 64)).unflatten(0, (-1, 2, 32))
+    weight_bytes = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
+    scales_and_zeros_bytes = empty((64 * cdiv(N, 64), s.shape[1], 4), torch.uint8, s.device)
+    scales_and_zeros_bytes[..., 0:2] = as_type(pad(s, (0, 0, 0, 64 * cdiv(N, 64) - N)).unsqueeze(-1), torch.uint8)
+    scales_and_zeros_bytes[..., 2:4] = as_type(pad(z, (0, 0, 0, 64 * cdiv(N, 64) - N)).unsqueeze(-1), torch.uint8)
     return {
-        "weight": r,
-        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
+        "weight": weight_bytes,
+        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
     }
 
 
-def unpack_cpu_avx2(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N/32, K, 16]; scales_and_zeros scale_type [K/group, N, 2]."""
+def unpack_cpu_avx2(weight: Tensor, scales_and_zeros: Tensor, *, N: int) -> dict[str, Tensor]:
+    """Fields of weight uint8 [ceil(N/32), K, 16]; scales_and_zeros scale_type [K/group, 32*ceil(N/32), 2]."""
+    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
-        "z": scales_and_zeros[..., 1].t(),
-        "s": scales_and_zeros[..., 0].t(),
-        "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2),
+        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
+        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
+        "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
     }
 
 
-def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
+def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_avx2."""
-    q_split = q.unflatten(0, (-1, 2, 16))
-    r = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
+    q_split = pad(q, (0, 0, 0, -q.shape[0] % 32)).unflatten(0, (-1, 2, 16))
+    weight_bytes = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 2, 1)
+    scales_and_zeros_bytes = empty((32 * cdiv(N, 32), s.shape[1], 4), torch.uint8, s.device)
+    scales_and_zeros_bytes[..., 0:2] = as_type(pad(s, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
+    scales_and_zeros_bytes[..., 2:4] = as_type(pad(z, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
     return {
-        "weight": r,
-        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
+        "weight": weight_bytes,
+        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
     }
 
 
-def unpack_cpu_scalar(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N/32, K, 16]; scales_and_zeros scale_type [K/group, N, 2]."""
+def unpack_cpu_scalar(weight: Tensor, scales_and_zeros: Tensor, *, N: int) -> dict[str, Tensor]:
+    """Fields of weight uint8 [ceil(N/32), K, 16]; scales_and_zeros scale_type [K/group, 32*ceil(N/32), 2]."""
+    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
     return {
-        "z": scales_and_zeros[..., 1].t(),
-        "s": scales_and_zeros[..., 0].t(),
-        "q": spread(weight, 4).permute(0, 2, 3, 1).flatten(0, 2),
+        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
+        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
+        "q": spread(weight, 4).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
     }
 
 
-def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
+def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_scalar."""
-    q_split = q.unflatten(0, (-1, 16, 2))
-    r = (q_split[:, :, 0] | q_split[:, :, 1] << 4).permute(0, 2, 1)
+    q_split = pad(q, (0, 0, 0, -q.shape[0] % 32)).unflatten(0, (-1, 16, 2))
+    weight_bytes = (q_split[:, :, 0] | q_split[:, :, 1] << 4).permute(0, 2, 1)
+    scales_and_zeros_bytes = empty((32 * cdiv(N, 32), s.shape[1], 4), torch.uint8, s.device)
+    scales_and_zeros_bytes[..., 0:2] = as_type(pad(s, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
+    scales_and_zeros_bytes[..., 2:4] = as_type(pad(z, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
     return {
-        "weight": r,
-        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
+        "weight": weight_bytes,
+        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
     }
 
 
@@ -393,8 +405,8 @@ def _dequantize_cpu_avx512(weight, scales_and_zeros, out, N, K, group, BN: tl.co
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
     g = k // group
-    z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
+    z = tl.load(scales_and_zeros + 128 * g.to(tl.int64) * tl.cdiv(N, 64) + 1, live, 0).to(tl.float32)
+    s = tl.load(scales_and_zeros + 128 * g.to(tl.int64) * tl.cdiv(N, 64), live, 0).to(tl.float32)
     q = (tl.load(weight + 32 * k + n % 64 % 32, live, 0) >> 4 * (n % 64 // 32) & 15).to(tl.int32)
     w = (q - 8) * s + z
     tl.store(out + k, w, live)
@@ -416,8 +428,8 @@ def _linear_cpu_avx512(weight, scales_and_zeros, x, bias, out, N, K, group, BN: 
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
         g = k // group
-        z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
+        z = tl.load(scales_and_zeros + 128 * g.to(tl.int64) * tl.cdiv(N, 64) + 1, live, 0).to(tl.float32)
+        s = tl.load(scales_and_zeros + 128 * g.to(tl.int64) * tl.cdiv(N, 64), live, 0).to(tl.float32)
         q = (tl.load(weight + 32 * k + n % 64 % 32, live, 0) >> 4 * (n % 64 // 32) & 15).to(tl.int32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += ((q - 8) * s + z) * x_k
@@ -438,8 +450,8 @@ def _dequantize_cpu_avx2(weight, scales_and_zeros, out, N, K, group, BN: tl.cons
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
     g = k // group
-    z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
+    z = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32) + 1, live, 0).to(tl.float32)
+    s = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32), live, 0).to(tl.float32)
     q = (tl.load(weight + 16 * k + n % 32 % 16, live, 0) >> 4 * (n % 32 // 16) & 15).to(tl.int32)
     w = (q - 8) * s + z
     tl.store(out + k, w, live)
@@ -461,8 +473,8 @@ def _linear_cpu_avx2(weight, scales_and_zeros, x, bias, out, N, K, group, BN: tl
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
         g = k // group
-        z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
+        z = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32) + 1, live, 0).to(tl.float32)
+        s = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32), live, 0).to(tl.float32)
         q = (tl.load(weight + 16 * k + n % 32 % 16, live, 0) >> 4 * (n % 32 // 16) & 15).to(tl.int32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += ((q - 8) * s + z) * x_k
@@ -483,8 +495,8 @@ def _dequantize_cpu_scalar(weight, scales_and_zeros, out, N, K, group, BN: tl.co
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
     g = k // group
-    z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
+    z = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32) + 1, live, 0).to(tl.float32)
+    s = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32), live, 0).to(tl.float32)
     q = (tl.load(weight + 16 * k + n % 32 // 2, live, 0) >> 4 * (n % 32 % 2) & 15).to(tl.int32)
     w = (q - 8) * s + z
     tl.store(out + k, w, live)
@@ -506,8 +518,8 @@ def _linear_cpu_scalar(weight, scales_and_zeros, x, bias, out, N, K, group, BN: 
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
         live = (n < N) & (k < K)
         g = k // group
-        z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
+        z = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32) + 1, live, 0).to(tl.float32)
+        s = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32), live, 0).to(tl.float32)
         q = (tl.load(weight + 16 * k + n % 32 // 2, live, 0) >> 4 * (n % 32 % 2) & 15).to(tl.int32)
         x_k = tl.load(x + k, live, 0).to(tl.float32)
         acc += ((q - 8) * s + z) * x_k
@@ -823,29 +835,32 @@ VARIANT = Variant(
         ),
         "cpu_avx512": Storage(
             tensors={
-                "weight": Stored("u8", "N/64", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "weight": Stored("u8", "ceil(N/64)", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
+                "scales_and_zeros": Stored("scale_type", "K/group", "64*ceil(N/64)", "2",
+                    bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
-            unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), order="ret_idx",
+            unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
             kernels=Kernels(_dequantize_cpu_avx512, _linear_cpu_avx512, rows="N", units="K", last="k"),
         ),
         "cpu_avx2": Storage(
             tensors={
-                "weight": Stored("u8", "N/32", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
+                "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
+                    bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
-            unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), order="ret_idx",
+            unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
             kernels=Kernels(_dequantize_cpu_avx2, _linear_cpu_avx2, rows="N", units="K", last="k"),
         ),
         "cpu_scalar": Storage(
             tensors={
-                "weight": Stored("u8", "N/32", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+                "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
+                "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
+                    bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
-            unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), order="ret_idx",
+            unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
             kernels=Kernels(_dequantize_cpu_scalar, _linear_cpu_scalar, rows="N", units="K", last="k"),
         ),
         "cpu_rest": Storage(

@@ -466,7 +466,7 @@ VARIANT = Variant(
             tensors={
                 "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
                 "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
-                    bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
+                    seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
             kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K", last="k"),

@@ -93,12 +93,11 @@ def _authored(program: Program) -> Storage:
 
 def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:
     field = tensor.placements[0].field
-    seen = next(each.seen for each in _authored(program).tensors if each.name.value == tensor.name)
     is_index = is_plain(program, tensor) and program.field(field).number is None
     return {"dtype": "index" if is_index else tensor.kind, "axes": tensor_axes(tensor),
             **({"aliases": list(tensor.aliases)} if tensor.aliases else {}), **({"optional": field} if tensor.optional else {}),
             **({"padding": padding} if (padding := _padding(tensor)) else {}),
-            **({"seen": [each.value for each in seen]} if seen else {})}
+            **({"seen": [each.value for each in tensor.seen]} if tensor.seen else {})}
 
 
 def _padding(tensor: Tensor) -> int:

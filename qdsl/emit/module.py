@@ -146,7 +146,7 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
         lines.append(f"    detect={data(dict(spec.detect))},")
     lines.append(f'    digest="{_digest(spec)}",')
     surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "requantize", "planar", "linear", "grouped_linear",
-               "Linear", "Embedding"]
+               "Linear", "Embedding", *(["for_device"] if any(storage.transient for storage in spec.storages) else [])]
     return [*lines, ")", "SPEC = FORMAT.spec", *(f"{name} = FORMAT.{name}" for name in surface)]
 
 

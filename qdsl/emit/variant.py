@@ -92,6 +92,7 @@ def _stored(program: Program, tensor: Tensor, several: bool) -> str:
     told = [quoted(kind), *map(quoted, axes)]
     told += [f"aliases={tupled(tensor.aliases)}"] if tensor.aliases else []
     told += [f'optional="{tensor.placements[0].field}"'] if tensor.optional else []
+    told += [f"seen={tupled([axis.value for axis in tensor.seen])}"] if tensor.seen else []
     bits = bits_texts(program, tensor) if several else []
     told += [f"bits={tupled(bits)}"] if bits else []
     adds = tensor.stored.amount if several and tensor.stored is not None and tensor.stored.field is None else 0

@@ -12,7 +12,7 @@ from qdsl.ir.index import Facts, Index
 from qdsl.layout import Line, Slice
 from qdsl.numbers import Number
 from qdsl.spec.model import Spec
-from qdsl.spec.source import Span
+from qdsl.spec.source import Span, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,7 @@ class Tensor:
     """A stored tensor: records of `record_bits`, each along the word digit of an axis, in elements of `element`.
 
     `kind` is the element type as the spec names it.  omitted: it is left out where its field has the value of a missing one.
+    seen: the axes that files give it, where they are others.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Tensor:
     span: Span
     record_span: Span
     stream: Stream | None = None
+    seen: tuple[Text, ...] = ()
 
     @property
     def words(self) -> int:

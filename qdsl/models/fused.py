@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,7 +11,7 @@ from torch import Tensor, nn
 
 from qdsl.models.experts import Experts
 from qdsl.runtime.convert import default_tensors
-from qdsl.runtime.format import Format
+from qdsl.runtime.int4 import Int4Operation, format_of, native_storage, operation_for
 from qdsl.runtime.layers import QuantizedLinear
 from qdsl.runtime.linear import check_bias, check_x
 from qdsl.runtime.model import Report, replace_layers
@@ -25,80 +22,9 @@ TERMS = 3                                                        # numbers of bf
 CODES = "qweight"                                                # the parameter of a layer that holds codes
 
 
-@dataclass(frozen=True)
-class Int4Operation:
-    """A fused int4 product of torch, called with (x, codes, group size, *scales), and the weights that it reads.
-
-    name, packer: functions of torch.ops.aten; the packer makes the bytes of codes [N, K] that `name` reads on this machine.
-    format: a module of qdsl.generated.  storages: those that can have such bytes, of which `_storage` finds the one.  params:
-    parameters of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows behind the
-    last whole tile; '' where a storage takes all rows.  rows, group: what N and the group size must be multiples of.
-    dtypes: of x for which the operation is called.  split: scales are held as a sum of tensors [terms, ...] in the first of these
-    dtypes, and the operation is called once for each term.
-
-    This is the only place that knows which storage belongs to which operation.  A spec describes bytes; which function of a
-    library reads them depends on the version of that library, on the device and on the CPU.
-    """
-
-    name: str
-    format: str
-    storages: tuple[str, ...]
-    arguments: tuple[str, ...]
-    packer: str = ""
-    tail: str = ""
-    rows: int = 1
-    group: int = 32
-    params: tuple[tuple[str, str], ...] = ()
-    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
-    split: bool = False
-
-
-# On x86 torch has vector kernels for x and scales in bfloat16 alone; its loops for other dtypes are 30 to 110 times slower.  Most
-# scales are no numbers of bfloat16 and sums of two: a float16 has 11 bits, its product with a zero point 15, two terms have 16.
-OPERATIONS = {
-    "cpu": Int4Operation("_weight_int4pack_mm_for_cpu", "int4pack", ("cpu_avx512", "cpu_avx2", "cpu_scalar"),
-                         ("weight", "scales_and_zeros"), "_convert_weight_to_int4pack_for_cpu", "cpu_rest", rows=16,
-                         params=(("scale_type", "f32"),), dtypes=(torch.bfloat16,), split=True),
-    "xpu": Int4Operation("_weight_int4pack_mm_with_scales_and_zeros", "int_group", ("xpu_int4pack",),
-                         ("qweight", "scales", "qzeros")),
-}
-
-
-def operation_for(device: torch.device) -> Int4Operation:
-    """The fused int4 operation of a device.  Raises FormatError where this torch has none."""
-    operation = OPERATIONS.get(device.type)
-    if operation is None:
-        raise FormatError(f"torch has fused int4 operations for {' and '.join(OPERATIONS)}, not for {device.type}")
-    for name in filter(None, (operation.name, operation.packer)):
-        if not hasattr(torch.ops.aten, name):
-            raise FormatError(f"torch {torch.__version__} has no operation aten::{name}")
-    return operation
-
-
-def _format(operation: Int4Operation) -> Format:
-    format: Format = import_module(f"qdsl.generated.{operation.format}").FORMAT
-    return format
-
-
-@cache
-def _storage(operation: Int4Operation) -> str:
-    """The storage that has the bytes of torch's packer on this machine.  Raises FormatError where none has."""
-    if not operation.packer:
-        return operation.storages[0]
-    n, k = 128, 32
-    codes = (torch.arange(n * k) * 2654435761 // 65536 % 16).view(n, k)
-    wanted = getattr(torch.ops.aten, operation.packer)(codes.int(), 1).flatten()
-    fields = {"q": codes.byte(), "s": torch.ones(n, 1), "z": torch.zeros(n, 1)}
-    for storage in operation.storages:
-        packed = _format(operation).pack(fields, storage, group=k, **dict(operation.params))
-        if torch.equal(packed.tensors[operation.arguments[0]].flatten(), wanted):
-            return storage
-    raise FormatError(f"aten::{operation.packer} packs as none of {', '.join(operation.storages)} on this machine")
-
-
 def _parts(packed: PackedWeight, operation: Int4Operation) -> list[PackedWeight]:
     """The weight as the operation reads it: whole tiles of rows, and what is left behind them.  Raises FormatError."""
-    format, storage, n = _format(operation), _storage(operation), packed.shape[0]
+    format, storage, n = format_of(operation), native_storage(operation), packed.shape[0]
     if n % operation.rows:
         raise FormatError(f"N = {n} is no multiple of {operation.rows}, which aten::{operation.name} needs")
     if not operation.tail:

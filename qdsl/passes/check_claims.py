@@ -31,11 +31,8 @@ def check_claims(program: Program, problems: Problems) -> Program:
 
 def _check_seen(program: Program, problems: Problems) -> None:
     """A tensor has as many elements in the shape that files give it as in its own."""
-    items = {item.name.value: item for storage in program.spec.storages if storage.name.value == program.storage
-             for item in storage.tensors if item.seen}
     for tensor in program.tensors:
-        if tensor.name in items:
-            seen = items[tensor.name].seen
+        if seen := tensor.seen:
             for sample in samples(program, [var.extent for var in tensor.vars]):
                 own = prod(var.extent(sample) for var in tensor.vars) * tensor.words
                 shape = extents([axis(each.value) for each in seen], sample["N"], sample["K"], sample)

@@ -149,7 +149,7 @@ class _TensorReader:
         kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
         return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element, lines),
                       item.optional is not None, item.omitted, tuple(alias.value for alias in item.aliases), item.name.span,
-                      item.record_text.span, self.stream(element, variables, axes))
+                      item.record_text.span, self.stream(element, variables, axes), item.seen)
 
     def stream(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...]) -> Stream | None:
         """The entropy code of the tensor, which holds bytes [N, K], or [N * K]."""

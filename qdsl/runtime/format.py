@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.numbers import number
-from qdsl.runtime import convert, experts, launch, lookup, ops, order, streams, tiles
+from qdsl.runtime import convert, experts, int4, launch, lookup, ops, order, streams, tiles
 from qdsl.runtime.adopt import adopt
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
@@ -187,12 +187,16 @@ class Format:
                 if is_spilled(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
 
     def _choose(self, found: Sequence[Match]) -> Match:
-        """The only match; among several of one storage, the one with default parameters where they are open."""
+        """The only match; of several of one storage and shape the one with default parameters where they are open."""
         storages = list(dict.fromkeys(match.storage for match in found))
         if len(storages) > 1:
             told = {match.storage: "".join(f" {key}={match.params[key]}" for key in self.by) for match in found}
             listed = " and ".join(f"{storage}{told[storage] if len(set(told.values())) > 1 else ''}" for storage in storages)
             raise FormatError(f"{self.name}: the tensors fit the storages {listed}; say which with storage=")
+        shapes = {match.shape: ", ".join(f"{key}={value}" for key, value in match.params.items()) for match in reversed(found)}
+        if len(shapes) > 1:
+            listed = " or ".join(f"{list(shape)} with {params}" for shape, params in reversed(shapes.items()))
+            raise FormatError(f"{self.name}: the tensors fit {listed}; give parameters or shape=(N, K)")
         fits = {name: list(dict.fromkeys(match.params[name] for match in found)) for name in self.params}
         wanted = {name: meant(fit, self.params[name][0]) for name, fit in fits.items()}
         for match in found:
@@ -567,7 +571,7 @@ class Format:
                 return self._packed(storage, tensors, packed.shape, chosen)
             self.storage(storage, packed.params)
             missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
-            self._check_shape(storage, packed.variant.storages[storage], packed.shape, packed.sizes,
+            self._check_shape(storage, packed.variant.storages[storage].opened, packed.shape, packed.sizes,
                               packed.variant.fields.keys() - missing - {*packed.layout.where})
             return self._packed(storage, convert.convert(self, packed, storage), packed.shape, packed.params)
         except FormatError as error:
@@ -620,6 +624,15 @@ class Format:
         new = self.empty(packed.shape, PLANAR, "meta", given, **packed.params).nbytes
         limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12
         return f"{size} bytes would become {new}" if new > size * limit else ""
+
+    def for_device(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+        """An int4 weight of any format as torch's fused operation of its device, a CPU or an XPU, reads it; `linear` calls that.
+
+        The result's format is int4pack on a CPU, int_group on an XPU: multiply with `result.format.linear`.  dtype: of x, in
+        which scales are stored, rounded where it does not hold them; `notes` says so.  Columns lie by groups, `linear` moves
+        those of x (act-order); groups of more than 256 are cut.  Raises FormatError where torch has no such operation.
+        """
+        return int4.for_device(packed, dtype)
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
                batch_invariant: bool = False, input_scale: float | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from qdsl.runtime import cpu, eight, launch
+from qdsl.runtime import cpu, eight, int4, launch
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tiles import decode_rows, row_tiles
 
@@ -73,6 +73,8 @@ def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "
         return _narrow_product(x, packed, bias, _static_scale(mode))
     if mode == INVARIANT:
         return _invariant_product(x, packed, bias)
+    if (out := int4.product(x, packed, bias)) is not None:
+        return out
     if x.device.type == "cpu":
         return cpu.product(x, packed, bias)
     out = x.new_empty(x.shape[0], packed.shape[0])
