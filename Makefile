@@ -53,8 +53,8 @@ check: .venv/ready           ## lint, types, and generated modules that are what
 	$(BIN)/mypy
 	$(BIN)/qdsl build --all --check
 
-fuzz: .venv/ready            ## a minute of hostile GGUF files
-	$(BIN)/python -m tests.fuzz_gguf 60
+fuzz: .venv/ready            ## a minute of hostile files of all kinds
+	$(BIN)/python -m tests.fuzz 60
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -140,13 +140,15 @@ def encode(weight: Tensor, *, block: int) -> dict[str, Tensor]:
 
 @triton.jit
 def _dequantize_bitsandbytes(weight, weight_absmax, weight_nested_absmax, weight_nested_offset, levels, steps, out, N,
-    K, block, BN: tl.constexpr, BK: tl.constexpr):
+    K, block, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
     A program makes BN rows by BK weights.
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    if LARGE:                                                    # positions n * K + k pass 2^31
+        K = tl.cast(K, tl.int64)
     o = tl.load(weight_nested_offset)
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
@@ -159,7 +161,7 @@ def _dequantize_bitsandbytes(weight, weight_absmax, weight_nested_absmax, weight
 
 @triton.jit
 def _linear_bitsandbytes(weight, weight_absmax, weight_nested_absmax, weight_nested_offset, levels, steps, x, bias,
-    out, N, K, block, BN: tl.constexpr, BK: tl.constexpr):
+    out, N, K, block, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
     A program takes one row of x and BN rows of w, and steps along K by BK weights.
@@ -167,6 +169,8 @@ def _linear_bitsandbytes(weight, weight_absmax, weight_nested_absmax, weight_nes
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
+    if LARGE:                                                    # positions n * K + k pass 2^31
+        K = tl.cast(K, tl.int64)
     o = tl.load(weight_nested_offset)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, K, BK):

@@ -10,7 +10,7 @@
     torchao: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec fp8_channel (sha256 87ee2156664bca98) by qdsl 0.1.0.
+Built from the spec fp8_channel (sha256 1244fe9145ba3bb5) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -559,13 +559,15 @@ FORMAT = Format(
         "type": "float", "num_bits": 8, "strategy": "channel", "storage": "safetensors"},
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "storage": "safetensors"},
         {"quant_method": "fbgemm_fp8", "storage": "safetensors"},
+        {"quant_method": "quark", "global_quant_config.weight.dtype": "fp8_e4m3",
+        "global_quant_config.weight.qscheme": "per_channel", "storage": "safetensors"},
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
         "header": [{"_type": "Float8Tensor", "_data.block_size": [1, "K"], "storage": "torchao",
         "with": {"_data": {"mm_config": "null", "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="87ee2156664bca98",
+    digest="1244fe9145ba3bb5",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -11,7 +11,7 @@
     torchao: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec int8_channel (sha256 b7cb33a6d72233cc) by qdsl 0.1.0.
+Built from the spec int8_channel (sha256 b348a77755653bf1) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -662,13 +662,15 @@ FORMAT = Format(
         "storage": "safetensors",
         "with": {"input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
         "dynamic": True}}},
+        {"quant_method": "quark", "global_quant_config.weight.dtype": "int8",
+        "global_quant_config.weight.qscheme": "per_channel", "storage": "safetensors"},
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
         "header": [{"_type": "Int8Tensor", "_data.block_size": [1, "K"], "storage": "torchao",
         "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}},
         {"_type": "IntxUnpackedToInt8Tensor", "_data.block_size": [1, "K"], "storage": "torchao"}]},
-    digest="b7cb33a6d72233cc",
+    digest="b348a77755653bf1",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

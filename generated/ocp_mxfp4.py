@@ -15,7 +15,7 @@
     mlx: 4.25 bits per weight
     planar: 4.25 bits per weight
 
-Built from the spec ocp_mxfp4 (sha256 6e8b2d5fe596d9ff) by qdsl 0.1.0.
+Built from the spec ocp_mxfp4 (sha256 1aa44ac5037fd5d9) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -816,6 +816,8 @@ FORMAT = Format(
         "with": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
         "dynamic": False, "scale_dtype": "torch.uint8"}}, {"quant_method": "mxfp4", "storage": "gpt_oss"},
         {"quant_method": "modelopt", "quant_algo": ["MXFP4", "W4A8_MXFP4_FP8"], "storage": "modelopt"},
+        {"quant_method": "quark", "global_quant_config.weight.dtype": "fp4",
+        "global_quant_config.weight.qscheme": "per_group", "storage": "modelopt"},
         {"quant_method": "fp8", "expert_dtype": "fp4", "storage": "deepseek"},
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
@@ -834,7 +836,7 @@ FORMAT = Format(
         "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
         "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}}]},
-    digest="6e8b2d5fe596d9ff",
+    digest="1aa44ac5037fd5d9",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

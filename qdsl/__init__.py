@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False                                            # `typing` takes longer to import than all of this
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+    from typing import Any
 
     import torch
     from torch import nn
@@ -94,7 +95,7 @@ def open(path: Path | str, shapes: Mapping[str, Sequence[int]] | None = None, ve
 
     Its `.layers`, `.layer(name)`, `.weight(name)`, `.weights()` and `.report()` read weights as they are packed, mapped and not
     copied.  shapes: (N, K), or (E, N, K) of experts, by the names of modules whose tensors do not state them.
-    verify: read all files first, and compare them with the checksums that qdsl wrote into the folder.  Raises
+    verify: read all files first, and compare them with the checksums that qdsl wrote with them.  Raises
     qdsl.checkpoint.safetensors.CheckpointError for anything that is wrong in the files, OSError where they cannot be read.
     """
     from qdsl.checkpoint.checkpoint import open_checkpoint
@@ -127,7 +128,7 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
     rename: what the model calls a weight of the checkpoint, None for one to be left out; a mapping replaces prefixes of names.
     device: for all weights; by default that of each parameter, the CPU for those on meta.  dtype: of plain floats and of
     products; by default each parameter's.  verify: first decode every stream, check every
-    index, and compare all files with the checksums that qdsl wrote into the folder, where there are any.  copy: own the weights;
+    index, and compare all files with the checksums that qdsl wrote with them, where there are any.  copy: own the weights;
     by default those on a CPU stay mapped from the files, privately: the files must not be changed while the model lives.
     format, options: quantize plain Linear layers in a format on the way.  skip: patterns of names, or of parts of them, whose
     layers become dense, packed ones too; by default heads, embeddings, norms and routers are not quantized on the way.
@@ -150,6 +151,8 @@ def save_model(model: nn.Module, folder: Path | str, config: Mapping[str, Any] |
     state format, storage and every parameter.  config: the contents of config.json, by default those of the checkpoint or of
     `model.config`.  The folder must hold no weights.  Raises qdsl.models.save.SaveError before anything is written.
     """
+    from pathlib import Path
+
     from qdsl.models.save import save
 
     return save(model, Path(folder), config)
@@ -167,6 +170,7 @@ def __getattr__(name: str) -> Any:
 def _module(spec: str) -> ModuleType:
     """The module of a spec; of one that ships with qdsl the module that ships too."""
     from importlib import import_module
+    from pathlib import Path
 
     from qdsl.places import shipped
 

@@ -1,5 +1,62 @@
-"""`python -m qdsl`."""
+"""`qdsl` and `python -m qdsl`: the command line, which ends within a second of Ctrl-C, also while libraries are imported."""
 
-from qdsl.cli import main
+from __future__ import annotations
 
-main()
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+
+GRACE = 0.7                                                      # seconds for a command to tidy up after a signal
+
+
+def main() -> None:
+    """Run the command line.  After Ctrl-C it prints one line and exits with code 130."""
+    received: list[int] = []
+    is_reported = threading.Event()
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:    # as in the background of a shell script
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        _exit_after_signals(is_reported)
+        from qdsl.cli import main as command_line
+
+        command_line()
+    except BaseException:                                        # imports make other errors of an interrupt
+        if not received:
+            raise
+        is_reported.set()
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(128 + received[0])
+
+
+def _exit_after_signals(is_reported: threading.Event) -> None:
+    """Exit soon after SIGINT or SIGTERM even where the main thread is in a long call, which handlers of signals wait for."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        if hasattr(signal, "pthread_sigmask"):                   # the main thread alone decides when it is interrupted
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        number = 0
+        while number not in (signal.SIGINT, signal.SIGTERM):
+            number = os.read(reader, 1)[0]
+        time.sleep(GRACE)
+        with suppress(OSError):
+            if number == signal.SIGINT and not is_reported.is_set():
+                os.write(2, b"\ninterrupted\n")
+        os._exit(128 + number)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

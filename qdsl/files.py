@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,15 +34,48 @@ def digest(*values: Any) -> str:
 
 def identity(path: Path) -> list[Any]:
     """A file's name, size, time of its last change, and a digest of its first MiB, which tell a changed input."""
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         status = os.fstat(file.fileno())
         return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(file.read(1 << 20)).hexdigest()]
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of the system that name no file, as those of reads and writes, name this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def read_chunks(path: Path, start: int, nbytes: int) -> Iterator[bytes]:
+    """Bytes of a file, a MiB at a time.  Raises OSError, with the path, also for a file that is too short."""
+    with naming(path), open(path, "rb") as file:
+        file.seek(start)
+        while nbytes:
+            if not (data := file.read(min(1 << 20, nbytes))):
+                raise InputError(f"{path}: became shorter while it was read")
+            yield data
+            nbytes -= len(data)
+
+
+def check_unchanged(inputs: Mapping[Path, list[Any]]) -> None:
+    """Raise InputError where a file is gone, or another than when it was read.  inputs: the `identity` of each file then."""
+    for path, known in inputs.items():
+        if not path.is_file() or identity(path) != known:
+            raise InputError(f"{path} changed while it was read; run the same command again")
 
 
 def make_cache_folder(path: Path) -> None:
     """Make a folder below the cache folder, which others may not enter: what lies there is run."""
     cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+class InputError(OSError):
+    """An input that changed while it was read."""
 
 
 class OutputError(OSError):
@@ -68,6 +101,9 @@ def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], f
             raise OutputError(f"{out}: the output is a folder that holds the input {path}")
     if target.is_file() and not force:
         raise OutputError(f"{out} exists already; --force replaces it")
+    nearest = next(folder for folder in target.parents if folder.exists())
+    if not nearest.is_dir():
+        raise OutputError(f"{out} cannot be written: {nearest} is no folder")
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
@@ -75,14 +111,12 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not target.is_file():
         raise OutputError(f"{path} cannot be written: it is no regular file")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: {target.parent} is no folder")
     return target
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, and is removed when the block fails.
+    """A new file that takes the place of `path` when the block ends, and is removed when the block fails.  Folders are created.
 
     It lies hidden in the same folder until it is on disk.  A process that is killed leaves it there as `.qdsl-*.part`; the next
     one that writes the same file removes it.  Links are followed, and the mode of a file that is replaced stays.
@@ -91,11 +125,12 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
     """
     target = regular_file(path)
     prefix = f".qdsl-{hashlib.sha256(target.name.encode(errors='surrogateescape')).hexdigest()[:12]}-"
+    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.parent / f"{prefix}{key[:16] or secrets.token_hex(8)}.part"
     _remove_abandoned(target.parent, prefix, part)
     file = _opened(part)
     try:
-        with file:
+        with naming(path), file:
             if target.exists() and sys.platform != "win32":
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield file

@@ -10,7 +10,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -36,7 +36,8 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (start, given))
     try:
         for task in tasks:
-            waiting.append(pool.submit(work, task))
+            with _interrupts_blocked():
+                waiting.append(pool.submit(work, task))
             if len(waiting) > (2 * jobs if ahead is None else ahead):
                 yield waiting.popleft().result()
         while waiting:
@@ -44,8 +45,25 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
     except BrokenExecutor:
         why = "for want of memory, or because a file that it read was cut"
         raise ChildProcessError(f"a process ended before its work was done, perhaps {why}") from None
+    except BaseException:                                        # an interrupt does not wait for work that nobody will read
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_blocked() -> Generator[None, None, None]:
+    """Ctrl-C waits: processes that begin here inherit that, and print nothing of an interrupt while they import."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin(start: Callable[..., None] | None, given: tuple[Any, ...]) -> None:

@@ -33,7 +33,7 @@ FUSED = r"\bfma\.rn\.f32|\bv_(?:pk_)?fma(?:c|mk|ak)?_f32|\bv_mac_f32"
 
 
 def signature(case: Case, kind: str, optional: bool, dtype: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types of a kernel's arguments, and its constants, for a large layer; optional tensors there or not."""
+    """Types of a kernel's arguments, and its constants, for a large layer; optional tensors and 64-bit positions or not."""
     format = case.module.FORMAT
     storage = format.variant(case.choice).storages[case.storage].opened
     sizes = format.sizes(case.choice, SHAPE)
@@ -42,6 +42,7 @@ def signature(case: Case, kind: str, optional: bool, dtype: str) -> tuple[dict[s
     types: dict[str, str] = {}
     constants: dict[str, Any] = {"BN": bn, "BK": bk}
     names = getattr(storage.kernels, kind).arg_names
+    constants |= {"LARGE": optional} if "LARGE" in names else {}
     tables = dict(zip(names[len(storage.coded):], storage.kernels.tables, strict=False))
     for name in names:
         if name in storage.tensors:
@@ -69,7 +70,8 @@ def compiled(case: Case, kind: str, target: str, optional: bool, dtype: str) -> 
     loop = text[text.index("scf.for"):text.rindex("scf.yield")] if "scf.for" in text else ""
     assembly = made.asm["ptx"] if "ptx" in made.asm else made.asm["amdgcn"]
     return {"kernel": f"{case} {kind}", "target": target, "optional": optional, "dtype": dtype,
-            "moves_in_loop": loop.count("convert_layout"), "shared_in_loop": loop.count("local_alloc"),
+            "large": constants.get("LARGE", False), "moves_in_loop": loop.count("convert_layout"),
+            "shared_in_loop": loop.count("local_alloc"),
             "fused": len(re.findall(FUSED, assembly)),
             "loads": dict(Counter(re.findall(r"(?:ld\.global[\w.:]*|global_load_\w+|buffer_load_\w+)", assembly)))}
 
@@ -94,7 +96,8 @@ def compiled_for(target: str) -> list[tuple[Case, str]]:
 def every(target: str) -> Iterator[dict[str, Any]]:
     for case, kind in compiled_for(target):
         layout = case.module.FORMAT.variant(case.choice).storages[case.storage].opened
-        for optional in (False, True) if any(layout.tensors[name].optional for name in layout.coded) else (False,):
+        two = any(layout.tensors[name].optional for name in layout.coded) or "LARGE" in kernels(case, kind)[0].arg_names
+        for optional in (False, True) if two else (False,):
             yield compiled(case, kind, target, optional, "*bf16")
 
 

@@ -185,3 +185,24 @@ def test_generated_modules_import_the_running_shore_alone(path: Path) -> None:
     assert parts <= {"runtime", "encode", "entropy", "numbers"}
     assert {name.split(".")[0] for name in names} <= {"qdsl", "torch", "triton", "typing"}
     assert {node.level for node in froms} <= ({0} if path.parent == ROOT / "generated" else {0, 1})
+
+
+PRIVATE_APIS = PACKAGE / "runtime" / "private_apis.py"
+# Attributes of torch and Triton that are not documented, as they stand in code or in a text that getattr takes.
+UNDOCUMENTED = {"_C", "_ops", "_schema", "_overloadname", "_cdata", "_current_level", "_local_tensor",
+                "_non_persistent_buffers_set", "_ddp_params_and_buffers_to_ignore", "_set_params_and_buffers_to_ignore_for_model",
+                "_functorch", "_inductor", "_dynamo", "_subclasses", "knobs"}
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path != PRIVATE_APIS], ids=named)
+def test_undocumented_names_of_torch_and_triton_are_in_one_module(path: Path) -> None:
+    """tests/test_private_apis.py tests what stands there.  Generated modules import neither, as the test above says."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    foreign = {name for name in imported(path) if name.split(".")[0] in ("torch", "triton")}
+    assert not {name for name in foreign if any(part.startswith("_") for part in name.split("."))}
+    assert not {name for name in foreign if name.startswith(("torch.fx.experimental", "triton.runtime", "triton.backends",
+                                                             "triton.compiler"))}
+    words = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    words |= {str(node.args[1].value) for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1
+              and ast.unparse(node.func) in ("getattr", "hasattr", "setattr") and isinstance(node.args[1], ast.Constant)}
+    assert not words & UNDOCUMENTED

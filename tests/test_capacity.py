@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from torch import nn
 from typer.testing import CliRunner
 
 from qdsl.checkpoint.safetensors import CheckpointError, laid_out, write
 from qdsl.cli import app
-from qdsl.cli.app import read_size
+from qdsl.cli.app import Failure, read_size
 from qdsl.compress.run import compress
 from qdsl.compress.units import Aim
 from qdsl.convert.capacity import AS_STORED, CHOICES, LOSSLESS, Capacity, Need, capacity
@@ -145,7 +144,7 @@ def test_the_command(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sizes() -> None:
     assert [read_size(text) for text in ("20GB", "20 GiB", "1.5kb", "7B", "49152")] == [20 * GB, 20 << 30, 1500, 7, 49152]
     for text in ("", "GB", "-1GB", "1e3", "20 GBs", "1.2.3GB", "20", "1000"):
-        with pytest.raises(typer.Exit):
+        with pytest.raises(Failure):
             read_size(text)
     small = CliRunner().invoke(app, ["plan", "pipe", "--vram", "20"])
     assert small.exit_code == 2 and "'20' without a unit is a number of bytes; write 20GB or 20GiB, or 20B" in small.stderr

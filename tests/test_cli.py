@@ -10,8 +10,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,58 @@ def test_a_file_that_cannot_be_read_is_a_message(folder: Path) -> None:
         assert found.exit_code == 2 and "pipe.yaml" in found.stderr
 
 
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    (("inspect", "none.gguf"), 1, "No such file"), (("inspect", "a.gguf"), 1, "a.gguf: "), (("show", "q40"), 2, "did you mean"),
+    (("inspect", "--frobnicate"), 2, "No such option"), (("frobnicate",), 2, "No such command"),
+    (("quantize", "a.gguf", "--type", "q9", "-o", "b"), 2, "no mix 'q9'"),
+    (("dequantize", "a.gguf", "-o", "a.gguf"), 2, "the input"),
+    (("convert", "folder", "--requantize", "q9", "-o", "b"), 2, "no format 'q9'"),
+    (("verify", "folder"), 1, "no .safetensors file"),
+    (("plan", "folder", "--vram", "20"), 2, "without a unit"), (("serve-check", "folder"), 1, "no .safetensors file"),
+    (("generate", "none", "x", "--steps", "3"), 2, "--steps is for"),
+], ids=lambda value: " ".join(value) if isinstance(value, tuple) else None)
+def test_failures_have_one_form(folder: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+    """With --json one object on standard output, and nothing else; without, a message on standard error."""
+    (folder / "a.gguf").write_bytes(b"GGUF\3\0\0\0")
+    (folder / "folder").mkdir()
+    found = run(*arguments, "--json")
+    report = json.loads(found.stdout)
+    assert (found.exit_code, found.stderr) == (code, "") and message in report.pop("error")
+    assert report == {"schema": 1, "exit_code": code}
+    found = run(*arguments)
+    assert (found.exit_code, found.stdout) == (code, "") and message.split()[0] in found.stderr
+
+
+SLOW = """
+import hashlib, time
+import qdsl.cli
+def wait():
+    print("begun", flush=True)
+    {wait}
+qdsl.cli.main = wait
+from qdsl.__main__ import main
+main()
+"""
+WAITS = {"python": "time.sleep(60)", "a call of C": "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)", "an import": """
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise ImportError('interrupted') from None"""}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("wait", WAITS)
+def test_an_interrupt_ends_with_130_and_one_line(folder: Path, wait: str) -> None:
+    """Within a second, whatever is under way."""
+    process = subprocess.Popen([sys.executable, "-c", SLOW.format(wait=WAITS[wait])], cwd=folder, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (130, "\ninterrupted\n") and time.monotonic() - start < 2
+
+
 # -- check -------------------------------------------------------------------------------------------------------------
 
 
@@ -268,9 +322,9 @@ def test_what_cannot_be_written_is_a_message(folder: Path) -> None:
     for out, named in (("file", "file"), ("link", "int_group is a link")):
         found = run("build", "int_group", "-o", out)
         assert found.exit_code == 1 and found.stderr.startswith("error: ") and named in found.stderr
-    found = run("show", "q4_0", "--svg", "no/such/folder.svg")
-    assert found.exit_code == 1 and found.stderr.startswith("error: ") and "no/such" in found.stderr
-    assert ".part" not in found.stderr, "the name of a temporary file says nothing to its reader"
+    found = run("show", "q4_0", "--svg", "file/picture.svg")
+    assert found.exit_code == 2 and found.stderr == f"error: file/picture.svg cannot be written: {folder}/file is no folder\n"
+    assert run("show", "q4_0", "--svg", "new/folder/picture.svg").exit_code == 0
 
 
 # -- list and show -----------------------------------------------------------------------------------------------------

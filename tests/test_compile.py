@@ -35,7 +35,8 @@ def test_every_kernel_compiles(target: str) -> None:
     assert {each["kernel"] for each in found if each["moves_in_loop"] or each["shared_in_loop"]} == MOVED & kernels
     # A fused multiply-add would skip a rounding that the formula has; AMD's GPUs divide by several, and round once.
     divides = [case for case, _ in compiled_for(target) if "gfx" in target and "/" in case.spec.decode_text]
-    fused = {each["kernel"] for each in found if each["fused"] and each["kernel"].endswith("dequantize")}
+    fused = {each["kernel"] for each in found if each["fused"] and each["kernel"].endswith("dequantize")
+             and not ("gfx" in target and each["large"])}        # those GPUs divide 64-bit integers by floats
     assert fused <= {f"{case} dequantize" for case in divides}
     if target.startswith("sm_"):
         wide = {each["kernel"] for each in found if any(".v2." in load or ".v4." in load for load in each["loads"])}

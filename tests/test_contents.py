@@ -118,8 +118,12 @@ def test_a_refused_file_ends_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     Path("x.gguf").write_bytes(framed(version=3 << 24))
     found = run(*command, "x.gguf")
-    assert (found.exit_code, found.stdout) == (1, "")
-    assert found.stderr == "error: x.gguf: byte 4: a big-endian file; only little-endian ones are read\n"
+    message = "x.gguf: byte 4: a big-endian file; only little-endian ones are read"
+    assert found.exit_code == 1
+    if "--json" in command:
+        assert json.loads(found.stdout) == {"schema": 1, "error": message, "exit_code": 1} and found.stderr == ""
+    else:
+        assert (found.stdout, found.stderr) == ("", f"error: {message}\n")
     assert run(*command, "absent.gguf").exit_code == 1 and os.listdir() == ["x.gguf"]
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
+import qdsl
 from qdsl.checkpoint import checksums, layer_weights
 from qdsl.checkpoint.folder import INDEX, Folder
 from qdsl.checkpoint.layers import layers
@@ -696,7 +697,7 @@ def test_a_full_disk_is_said_before_the_work(sharded: Path, tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'out'}/.*\.part'"):
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'out'}/"):
         convert(sharded, tmp_path / "out")
     assert not [name for name in folders.files(tmp_path / "out") if "part" in name or "safetensors" in name]
     monkeypatch.undo()
@@ -927,9 +928,10 @@ def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -
     size = sum((tmp_path / "out" / name).stat().st_size for name in TWO)
     assert (found.exit_code, found.stdout.splitlines()) == (0, [
         "note: pytorch_model.bin holds other weights, and was not copied", "2 layers from int_group.gptq_v2 to int_group.awq",
+        "read by: qdsl, gptqmodel, vLLM", "not read by transformers: it asks gptqmodel to, where that is installed",
         f"written  {tmp_path / 'out'}: 2 files of tensors, {size} bytes"])
     again = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out")
-    assert again.exit_code == 1 and "exists already, and no interrupted run left it; --force replaces" in again.stderr
+    assert again.exit_code == 2 and "exists already, and no interrupted run left it; --force replaces" in again.stderr
     asked = ("--requantize", "fp8_block", "--param", "bn=32", "-o", tmp_path / "fp8", "-j", "1")
     found = command("convert", sharded, *asked, "--json")
     data = json.loads(found.stdout)
@@ -955,7 +957,7 @@ def test_parameters_are_numbers_words_and_truths(sharded: Path, tmp_path: Path, 
     monkeypatch.setattr("qdsl.cli.convert.print_converted", lambda *_: None)
     found = command("convert", sharded, "--requantize", to, "--param", given, "-o", tmp_path / "out")
     if isinstance(expected, str):
-        assert found.exit_code == 1 and found.stderr.startswith(expected) and not aims
+        assert found.exit_code == 2 and found.stderr.startswith(expected) and not aims
     else:
         assert found.exit_code == 0
         assert all(aims[0].params[key] == value and type(aims[0].params[key]) is type(value) for key, value in expected.items())
@@ -976,3 +978,74 @@ def test_parts_and_their_index_as_commands(sharded: Path, tmp_path: Path) -> Non
 def test_options_that_make_no_sense(sharded: Path, tmp_path: Path, arguments: list[str]) -> None:
     found = command("convert", sharded, "-o", tmp_path / "out", *arguments)
     assert found.exit_code == 2 and found.stderr.startswith("error: ") and not (tmp_path / "out").exists()
+
+
+# -- layers that stay, and what is told ------------------------------------------------------------------------------------
+
+
+def awkward(path: Path) -> Path:
+    """Two layers of which AWQ can hold one: the other's rows are no multiple of 8."""
+    torch.manual_seed(0)
+    weights = {"model.up": int_group.quantize(torch.randn(16, 256), "gptq_v2", group=64),
+               "model.down": int_group.quantize(torch.randn(12, 256), "pack_quantized", group=64)}
+    return folders.folder(path, folders.named(weights))
+
+
+def test_one_awkward_layer_does_not_stop_a_folder(tmp_path: Path) -> None:
+    """Its bytes stay what they were, and the report says why; without the option a message says the option."""
+    path = awkward(tmp_path / "in")
+    refused = command("convert", path, "--to", "awq", "-o", tmp_path / "out")
+    assert refused.exit_code == 1 and "layer 'model.down'" in refused.stderr and "--keep-misfits leaves them" in refused.stderr
+    asked = ("convert", path, "--to", "awq", "-o", tmp_path / "out", "--jobs", "1", "--json")
+    report = json.loads(command(*asked, "--keep-misfits").stdout)
+    assert list(report["left"]) == ["model.down"] and report["layers"][0]["count"] == 1
+    with qdsl.open(path) as before, qdsl.open(tmp_path / "out") as after:
+        storages = {name: layer.storage for name, layer in after.layers.items()}
+        assert storages == {"model.up": "awq", "model.down": "pack_quantized"}
+        for name in before.layers:
+            assert same_bits(before.weight(name, dtype=torch.float32), after.weight(name, dtype=torch.float32))
+
+
+def test_a_pattern_leaves_layers_as_they_are(tmp_path: Path) -> None:
+    """Parts that are merged know it, too."""
+    path = awkward(tmp_path / "in")
+    asked = ("convert", path, "--requantize", "fp8_block", "--ignore", "down", "-o", tmp_path / "out", "-j", "1")
+    assert command(*asked, "--shard", "1/1").exit_code == 0
+    report = json.loads(command("merge-index", tmp_path / "out", "--json").stdout)
+    assert report["left"] == {"model.down": "a pattern names it"} and report["readers"] == {"": "qdsl alone"}
+    assert report["not_read_by"][""] == dict.fromkeys(["transformers", "vLLM"], "its own loaders know no settings of qdsl")
+    with qdsl.open(tmp_path / "out") as after:
+        formats = {name: layer.format for name, layer in after.layers.items()}
+        assert formats == {"model.up": "fp8_block", "model.down": "int_group"}
+    wrong = command("convert", path, "--to", "awq", "--ignore", "(", "-o", tmp_path / "out")
+    assert wrong.exit_code == 2 and "--ignore '(' is no regular expression" in wrong.stderr
+
+
+def test_packed_words_of_compressed_tensors_are_symmetric_by_default(tmp_path: Path) -> None:
+    """For its readers want no zero points; weights that are such already stay exact, and a parameter wins."""
+    weights = {"model.up": fp8_block.quantize(torch.randn(16, 256))}
+    path = folders.folder(tmp_path / "in", folders.named(weights))
+    for params, names in (({}, False), ({"symmetric": False}, True)):
+        requantized(path, tmp_path / f"out{names}", "int_group.pack_quantized", params)
+        with Folder(tmp_path / f"out{names}") as folder:
+            assert ("weight_zero_point" in layers(folder).layers[0].tensors) is names
+    exact = awkward(tmp_path / "exact")
+    report = requantized(exact, tmp_path / "same", "int_group.pack_quantized", {"group": 64})
+    assert not report["requantized"] and qdsl.open(exact).weight("model.up", dtype=torch.float32).equal(
+        qdsl.open(tmp_path / "same").weight("model.up", dtype=torch.float32))
+
+
+def test_what_was_copied_and_is_stale_is_told(tmp_path: Path) -> None:
+    """Scales of inputs, Mistral's own config, and settings that are of more than weights."""
+    tensors = folders.named({"model.up": fp8_tensor.quantize(torch.randn(16, 256))}) | {"model.up.input_scale": torch.ones(1)}
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    said = {"quant_method": "compressed-tensors", "format": "float-quantized", "version": "0.12", "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": weights}}, "kv_cache_scheme": {"num_bits": 8}, "sparsity_config": {"a": 1}}
+    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": said})
+    (path / "params.json").write_text(json.dumps({"dim": 256, "quantization": {"qformat_weight": "fp8_e4m3"}}))
+    notes = requantized(path, tmp_path / "out", "int8_channel")["notes"]
+    assert notes == ["the settings do not say kv_cache_scheme any more", "the settings do not say sparsity_config any more",
+                     "the settings do not say version any more",
+                     "1 tensors such as model.up.input_scale scale inputs of the old weights, and were copied",
+                     "params.json says quantization of the old weights, and was copied",
+                     "pytorch_model.bin holds other weights, and was not copied"]

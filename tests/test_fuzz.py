@@ -7,12 +7,16 @@ import sys
 import pytest
 
 from qdsl.checkpoint import gguf, gguf_metadata
-from tests import fuzz_gguf
-from tests.fuzz_gguf import PARSER, SEEDS, explore, target
+from tests import fuzz
+from tests.fuzz import explore, parts
 
 
-def test_nothing_is_found_in_the_parser() -> None:
-    assert len(explore(target, SEEDS, PARSER, range(400), seed=1)) > len(SEEDS)
+@pytest.mark.parametrize(("name", "rounds"), [
+    ("gguf", 400), ("safetensors", 100), ("imatrix", 100), ("spec", 20), ("config", 30), ("original", 60), ("checksums", 60),
+    ("request", 8), ("note", 8), ("journal", 100)])
+def test_nothing_is_found_in_readers(name: str, rounds: int) -> None:
+    part = parts()[name]
+    assert explore(part.target, part.seeds, part.files, range(rounds), 1, part.change)
 
 
 def lock(data: bytes) -> None:
@@ -45,13 +49,14 @@ def unbounded(cursor: gguf_metadata.Cursor, count: int, what: str) -> int:
 ])
 def test_a_broken_parser_is_found_out(monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object) -> None:
     monkeypatch.setattr(module, name, broken)
+    part = parts()["gguf"]
     with pytest.raises(Exception) as caught:
-        explore(target, SEEDS, PARSER, range(2000), seed=0)
+        explore(part.target, part.seeds, part.files, range(2000), seed=0)
     assert caught.value.__notes__[0].startswith("input of ")
 
 
 def test_the_loop_ends_in_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "atheris", None)
-    monkeypatch.setattr(sys, "argv", ["fuzz_gguf", "1"])
-    fuzz_gguf.main()
+    monkeypatch.setattr(fuzz, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["fuzz", "1", "gguf"])
+    fuzz.main()
     assert "led to something new" in capsys.readouterr().out

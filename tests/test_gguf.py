@@ -380,7 +380,7 @@ def test_what_is_written_is_read(place: Path, metadata: dict[str, tuple[str, obj
                                  drawn: list[tuple[str, str, tuple[int, ...], bytes]], alignment: int | None) -> None:
     wanted = {key: Value.of(*pair) for key, pair in metadata.items()}
     wanted |= {} if alignment is None else {"general.alignment": Value.of("u32", alignment)}
-    assert write(place, wanted, [new(*each) for each in drawn]) == place.stat().st_size
+    write(place, wanted, [new(*each) for each in drawn])
     with GgufFile(place) as file:
         assert file.notes == () and file.alignment == (alignment or 32)
         assert file.metadata.stored() == wanted and list(file.metadata) == list(wanted)

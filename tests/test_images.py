@@ -87,9 +87,9 @@ def test_what_is_printed(files: Path, tmp_path: Path) -> None:
     ("{pipeline} x --out a.png --temperature 1", 2, "--temperature is for language models, and .* is a pipeline of diffusers"),
     ("{pipeline}/text_encoder x --steps 3", 2, "--steps is for pipelines of diffusers, and .* has no model_index.json"),
     ("{pipeline} x", 2, "say with --out which .png file"), ("{pipeline} x --out a.jpg", 2, "say with --out which .png file"),
-    ("{pipeline} x --out nowhere/a.png", 2, "nowhere is no folder"),
+    ("{pipeline} x --out cut.gguf/a.png", 2, "cut.gguf is no folder"),
     ("{pipeline} x --out folder.png", 2, "folder.png cannot be written: it is no regular file"),
-    ("{pipeline} x --out link.png", 2, "nowhere is no folder"),
+    ("{pipeline} x --out link.png", 2, "cut.gguf is no folder"),
     ("{pipeline} x --out a.png --against nowhere", 1, "nowhere: no pipeline of diffusers"),
     ("{pipeline} x --out a.png --seed 99999999999999999999", 2, "--seed"),
     ("{pipeline} x --out a.png --transformer cut.gguf", 1, "cut.gguf: tensor .*: its bytes end at"),
@@ -105,7 +105,7 @@ def test_errors_are_sentences(files: Path, tmp_path: Path, monkeypatch: pytest.M
     own = files / "Z-Image" / "own.png"
     own.write_bytes(b"an input")
     Path("folder.png").mkdir()
-    Path("link.png").symlink_to("nowhere/a.png")
+    Path("link.png").symlink_to("cut.gguf/a.png")
     Path("cut.gguf").write_bytes((files / "q8_0.gguf").read_bytes()[:-1000])
     result = run(*arguments.format(pipeline=files / "Z-Image").split())
     assert result.exit_code == code and re.search(message, result.stderr) and "Traceback" not in result.stderr

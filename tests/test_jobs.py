@@ -8,81 +8,34 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 import qdsl
 from qdsl.checkpoint import dequantize as dequantizing
-from qdsl.checkpoint import resume
+from qdsl.checkpoint import gguf, resume, safetensors
+from qdsl.checkpoint.crc import beside
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.safetensors import CheckpointError, TensorFile, write
-from qdsl.cli import app
 from qdsl.compress import run as compressing
+from qdsl.compress import tensors
 from qdsl.quantize import run as quantizing
-from qdsl.quantize.mixes import Model
 from qdsl.rewrite import stage
 from tests.support import folders
-from tests.support.models import Made, written
+from tests.support.jobs import JOBS, command, files, job_inputs, succeed
 
 ALL = bool(os.environ.get("QDSL_TEST_ALL"))
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
-DENSE = Made(Model("llama", 2, 4, 2), 256, 512)
-CONFIG = {"model_type": "llama", "num_hidden_layers": 1}
-
-
-def command(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-
-
-def succeed(*arguments: str | Path) -> None:
-    result = command(*arguments)
-    assert result.exit_code == 0, result.output
-
-
-def checkpoint(path: Path) -> Path:
-    """A folder of two files with bfloat16 matrices, and a tokenizer."""
-    def drawn(seed: int) -> torch.Tensor:
-        return (torch.randn(128, 128, generator=torch.Generator().manual_seed(seed)) / 50).to(torch.bfloat16)
-
-    folders.folder(path, {"model.layers.0.up.weight": drawn(0), "model.layers.0.down.weight": drawn(1)},
-                   {"model.layers.0.out.weight": drawn(2), "norm.weight": torch.ones(3)}, config=CONFIG)
-    (path / "pytorch_model.bin").unlink()
-    return path
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the jobs read: 'plain', and 'fp8' and 'hlane' made of it, and 'in.gguf'."""
-    path = tmp_path_factory.mktemp("inputs")
-    checkpoint(path / "plain")
-    succeed("quantize", path / "plain", "-f", "fp8_block", "-o", path / "fp8", "-j", "1")
-    succeed("compress", path / "plain", "-f", "hlane", "-o", path / "hlane", "-j", "1")
-    written(path / "in.gguf", DENSE)
-    return path
-
-
-# Arguments of each job; {} is the folder of inputs.  merge-index follows a part that was written before.
-JOBS = {
-    "convert": ("convert {}/fp8 --requantize q8_0 -j 1", "out"),
-    "requantize": ("convert {}/fp8 --requantize nf4 -j 1", "out"),
-    "compress": ("compress {}/plain -f hlane -j 1", "out"),
-    "decompress": ("decompress {}/hlane -j 1", "out"),
-    "quantize": ("quantize {}/in.gguf -t q8_0 -j 1", "out.gguf"),
-    "quantize folder": ("quantize {}/plain -f fp8_block -j 1", "out"),
-    "dequantize": ("dequantize {}/in.gguf", "out.safetensors"),
-    "merge-index": ("quantize {}/plain -f fp8_block -j 1 --shard 1/1", "out"),
-}
-
-
-def files(path: Path) -> dict[str, bytes]:
-    """All files below a folder, hidden ones and names of empty folders among them."""
-    return {str(each.relative_to(path)): each.read_bytes() if each.is_file() else b"" for each in sorted(path.rglob("*"))}
+    return job_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -137,7 +90,7 @@ def test_an_output_that_exists_needs_force(job: str, inputs: Path, tmp_path: Pat
     succeed(*asked)
     whole = files(tmp_path)
     result = command(*asked)
-    assert result.exit_code == 1 and "exists already" in result.stderr and "--force" in result.stderr and files(tmp_path) == whole
+    assert result.exit_code == 2 and "exists already" in result.stderr and "--force" in result.stderr and files(tmp_path) == whole
     if (tmp_path / name).is_dir():
         (tmp_path / name / "old.safetensors").write_bytes(b"old")
         (tmp_path / name / ".hidden").write_bytes(b"mine")
@@ -149,7 +102,7 @@ def test_what_is_no_checkpoint_is_not_replaced(inputs: Path, tmp_path: Path) -> 
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
     result = command("convert", inputs / "fp8", "--to", "safetensors", "-o", tmp_path / "home", "--force")
-    assert result.exit_code == 1 and "this folder holds none" in result.stderr
+    assert result.exit_code == 2 and "this folder holds none" in result.stderr
     assert files(tmp_path) == {"home": b"", "home/letter.txt": b"dear"}
 
 
@@ -169,7 +122,7 @@ def test_standard_output_is_no_file(inputs: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     for job in ("convert", "compress", "decompress", "quantize", "dequantize"):
         result = command(*JOBS[job][0].format(inputs).split(), "-o", "-")
-        assert result.exit_code == 1 and "cannot go to standard output" in result.stderr
+        assert result.exit_code == 2 and "cannot go to standard output" in result.stderr
     shown = command("show", "q4_0", "--svg", "-")
     assert shown.exit_code == 0 and shown.stdout.startswith("<svg") and not files(tmp_path)
 
@@ -183,34 +136,37 @@ def test_what_was_begun_is_compared_with_the_request(inputs: Path, tmp_path: Pat
     succeed(*asked, "hlane", "--shard", "1/1")
     request = (tmp_path / "out" / stage.STAGE / stage.REQUEST).read_bytes()
     result = command(*asked, "fix4")
-    assert result.exit_code == 1 and "a compression to hlane was begun here" in result.stderr
+    assert result.exit_code == 2 and "a compression to hlane was begun here" in result.stderr
     succeed(*asked, "hlane")
     (tmp_path / "out" / stage.DONE).write_bytes(request)
     result = command(*asked, "fix4")
-    assert result.exit_code == 1 and "a compression to hlane is complete here" in result.stderr
+    assert result.exit_code == 2 and "a compression to hlane is complete here" in result.stderr
     (tmp_path / "out" / stage.DONE).write_bytes(request)
     succeed(*asked, "hlane")
     assert not (tmp_path / "out" / stage.DONE).exists()
 
 
-@pytest.mark.parametrize("job", ["convert", "compress", "decompress", "quantize folder"])
+@pytest.mark.parametrize("job", ["convert", "compress", "decompress", "quantize folder", "quantize", "dequantize"])
 def test_an_input_that_changes_meanwhile_is_refused(job: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                     ) -> None:
     """The next run reads it anew."""
     shutil.copytree(inputs, tmp_path / "in")
     arguments = JOBS[job][0].format(tmp_path / "in").split()
-    path = Path(arguments[1]) / "model-00001-of-00002.safetensors"
-    write_note = stage.note
+    path = Path(arguments[1])
+    path = path / "model-00001-of-00002.safetensors" if path.is_dir() else path
+    functions = {(stage, "note"): stage.note, (resume, "copy_chunks"): resume.copy_chunks}
 
-    def note(*given: Any) -> None:
-        write_note(*given)
-        os.utime(path, ns=(1, 1))
+    def touching(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (function(*given), os.utime(path, ns=(1, 1)))[0]
 
-    monkeypatch.setattr(stage, "note", note)
-    result = command(*arguments, "-o", tmp_path / "out")
+    for (module, name), function in functions.items():
+        monkeypatch.setattr(module, name, touching(function))
+    result = command(*arguments, "-o", tmp_path / JOBS[job][1])
     assert result.exit_code == 1 and f"{path} changed while it was read; run the same command again" in result.stderr
-    monkeypatch.setattr(stage, "note", write_note)
-    succeed(*arguments, "-o", tmp_path / "out")
+    assert not (tmp_path / JOBS[job][1]).is_file()
+    for (module, name), function in functions.items():
+        monkeypatch.setattr(module, name, function)
+    succeed(*arguments, "-o", tmp_path / JOBS[job][1])
 
 
 @pytest.mark.parametrize("job", ["convert", "compress", "decompress", "quantize folder", "quantize", "dequantize"])
@@ -232,6 +188,32 @@ def test_an_input_that_is_cut_meanwhile_is_an_error(job: str, inputs: Path, tmp_
     monkeypatch.setattr(dequantizing, "digest", cut)
     result = command(*arguments, "-o", tmp_path / JOBS[job][1])
     assert result.exit_code == 1 and re.search("became shorter while|bytes are missing", result.stderr)
+
+
+@pytest.mark.parametrize("job", ["convert", "compress", "decompress", "quantize folder", "quantize", "dequantize"])
+def test_an_input_that_is_cut_within_a_tensor_is_an_error(job: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                          ) -> None:
+    """When it was checked that the file is whole, and the tensor is about to be read."""
+    shutil.copytree(inputs, tmp_path / "in")
+    elements, read_into = safetensors.elements, safetensors.read_into
+
+    def cut(path: object, start: int, nbytes: int) -> None:
+        if isinstance(path, Path) and nbytes > 8192:             # no map, and more than a page of memory
+            os.truncate(path, min(path.stat().st_size, start + nbytes // 2))
+
+    def read_elements(data: Any, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        cut(data, start, nbytes)
+        return elements(data, start, nbytes, dtype)
+
+    def read_octets(path: Path, start: int, memory: memoryview) -> None:
+        cut(path, start, memory.nbytes)
+        read_into(path, start, memory)
+
+    monkeypatch.setattr(safetensors, "elements", read_elements)
+    monkeypatch.setattr(gguf, "elements", read_elements)
+    monkeypatch.setattr(tensors, "read_into", read_octets)
+    result = command(*JOBS[job][0].format(tmp_path / "in").split(), "-o", tmp_path / JOBS[job][1])
+    assert result.exit_code == 1 and "became shorter while it was read" in result.stderr
 
 
 def forged(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -308,7 +290,7 @@ def test_a_folder_is_verified_by_its_checksums(job: str, inputs: Path, tmp_path:
         data[place] ^= 1
         path.write_bytes(data)
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match="is damaged; write or download the folder again"):
+    with pytest.raises(CheckpointError, match="is damaged; write or download it again"):
         qdsl.open(out, verify=True)
     with pytest.raises(CheckpointError, match="is damaged"):
         qdsl.load_weights_(torch.nn.Linear(2, 2), out, verify=True)
@@ -317,9 +299,32 @@ def test_a_folder_is_verified_by_its_checksums(job: str, inputs: Path, tmp_path:
     assert f"'{path.name}' is missing" in command("verify", out).stdout
 
 
+@pytest.mark.parametrize("job", ["quantize", "dequantize"])
+def test_a_file_is_verified_by_its_checksums(job: str, inputs: Path, tmp_path: Path) -> None:
+    """They lie next to it; without them it can still be read, but not verified alone."""
+    arguments, name = JOBS[job]
+    out = tmp_path / name
+    succeed(*arguments.format(inputs).split(), "-o", out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, beside(out).name]
+    assert command("verify", out).stdout == "all tensors fit their checksums\n"
+    qdsl.open(out, verify=True).close()
+    data = out.read_bytes()
+    out.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
+    assert re.fullmatch(rf"{out}: tensor '[\w.]+' is damaged\n1 problems\n", command("verify", out).stdout)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        qdsl.open(out, verify=True)
+    out.write_bytes(data[:-32])
+    result = command("verify", out)
+    assert "is damaged" in result.stdout or "bytes are missing" in result.stderr
+    beside(out).unlink()
+    assert command("verify", out).exit_code == 2
+    out.write_bytes(data)
+    assert "no qdsl-checksums.json states checksums" in command("verify", out).stderr
+
+
 def test_a_folder_without_checksums_cannot_be_verified_alone(inputs: Path) -> None:
     result = command("verify", inputs / "plain")
-    assert result.exit_code == 2 and "no qdsl-checksums.json states checksums" in result.stderr
+    assert result.exit_code == 1 and "no qdsl-checksums.json states checksums" in result.stderr
     with pytest.raises(CheckpointError, match=r"no qdsl-checksums\.json"):
         qdsl.open(inputs / "plain", verify=True)
     qdsl.open(inputs / "plain").close()

@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
+import qdsl
+from qdsl.checkpoint.contents import contents
 from qdsl.checkpoint.descriptions import described, descriptions
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import weights
@@ -587,3 +590,68 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
                f"assert layers(Folder({str(path)!r})).layers[0].storage == 'awq'\n"
                "assert not {'torch', 'numpy', 'yaml', 'jinja2'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+# -- producers that are read in part -------------------------------------------------------------------------------------
+
+
+def quark(exclude: list[str], layers: dict[str, object], **weight: object) -> dict[str, Any]:
+    """A config as AMD Quark writes it."""
+    return {"quantization_config": {
+        "quant_method": "quark", "exclude": exclude, "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+        "global_quant_config": {"input_tensors": None, "weight": weight}, "layer_quant_config": layers}}
+
+
+@pytest.mark.parametrize(("format", "dtype", "scheme", "weight", "scale"), [
+    ("fp8_tensor", "fp8_e4m3", "per_tensor", torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.ones(())),
+    ("fp8_channel", "fp8_e4m3", "per_channel", torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.ones(64)),
+    ("int8_channel", "int8", "per_channel", torch.zeros(64, 64, dtype=torch.int8), torch.ones(64, 1)),
+    ("ocp_mxfp4", "fp4", "per_group", torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 2, dtype=torch.uint8)),
+], ids=["fp8_tensor", "fp8_channel", "int8_channel", "ocp_mxfp4"])
+def test_quark(tmp_path: Path, format: str, dtype: str, scheme: str, weight: Tensor, scale: Tensor) -> None:
+    """Its list is of names and of expressions; settings of single layers win over those of the whole."""
+    plain = {"weight": torch.ones(64, 64)}
+    modules = {UP: {"weight": weight, "weight_scale": scale, "input_scale": torch.ones(())}, DOWN: plain, "lm_head": plain}
+    config = quark(["lm_head", "re:.*down_proj"], {}, dtype=dtype, qscheme=scheme)
+    found = read(checkpoints.folder(tmp_path, modules, config))
+    assert (one(found).format, one(found).problems, found.problems) == (format, (), [])
+    assert {each.name: (each.by, each.problem) for each in found.left} == {
+        DOWN: ("re:.*down_proj (regex)", ""), "lm_head": ("lm_head (glob)", "")}
+    own = {"*up_proj": {"weight": {"dtype": dtype, "qscheme": scheme}}}
+    config = quark(["lm_head", DOWN], own, dtype="int4", qscheme="per_group")
+    assert one(read(checkpoints.folder(tmp_path, modules, config))).problems == ()
+
+
+def test_a_shape_may_be_in_int32(tmp_path: Path) -> None:
+    packed = int_group.quantize(torch.randn(64, 256), "pack_quantized", bits=4, group=128)
+    tensors = {**packed.tensors, "weight_shape": packed.tensors["weight_shape"].int()}
+    path = checkpoints.folder(tmp_path, {UP: tensors})
+    layer = one(read(path))
+    assert (layer.format, layer.storage, layer.why) == ("int_group", "pack_quantized", "")
+    with qdsl.open(path) as checkpoint:
+        assert checkpoint.weight(UP, dtype=torch.float32).equal(int_group.dequantize(packed, torch.float32))
+
+
+EXL2 = {"quantization_config": {"quant_method": "exl2", "bits": 4.0}}
+
+
+@pytest.mark.parametrize(("tensors", "config", "told"), [
+    ({"weight": torch.zeros(64, 64, dtype=torch.int8)}, None, "weight I8 [64, 64]"),
+    ({"qweight": torch.zeros(64, 32, dtype=torch.int8), "wscales": torch.ones(4, 64)}, None,
+     "wscales F32 [4, 64], qweight I8 [64, 32]"),
+    ({"q_weight": torch.zeros(8, 64, dtype=torch.int32), "q_groups": torch.ones(4, dtype=torch.int16)}, EXL2,
+     "q_weight I32 [8, 64], q_groups I16 [4]"),
+    ({"weight": torch.zeros(64, 8, dtype=torch.int32), "weight_scale": torch.ones(1, 64)},
+     quark([], {}, dtype="uint4", qscheme="per_group"), "weight_scale F32 [1, 64], weight I32 [64, 8]"),
+], ids=["weight", "nunchaku", "exl2", "quark"])
+def test_unknown_ways_are_no_contradictions(tmp_path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None,
+                                            told: str) -> None:
+    """And their words are no weights: sums are without them, and say so."""
+    plain = {"weight": torch.ones(10, 8, dtype=torch.bfloat16)}
+    report = contents(checkpoints.folder(tmp_path, {UP: tensors, "model.embed_tokens": plain}, config))
+    [unknown], nbytes = report["unknown"], sum(tensor.nbytes for tensor in tensors.values())
+    assert unknown["layer"] == UP and report["contradictions"] == []
+    assert unknown["what"].startswith("quantized in a way that is not known: ")
+    assert sorted(unknown["what"].split(": ")[1].split(", ")) == sorted(told.split(", "))
+    assert (report["total"]["weights"], report["total"]["bits_per_weight"]) == (80, 16)
+    assert report["notes"] == [f"bits per weight are without {nbytes} bytes of layers of no known format"]

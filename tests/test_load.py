@@ -14,6 +14,7 @@ import qdsl
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.generated import hlane, int_group, q8_0
 from qdsl.models.plan import LoadError
+from qdsl.runtime import FormatError
 from tests.support.small_models import Mlp, files, folder, fp8_mlp, mlp, mlp_tensors, weight
 
 
@@ -54,7 +55,7 @@ def test_names_of_the_checkpoint_can_be_renamed(tmp_path: Path, rename: Any) -> 
 
 def test_a_wrong_file_is_an_error_with_its_place(tmp_path: Path) -> None:
     tensors = mlp_tensors({"weight": torch.zeros(256, 128, dtype=torch.int8)}, {"weight": torch.zeros(128, 256)})
-    with pytest.raises(LoadError, match=r"'up' is not recognised: bnb_int8\.bitsandbytes needs tensor 'SCB'"):
+    with pytest.raises(LoadError, match=r"'up' is not recognised: quantized in a way that is not known: .*weight I8"):
         qdsl.load_weights_(mlp(), folder(tmp_path / "in", tensors))
 
 
@@ -253,6 +254,9 @@ def test_verify_finds_damage_before_the_model_changes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layer up: .*the stream of 'exponents' is damaged"):
         qdsl.load_weights_(model, source, verify=True)
     assert all(parameter.is_meta for parameter in model.parameters())
+    hlane.wrap({**up.tensors, "words": words}, up.shape)
+    with pytest.raises(FormatError, match="the stream of 'exponents' is damaged"):
+        hlane.wrap({**up.tensors, "words": words}, up.shape, verify=True)
 
 
 # -- quantized on the way ----------------------------------------------------------------------------------------------

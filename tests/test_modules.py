@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import qdsl
+from qdsl.generated import int_group
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.module import WIDER
 from qdsl.runtime.no_weight import NoWeight
@@ -318,3 +319,17 @@ def test_packed_parameters_by_name() -> None:
     assert qdsl.ignore_packed_(model) == set(packed.values())
     assert set(model._ddp_params_and_buffers_to_ignore) == {"1.bias", *packed}
     assert list(qdsl.packed_parameters(model[0])) == ["weight", "weight_scale_inv"]
+
+
+def test_an_index_that_is_changed_in_place_is_checked_again() -> None:
+    """Where it was in order, kernels did not read it; one whose groups do not exist would be read from elsewhere."""
+    packed = int_group.quantize(torch.randn(32, 64), "gptq_v2", bits=4, group=32)
+    layer = int_group.Linear(packed)
+    x = torch.randn(2, 64)
+    before = layer(x)
+    layer.g_idx.copy_(layer.g_idx.flip(0))
+    changed = int_group.wrap({**packed.tensors, "g_idx": layer.g_idx.detach().clone()}, packed.shape, "gptq_v2", bits=4, group=32)
+    assert torch.equal(layer(x), int_group.linear(x, changed)) and not torch.equal(layer(x), before)
+    layer.g_idx[3] = 2
+    with pytest.raises(FormatError, match="puts column 3 into group 2; there are groups 0 to 1"):
+        layer(x)

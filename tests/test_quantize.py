@@ -21,12 +21,13 @@ import torch
 from typer.testing import CliRunner, Result
 
 from qdsl.checkpoint import safetensors
+from qdsl.checkpoint.crc import FILE
 from qdsl.checkpoint.gguf import GgufFile
 from qdsl.cli import app
 from qdsl.files import journal_of
 from qdsl.generated import fp8_block, q4_0, q8_0
 from qdsl.quantize import QuantizeError, diffusion, quality, run
-from qdsl.quantize.mixes import MIXES, Model, Options, Tensor
+from qdsl.quantize.mixes import MIXES, Model, Options, Tensor, mix_of
 from qdsl.quantize.plan import plan
 from qdsl.quantize.source import open_source
 from tests.support.formats import ROOT
@@ -53,11 +54,11 @@ def report(*arguments: str | Path) -> dict[str, Any]:
     return json.loads(found.stdout)
 
 
-def refused(*arguments: str | Path) -> str:
+def refused(*arguments: str | Path, code: int = 1) -> str:
     """The message; and nothing is written."""
     before = sorted(os.listdir())
     found = quantize(*arguments, "--out", "refused.gguf")
-    assert found.exit_code == 1 and sorted(os.listdir()) == before
+    assert found.exit_code == code and sorted(os.listdir()) == before
     return found.stderr
 
 
@@ -251,15 +252,20 @@ def test_a_weight_that_a_type_cannot_hold(folder: Path) -> None:
     assert "tensor 'blk.1.ffn_up.weight', rows 0 to 512: the scale" in message
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("-t", "q4_k_n"), "no mix 'q4_k_n'"),
-    (("-t", "q8_0", "--tensor-type", "a=b"), "no type 'b'"),
-    (("-t", "q8_0", "--arch", "flux"), "says its architecture itself"),
-    (("-t", "q8_0", "--imatrix", "in.gguf"), "this is no importance matrix"),
-    (("-t", "q8_0", "--imatrix", "none.dat"), "none.dat"),
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    (("-t", "q4_k_n"), 2, "no mix 'q4_k_n'"),
+    (("-t", "4"), 2, "no mix '4'"),
+    (("-t", "q8_0", "--tensor-type", "a=b"), 2, "no type 'b'"),
+    (("-t", "q8_0", "--arch", "flux"), 1, "says its architecture itself"),
+    (("-t", "q8_0", "--imatrix", "in.gguf"), 1, "this is no importance matrix"),
+    (("-t", "q8_0", "--imatrix", "none.dat"), 1, "none.dat"),
 ])
-def test_wrong_arguments(folder: Path, arguments: tuple[str, ...], message: str) -> None:
-    assert message in refused(written(folder / "in.gguf", DENSE), *arguments)
+def test_wrong_arguments(folder: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+    assert message in refused(written(folder / "in.gguf", DENSE), *arguments, code=code)
+
+
+def test_mixes_have_numbers() -> None:
+    assert [mix_of(number).name for number in ("0", "2", "15", "38")] == ["F32", "Q4_0", "Q4_K_M", "MXFP4_MOE"]
 
 
 @pytest.mark.parametrize(("module", "message"), [
@@ -276,13 +282,13 @@ def test_without_anything_to_write(folder: Path) -> None:
     found = quantize("in.gguf", "-t", "q8_0", "--dry-run", "--svg", "out.svg")
     assert found.exit_code == 2 and "--svg" in found.stderr
     found = quantize("in.gguf", "-t", "q8_0", "-o", "in.gguf")
-    assert found.exit_code == 1 and "in.gguf: the output is the input" in found.stderr
+    assert found.exit_code == 2 and "in.gguf: the output is the input" in found.stderr
     before = (folder / "in.gguf").read_bytes()
     for out in ("in.gguf", "out.gguf"):
         found = quantize("in.gguf", "-t", "q8_0", "-o", "out.gguf", "--svg", out)
-        assert found.exit_code == 1 and f"{out}: the output is the input" in found.stderr
+        assert found.exit_code == 2 and f"{out}: the output is the input" in found.stderr
     found = CliRunner().invoke(app, ["dequantize", "in.gguf", "-o", "in.gguf"])
-    assert found.exit_code == 1 and "in.gguf: the output is the input" in found.stderr
+    assert found.exit_code == 2 and "in.gguf: the output is the input" in found.stderr
     assert (folder / "in.gguf").read_bytes() == before and not (folder / "out.gguf").exists()
 
 
@@ -325,11 +331,11 @@ def test_an_interrupted_run_is_continued(folder: Path, monkeypatch: pytest.Monke
 
     with pytest.raises(KeyboardInterrupt):
         run.quantize_file(source, planned, options, Path("out.gguf"), tell=tell)
-    assert Path("out.gguf").read_bytes() == b"before" and len(os.listdir()) == 5
+    assert Path("out.gguf").read_bytes() == b"before" and len(os.listdir()) == 6
     before, told = told[:-1], []
     assert run.quantize_file(source, planned, options, Path("out.gguf"), tell=lambda done, name: told.append(name)) == whole
     assert before + told == [step.tensor.name for step in planned.steps] and len(before) > 2 < len(told)
-    assert sorted(os.listdir()) == ["in.gguf", "out.gguf", "whole.gguf"]
+    assert sorted(os.listdir()) == ["in.gguf", *(name + end for name in ("out.gguf", "whole.gguf") for end in ("", f".{FILE}"))]
     assert Path("out.gguf").read_bytes() == Path("whole.gguf").read_bytes()
 
 
@@ -363,7 +369,7 @@ def test_an_unfinished_file_is_believed_where_it_is_whole(folder: Path, damage: 
         journal.write_text('{"name": []}\n[]\n')
     quantized("whole.gguf")
     quantized("out.gguf")
-    assert sorted(os.listdir()) == ["in.gguf", "out.gguf", "whole.gguf"]
+    assert sorted(os.listdir()) == ["in.gguf", *(name + end for name in ("out.gguf", "whole.gguf") for end in ("", f".{FILE}"))]
     assert Path("out.gguf").read_bytes() == Path("whole.gguf").read_bytes()
 
 

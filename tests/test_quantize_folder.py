@@ -439,7 +439,7 @@ def test_the_command_says_what_became_of_layers(tmp_path: Path, monkeypatch: pyt
 def test_errors_of_the_command(tmp_path: Path) -> None:
     path = made(tmp_path / "in", model())
     result = command("quantize", path, "--format", "q9", "--out", tmp_path / "out")
-    assert result.exit_code == 1 and "error: no format 'q9'" in result.stderr
+    assert result.exit_code == 2 and "error: no format 'q9'" in result.stderr
     result = command("convert", path, "--requantize", "fp8_block", "--out", tmp_path / "out")
     assert result.exit_code == 1
     assert "no quantized layer; `qdsl quantize FOLDER --format FORMAT` quantizes plain ones" in result.stderr

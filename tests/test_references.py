@@ -284,6 +284,8 @@ def test_commands_take_references(server: Server, tmp_path: Path, monkeypatch: p
 
 def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match="no file or folder 'toy/plain'; `pip install huggingface_hub` to download"):
-        local_path("toy/plain")
+    readers = (local_path, lambda ref: references.has_file(ref, "config.json"), lambda ref: local_headers(ref).__enter__())
+    for read in readers:
+        with pytest.raises(CheckpointError, match="no file or folder 'toy/plain'; `pip install huggingface_hub` to download"):
+            read("toy/plain")
     assert references.parsed("https://huggingface.co/a/b") == Repository("a/b")

@@ -13,7 +13,7 @@ import torch
 
 import qdsl
 from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.generated import fp8_block, hlane, int8_channel, int_group, nf4, q4_0
 from qdsl.models.plan import LoadError
 from qdsl.models.save import SaveError
@@ -54,6 +54,26 @@ def test_what_was_decoded_without_loss_is_encoded_again(tmp_path: Path) -> None:
     with torch.no_grad():
         model.up.weight += 1e-7
     assert not qdsl.save_model(model, tmp_path / "trained").exact
+
+
+def test_saved_models_state_checksums(tmp_path: Path) -> None:
+    """Of the tensors that were saved, also where the checkpoint stated those of others."""
+    packed = [hlane.quantize(weight(*shape)) for shape in ((256, 128), (128, 256))]
+    source = folder(tmp_path / "in", mlp_tensors(*(each.tensors for each in packed)), own_config(packed[0]))
+    model = mlp()
+    qdsl.load_weights_(model, source)
+    qdsl.save_model(model, tmp_path / "first")
+    qdsl.load_weights_(model, tmp_path / "first", verify=True)
+    with torch.no_grad():
+        model.norm.weight += 1
+    qdsl.save_model(model, tmp_path / "out")
+    qdsl.load_weights_(mlp(), tmp_path / "out", verify=True)
+    path = tmp_path / "out" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        qdsl.load_weights_(mlp(), tmp_path / "out", verify=True)
+    qdsl.load_weights_(mlp(), tmp_path / "out")
 
 
 def test_a_checkpoint_that_is_gone_is_noted(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import filecmp
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import qdsl
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.guard import FIELD, SENTENCE, guarded
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.models.plan import LoadError
 from qdsl.runtime.layers import QuantizedLinear
 from tests.support import language_models, producer_folders
@@ -64,6 +65,18 @@ def test_a_plain_folder_is_quantized_on_the_way(plain: Path, own: Path) -> None:
     loaded = Auto.from_pretrained(own)
     assert language_models.logits(loaded).equal(language_models.logits(online))
     assert language_models.greedy(loaded).equal(language_models.greedy(online))
+
+
+def test_damaged_files_are_found_on_request(own: Path, tmp_path: Path) -> None:
+    """By the checksums that `save_pretrained` wrote."""
+    folder = Path(shutil.copytree(own, tmp_path / "in"))
+    Auto.from_pretrained(folder, quantization_config=QdslConfig(verify=True))
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="is damaged; write or download it again"):
+        Auto.from_pretrained(folder, quantization_config=QdslConfig(verify=True))
+    Auto.from_pretrained(folder, quantization_config=QdslConfig())
 
 
 def test_options_ignore_and_dictionaries(plain: Path) -> None:

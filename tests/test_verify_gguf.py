@@ -82,4 +82,4 @@ def test_a_model_in_swapped_rows_is_another(model: Path) -> None:
 def test_options_and_files_that_are_wrong(model: Path) -> None:
     assert run("verify", model, model, "--decoded").exit_code == 2
     missing = run("verify", model, "missing.gguf")
-    assert missing.exit_code == 2 and "error: " in missing.stderr
+    assert missing.exit_code == 1 and "error: " in missing.stderr

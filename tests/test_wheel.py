@@ -105,7 +105,7 @@ def test_a_wheel_holds_the_package_its_formats_and_their_specs(wheel: Path) -> N
     assert len(top) == 2 and "qdsl" in top and all(name == "qdsl" or name.endswith(".dist-info") for name in top)
     assert not [name for name in held if name.endswith(".pyc") or "__pycache__" in name]
     entry = next(text for name, text in held.items() if name.endswith("entry_points.txt")).decode()
-    assert "qdsl = qdsl.cli:main" in entry
+    assert "qdsl = qdsl.__main__:main" in entry
 
 
 def test_a_wheel_runs_every_format(installed: Path) -> None:

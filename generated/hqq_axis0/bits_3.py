@@ -81,13 +81,15 @@ def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_hqq_3bit(W_q, scale, zero, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+def _dequantize_hqq_3bit(W_q, scale, zero, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
     A program makes BN rows by BK weights.
     """
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    if LARGE:                                                    # positions n * K + k pass 2^31
+        K = tl.cast(K, tl.int64)
     out += n.to(tl.int64) * K
     live = (n < N) & (k < K)
     z = tl.load(zero + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
@@ -100,7 +102,8 @@ def _dequantize_hqq_3bit(W_q, scale, zero, out, N, K, group, BN: tl.constexpr, B
 
 
 @triton.jit
-def _linear_hqq_3bit(W_q, scale, zero, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+def _linear_hqq_3bit(W_q, scale, zero, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr,
+    LARGE: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
     A program takes one row of x and BN rows of w, and steps along K by BK weights.
@@ -108,6 +111,8 @@ def _linear_hqq_3bit(W_q, scale, zero, x, bias, out, N, K, group, BN: tl.constex
     n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
+    if LARGE:                                                    # positions n * K + k pass 2^31
+        K = tl.cast(K, tl.int64)
     acc = tl.zeros((BN, BK), tl.float32)
     for start in range(0, K, BK):
         k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from qdsl.analyze.gpus import WARP, AnalyzeError, Arch
 from qdsl.runtime.call import Call
+from qdsl.runtime.private_apis import compile_kernel, tool_path
 
 POINTERS = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64",
@@ -58,9 +57,9 @@ def compiled(call: Call, arch: Arch) -> Compiled:
     """Compile a launch, whose tensors may be on any device, meta too.  Raises AnalyzeError."""
     if not isinstance(call.kernel, triton.JITFunction):
         raise AnalyzeError("kernels that Triton interprets cannot be compiled: unset TRITON_INTERPRET")
-    source = ASTSource(call.kernel, *specialised(call))
+    types, constants, hints = specialised(call)
     try:
-        made: Any = triton.compile(source, target=GPUTarget("cuda", arch.capability, WARP), options=dict(call.options))
+        made = compile_kernel(call.kernel, types, constants, hints, arch.capability, WARP, call.options)
     except Exception as error:
         said = str(getattr(error, "error_message", None) or error)       # without the source, where Triton shows some
         reason = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
@@ -162,7 +161,7 @@ def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
 
 def _printed(tool: str, *arguments: str | Path) -> str:
     """What one of the tools that come with Triton prints.  Raises AnalyzeError."""
-    program = str(getattr(triton.knobs.nvidia, tool).path)
+    program = tool_path(tool)
     done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
     if done.returncode:
         raise AnalyzeError(f"{tool}: {(done.stderr.strip().splitlines() or ['failed'])[0]}")

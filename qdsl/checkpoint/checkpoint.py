@@ -201,20 +201,16 @@ class Checkpoint:
 def open_checkpoint(path: Path, shapes: Shapes | None = None, verify: bool = False) -> Checkpoint:
     """A checkpoint at a path: a folder of safetensors, a pipeline of such folders, a .safetensors file, or a GGUF file.
 
-    verify: compare all files with the checksums of the folder.  Raises CheckpointError for anything that is wrong in the files,
-    OSError where they cannot be read.
+    verify: compare all files with the checksums that qdsl wrote with them.  Raises CheckpointError for anything that is wrong in
+    the files, OSError where they cannot be read.
     """
     if verify:
         checksums.check(path)
-    if path.suffix == ".gguf":
-        return Checkpoint(path, {"": GgufSource(path)})
-    names = components.names(path)
-    ggufs = sorted(path.glob("*.gguf")) if path.is_dir() and names == [""] and not any(path.glob("*.safetensors")) else []
-    if len(ggufs) == 1 or (ggufs and "-00001-of-" in ggufs[0].name):
-        return Checkpoint(path, {"": GgufSource(ggufs[0])})
+    if (gguf := components.gguf(path)) is not None:
+        return Checkpoint(path, {"": GgufSource(gguf)})
     sources: dict[str, Source] = {}
     try:
-        for name in names:
+        for name in components.names(path):
             sources[f"{name}/" if name else ""] = FolderSource(Folder(path / name if name else path), shapes)
     except Exception:
         for source in sources.values():

@@ -28,6 +28,14 @@ def _has_weights(path: Path) -> bool:
     return any(not each.name.startswith(".") for each in path.glob("*.safetensors"))
 
 
+def gguf(path: Path) -> Path | None:
+    """The GGUF file of a checkpoint, the first of a split one: the path itself, or that of a folder without safetensors."""
+    if path.suffix == ".gguf" and not path.is_dir():
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() and names(path) == [""] and not any(path.glob("*.safetensors")) else []
+    return files[0] if len(files) == 1 or (files and "-00001-of-" in files[0].name) else None
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[dict[str, Folder]]:
     """The models by their folders.  Raises CheckpointError and OSError as Folder does."""

@@ -50,9 +50,12 @@ def _of_safetensors(path: Path, limit: int) -> dict[str, Any]:
         tensors = [_entry(name, folder.entry(name)) for name in folder.names()]
         pairs = {key: text for file in folder.files() for key, text in file.header.metadata.items()}
         found, totals = layers(folder), _totals(tensors)
-        totals["total"] = _total(len(tensors), weights(folder, found), totals["total"]["nbytes"])
+        (count, nbytes), whole = weights(folder, found), totals["total"]["nbytes"]
+        totals["total"] = {**_total(len(tensors), count, nbytes), "nbytes": whole}
+        notes = [f"{name} holds other weights, which are no part of the model" for name in folder.unread]
+        notes += [f"bits per weight are without {whole - nbytes} bytes of layers of no known format"] if whole > nbytes else []
         return {"file": str(path), "format": "safetensors", "files": len(folder.shards), **totals,
-                "notes": [f"{name} holds other weights, which are no part of the model" for name in folder.unread],
+                "notes": notes,
                 "metadata": {key: {"type": "string", "value": text} for key, text in pairs.items()},
                 **survey(folder, found, limit), "tensors": tensors}
 

@@ -30,11 +30,12 @@ class Folder:
 
     The headers of all files are read at once, the tensors when asked for.  partial: files that the index names may be missing;
     `missing` then says which tensor lies in which of them.  files: names of the files to read; by default those of the index, or
-    all where there is none.
+    all where there is none.  copies: as of `TensorFile`.
     Raises CheckpointError for anything that is wrong in the files, OSError when they cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, partial: bool = False, files: Collection[str] = ()) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, partial: bool = False, files: Collection[str] = (),
+                 copies: bool = False) -> None:
         self.path = Path(path)
         self.partial = partial
         self.missing: dict[str, str] = {}
@@ -49,7 +50,7 @@ class Folder:
         self._files: dict[str, TensorFile] = {}
         with ExitStack() as stack:
             for shard in self.shards:
-                self._add(stack.enter_context(TensorFile(shard)))
+                self._add(stack.enter_context(TensorFile(shard, copies)))
             self._check(placed)
             self._stack = stack.pop_all()
 
@@ -77,6 +78,10 @@ class Folder:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor.  Raises CheckpointError for an unknown name and where TensorFile.tensor does."""
         return self.file(name).tensor(name)
+
+    def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a tensor in their order.  Raises CheckpointError as `tensor` does."""
+        return self.file(name).numbers(name, start, stop)
 
     def file(self, name: str) -> TensorFile:
         """The file that holds a tensor.  Raises CheckpointError for a name that the checkpoint does not have."""

@@ -229,12 +229,14 @@ class GgufFile:
     """A GGUF file, or a set of split files by its first, mapped into memory privately.
 
     metadata: of a set, those of its first file without the keys of the split.  tensors: by name, in the order of the header.
-    What was read keeps the map alive, also after close().  The file must not shrink while it is mapped.
+    What was read keeps the map alive, also after close().  The file must not shrink while it is mapped: that ends the process.
+    copies: read tensors into memory of their own, as jobs do; a file that shrinks is then an error.
     Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], copies: bool = False) -> None:
         self.path = Path(path)
+        self._copies = copies
         self.paths: list[Path] = []
         self._maps: list[mmap.mmap] = []
         first = self._open(self.path)
@@ -297,7 +299,7 @@ class GgufFile:
         return entry
 
     def data(self, name: str) -> memoryview:
-        """The bytes of a tensor, not copied.  Raises CheckpointError as `entry` does."""
+        """The bytes of a tensor, mapped.  Raises CheckpointError as `entry` does."""
         entry = self.entry(name)
         return memoryview(self._maps[entry.shard])[entry.start:entry.start + entry.nbytes].toreadonly()
 
@@ -311,29 +313,31 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: {entry.type.name} is stored in blocks, not as numbers")
         return self.rows(name).view(entry.logical_shape)
 
-    def rows(self, name: str) -> torch.Tensor:
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """A tensor's bytes as it stores them, not copied where they are aligned: numbers, or the uint8 of blocks, [N, per row].
 
-        Dimensions but the last are N: of experts' weights, all rows of all experts.  Raises CheckpointError as `entry` does.
+        start, stop: of the rows, by default all.  Dimensions but the last are N: of experts' weights, all rows of all experts.
+        Raises CheckpointError as `entry` does.
         """
         import torch
 
         entry = self.entry(name)
         dtype: torch.dtype = getattr(torch, TORCH.get(entry.type.name, "uint8"))
-        flat = elements(self._maps[entry.shard], entry.start, entry.nbytes, dtype)
-        columns = entry.type.row_bytes(entry.shape[-1] if entry.shape else 1) // dtype.itemsize
-        return flat.view(math.prod(entry.shape[:-1]), columns)
+        data = self.paths[entry.shard] if self._copies else self._maps[entry.shard]
+        size, count = entry.type.row_bytes(entry.shape[-1] if entry.shape else 1), math.prod(entry.shape[:-1])
+        count = max(0, min(count if stop is None else stop, count) - start)
+        return elements(data, entry.start + start * size, count * size, dtype).view(count, size // dtype.itemsize)
 
-    def weight(self, name: str, expert: int | None = None) -> PackedWeight:
+    def weight(self, name: str, expert: int | None = None, start: int = 0, stop: int | None = None) -> PackedWeight:
         """A tensor of floats as a weight of the format that ships for its type, not copied: [N, K] with N as in `rows`.
 
         K is the length of the rows that are stored, also where the model has another shape.  expert: of experts' weights
-        [E, N, K], this one's alone, as those need whose scales beside them differ (NVFP4).  Raises CheckpointError as `entry`
-        does, for a type that no format has, and for tensors that do not fit together.
+        [E, N, K], this one's alone, as those need whose scales beside them differ (NVFP4).  start, stop: of the rows, by default
+        all.  Raises CheckpointError as `entry` does, for a type that no format has, and for tensors that do not fit together.
         """
         from qdsl.checkpoint.gguf_weights import wrapped
 
-        return wrapped(self, self.entry(name), expert)
+        return wrapped(self, self.entry(name), expert, start, stop)
 
 
 def _split(header: Header, path: Path) -> tuple[int, int, int]:

@@ -28,8 +28,8 @@ def module_of(type: str) -> ModuleType | None:
     return None
 
 
-def wrapped(file: GgufFile, entry: GgufTensor, expert: int | None) -> PackedWeight:
-    """A tensor, or one expert's part of it, as a weight, with the tensors beside it that its format needs.
+def wrapped(file: GgufFile, entry: GgufTensor, expert: int | None, start: int = 0, stop: int | None = None) -> PackedWeight:
+    """Rows of a tensor, or of one expert's part of it, as a weight, with the tensors beside it that its format needs.
 
     Raises CheckpointError where no format is there for its type, and where the tensors do not fit together.
     """
@@ -39,14 +39,14 @@ def wrapped(file: GgufFile, entry: GgufTensor, expert: int | None) -> PackedWeig
     module = None if entry.type.name in WEIGHTLESS else module_of(entry.type.name)
     if module is None:
         raise CheckpointError(f"{where}: {entry.type.name} is not the type of a weight")
-    rows = file.rows(entry.name)
     others = {key: file.tensor(name) for key, name in beside(file, entry).items()}
     if expert is not None:
         if len(entry.shape) != 3 or not 0 <= expert < entry.shape[0]:
             raise CheckpointError(f"{where}: {list(entry.shape)} has no expert {expert}")
-        rows = rows.view(*entry.shape[:2], -1)[expert]
+        count = entry.shape[1]
+        start, stop = start + expert * count, min(count if stop is None else stop, count) + expert * count
         others = {key: each[expert] if each.shape == entry.shape[:1] else each for key, each in others.items()}
-    columns = entry.shape[-1] if entry.shape else 1
+    rows, columns = file.rows(entry.name, start, stop), entry.shape[-1] if entry.shape else 1
     try:
         packed: PackedWeight = module.wrap({_names(module)[0]: rows, **others}, shape=(rows.shape[0], columns),
                                            storage=module.SPEC.storages[0])

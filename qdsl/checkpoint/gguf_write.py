@@ -37,9 +37,10 @@ class NewTensor:
 
 
 def write(path: str | os.PathLike[str], metadata: Mapping[str, Value], tensors: Sequence[NewTensor],
-          resume: Resume | None = None) -> int:
-    """Write a GGUF file, and return its size.  Alignment is what general.alignment says, 32 without it.
+          resume: Resume | None = None, state_checksums: bool = False) -> None:
+    """Write a GGUF file.  Alignment is what general.alignment says, 32 without it.
 
+    resume, state_checksums: as of `write_tensors`.
     Raises CheckpointError for what the reader would refuse, for names that are too long for the architecture, and where chunks
     do not add up to a tensor's size; the destination is then as it was.
     """
@@ -47,7 +48,7 @@ def write(path: str | os.PathLike[str], metadata: Mapping[str, Value], tensors: 
     _check_names(metadata, tensors, target)
     header, sizes, alignment = _header(metadata, tensors, target)
     parts = [(tensor.name, tensor.chunks, size, -size % alignment) for tensor, size in zip(tensors, sizes, strict=True)]
-    return write_tensors(target, header, parts, resume)
+    write_tensors(target, header, parts, resume, state_checksums)
 
 
 def _check_names(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], path: Path) -> None:

@@ -167,11 +167,13 @@ def _read(folder: Tensors, layer: Layer, name: str) -> Tensor:
 
 
 def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of a file as the storage has it: bytes that the file holds as larger numbers as bytes again."""
+    """A tensor of a file as the storage has it: bytes that the file holds as larger numbers as bytes again, N and K as int64."""
     import torch
 
-    larger = tensor.is_floating_point() and tensor.element_size() > 1
-    return tensor.flatten().view(torch.uint8) if larger and layout_of(layer)[name].dtype == "u8" else tensor
+    kind = layout_of(layer)[name].dtype
+    if kind == "u8" and tensor.is_floating_point() and tensor.element_size() > 1:
+        return tensor.flatten().view(torch.uint8)
+    return tensor.long() if kind == "shape" else tensor
 
 
 def layout_of(layer: Layer) -> Mapping[str, Stored]:

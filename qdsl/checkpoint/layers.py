@@ -25,7 +25,7 @@ from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json, tor
 from qdsl.checkpoint.stated import LAYER, Stated, flat
 from qdsl.shapes import granule
 from qdsl.spilled import LOST, is_spilled
-from qdsl.stored import Description, Fit, Given, Misfit, element_dtype, fits, meant, named
+from qdsl.stored import OF_X, Description, Fit, Given, Misfit, element_dtype, fits, meant, named
 
 SMALL = 1 << 16                                                  # bytes of a tensor that are looked at
 ENOUGH = 64                                                      # elements in which nothing is no chance
@@ -36,6 +36,9 @@ TURNED = "experts' weights are [E, K, N], as their extents tell"
 NUMBERS = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}
 WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes of numbers that bytes may be held in
 BYTES = ("U8", "I8")                                             # dtypes of weights of which two may lie in an element
+# Tensors of layers of many formats that are no part of the weight.
+BESIDE = ("bias", "input_scale", "output_scale", "input_global_scale", "input_zero_point", *OF_X)
+NOT_KNOWN = "quantized in a way that is not known"
 PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
 FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}                        # and those that are plain in a cast of a model, without scales
 
@@ -69,6 +72,11 @@ class Layer:
     why: str = ""
     turned: bool = False
     act_order: bool = False
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it is quantized as no format is."""
+        return self.why.startswith(NOT_KNOWN)
 
     @property
     def stacked(self) -> bool:
@@ -146,9 +154,9 @@ class _Finder:
         self.together = groups(folder)
         self.stated = Stated(folder)
         self.leaves = Leaves(formats, self.stated)
-        self.saying: dict[str, object] = {leaf: None for each in formats for storages in each.variants.values()
-                                          for layout in storages.values() for leaf, stored in layout.items()
-                                          if stored.dtype == "shape"}
+        self.shapes_said = {leaf for each in formats for storages in each.variants.values() for layout in storages.values()
+                            for leaf, stored in layout.items() if stored.dtype == "shape"}
+        self.saying: dict[str, object] = dict.fromkeys(self.shapes_said)
         self.saying |= {leaf: rule for each in formats for leaf, rule in each.detect.get("tensors", {}).items()}
         self.agreeing: dict[tuple[int, int], tuple[Sequence[_Candidate], Mapping[str, Any],
                                                    tuple[list[_Candidate], list[_Candidate]]]] = {}
@@ -162,6 +170,8 @@ class _Finder:
         used = {self._kind(leaf, modules[name][leaf]) for name, layer in found.items() if layer is not None
                 for leaf in modules[name] if modules[name][leaf] in layer.tensors.values()}
         layers = {name: layer or self._remains(name, modules[name], used) for name, layer in found.items()}
+        if self.says is not None and self.says.method not in ("", OWN) and not any(layers.values()):
+            layers = {name: self._unnamed(name, tensors) for name, tensors in modules.items()}
         kept = {name: layer for name, layer in layers.items() if layer is not None}
         held = {full for layer in kept.values() for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
         plain = [name for name in self.folder.names() if name not in held]
@@ -188,10 +198,17 @@ class _Finder:
             return None
         scheme = self.says.scheme(name) if self.says else Scheme({})
         if isinstance(candidates, Misfit):
-            unknown = candidates.reached == UNKNOWN
-            why = f"quantized in a way that is not known: {_told_of(stated or {})}" if unknown else str(candidates)
-            return Layer(name, others=there, by=scheme.by, why=self._lost(tensors) or (f"{TURNED}: {why}" if turned else why))
+            if candidates.reached == UNKNOWN:
+                return Layer(name, others=there, by=scheme.by, why=self._lost(tensors) or self._unknown(there, stated))
+            why = f"{TURNED}: {candidates}" if turned else str(candidates)
+            return Layer(name, others=there, by=scheme.by, why=self._lost(tensors) or why)
         return replace(self._chosen(name, there, candidates, scheme), turned=turned)
+
+    def _unknown(self, tensors: Mapping[str, str], stated: Mapping[str, Any] | None) -> str:
+        """Why a layer is of no format: what a header states of it, or else what its tensors are."""
+        entries = {leaf: self.folder.entry(full) for leaf, full in tensors.items()}
+        shapes = ", ".join(f"{leaf} {entry.dtype} {list(entry.shape)}" for leaf, entry in entries.items())
+        return f"{NOT_KNOWN}: {_told_of(stated) if stated else shapes}"
 
     def _remains(self, name: str, tensors: Mapping[str, str], used: Container[tuple[str, str, int]]) -> Layer | None:
         """A module that has tensors as quantized layers have, though it is none: a scale without codes."""
@@ -199,6 +216,12 @@ class _Finder:
         if not any(self._kind(leaf, full) in used for leaf, full in there.items()):
             return None
         return Layer(name, others=there, why=self._lost(tensors) or str(self._nearest(self._given(there), {}, None)))
+
+    def _unnamed(self, name: str, tensors: Mapping[str, str]) -> Layer | None:
+        """A module with coded matrices whose names no format knows, where settings say that layers are quantized."""
+        there = {leaf: full for leaf, full in tensors.items() if full not in self.folder.missing}
+        is_coded = any(given.dtype not in PLAIN and len(given.shape) > 1 for given in self._given(there).values())
+        return Layer(name, others=there, why=self._unknown(there, None)) if is_coded else None
 
     def _turned(self, layers: Mapping[str, Layer | None]) -> set[str]:
         """Experts whose weights are [E, K, N], though their tensors may fit as [E, N, K].
@@ -302,10 +325,11 @@ class _Finder:
         if key not in self.fitting:
             candidates = self._ways(given, contents, stated, shape)
             scaled = [candidate for candidate in candidates if is_cast or candidate.has_scale]
-            if candidates and not scaled and stated is not None:
-                self.fitting[key] = Misfit(TOLD, f"{candidates[0].label} needs a scale; given are {', '.join(given)}")
-            else:
-                self.fitting[key] = scaled or self._nearest(given, contents, stated, shape)
+            nearest = None if scaled else self._nearest(given, contents, stated, shape)
+            if candidates and nearest is not None and (stated is not None or (
+                    nearest.reached == UNKNOWN and coded[0].dtype in FLOAT8)):
+                nearest = Misfit(TOLD, f"{candidates[0].label} needs a scale; given are {', '.join(given)}")
+            self.fitting[key] = nearest or scaled
         return self.fitting[key]
 
     def _contents(self, tensors: Mapping[str, str]) -> dict[str, Any]:
@@ -328,7 +352,9 @@ class _Finder:
 
     def _given(self, tensors: Mapping[str, str]) -> dict[str, Given]:
         entries = {leaf: self.folder.entry(full) for leaf, full in tensors.items()}
-        return {leaf: Given(torch_name(entry.dtype), entry.shape) for leaf, entry in entries.items()}
+        dtypes = {leaf: "I64" if leaf in self.shapes_said and entry.dtype == "I32" else entry.dtype
+                  for leaf, entry in entries.items()}
+        return {leaf: Given(torch_name(dtypes[leaf]), entry.shape) for leaf, entry in entries.items()}
 
     def _ways(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
               shape: tuple[int, ...]) -> list[_Candidate]:
@@ -341,8 +367,10 @@ class _Finder:
 
     def _nearest(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
                  shape: tuple[int, ...] = ()) -> Misfit:
-        """Why tensors are of no format, by the one that they come nearest to."""
+        """Why tensors are of no format, by the nearest of those that settings, a header or the tensors' names speak of."""
         misses: list[tuple[bool, bool, int, int, Misfit]] = []
+        spoken = [] if self.says is None else [self.says.settings, *(group.settings for group in self.says.groups)]
+        is_stated = self.says is not None and self.says.method not in ("", OWN)
         for format in self.formats:
             try:
                 _ways(format, given, contents, stated, shape)
@@ -350,8 +378,11 @@ class _Finder:
                 rules = format.detect.get("tensors", {})
                 told = bool(contents) and contents.keys() <= rules.keys() and from_tensors(format, contents) is not None
                 nearness = _nearness(format, given)
+                says = any(True for each in spoken for _ in readings(format.detect.get("config"), list(format.params), each))
+                if stated is None and not says and (is_stated or not _has_names(format, given)):
+                    continue
                 misses.append((told, nearness > 0, miss.reached, nearness, miss))
-        return max(misses, key=lambda each: each[:4], default=(False, False, 0, 0, Misfit(0, "no format is known")))[4]
+        return max(misses, key=lambda each: each[:4], default=(False, False, 0, 0, Misfit(UNKNOWN, NOT_KNOWN)))[4]
 
     # -- what settings say --------------------------------------------------------------------------------------------
 
@@ -662,6 +693,14 @@ def _nearness(format: Description, given: Mapping[str, Given]) -> int:
                                                                                             (layout[name].dtype,))]
                    for name, key in named(layout, given).items())
                for storages in format.variants.values() for layout in storages.values())
+
+
+def _has_names(format: Description, given: Mapping[str, Given]) -> bool:
+    """Whether the names of tensors, more than 'weight' alone, are those of a storage, or of tensors that any layer may have."""
+    rules = format.detect.get("tensors", {})
+    names = {leaf for leaf in given if leaf not in BESIDE and leaf not in rules}
+    return not rules.keys().isdisjoint(given) or (len(names) > 1 and any(
+        names <= {*named(layout, given).values()} for storages in format.variants.values() for layout in storages.values()))
 
 
 def _flat(format: Description, given: Mapping[str, Given], shape: tuple[int, int], experts: int,

@@ -30,9 +30,10 @@ NAMES = {"gptq": {"format": "checkpoint_format"}, "awq": {"w_bit": "bits", "q_gr
 LISTS = {
     "modules_to_not_convert": ("transformers", "substring"), "llm_int8_skip_modules": ("transformers",),
     "skip_modules": ("transformers", "substring"), "ignored_layers": ("exact", "substring"), "ignore": ("regex",),
-    "exclude_modules": ("glob",),
+    "exclude_modules": ("glob",), "exclude": ("quark",),
 }
 GLOBS = ("modelopt", "modelopt_fp4", "modelopt_mixed")           # whose 'ignore', too, is of wildcards
+QUARK = "quark"                                                  # whose settings of single layers are those of the whole, too
 LAYERS = ("quantized_layers", "extra_config")                    # maps of single layers to their settings: modelopt, auto-round
 WHOLE = (16, 32)                                                 # bits of layers that auto-round leaves as they were
 LINEAR = "Linear"                                                # the class that targets mean by themselves
@@ -167,6 +168,9 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
         found.dynamic.append((rules("dynamic", re.sub(r"\A[-+]:", "", pattern), budget),
                               None if pattern.startswith("-:") or overrides is False else
                               overrides if isinstance(overrides, Mapping) else {}))
+    of_layers = settings.get("layer_quant_config") if method == QUARK else None
+    for pattern, own in of_layers.items() if isinstance(of_layers, Mapping) else ():
+        found.dynamic.append((rules("glob", pattern, budget), {"global_quant_config": own}))
     inside = settings.get("modules_in_block_to_quantize")
     if inside:
         found.only = rules("suffix", [name for each in _listed(inside) for name in _listed(each)], budget)

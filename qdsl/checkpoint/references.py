@@ -79,7 +79,7 @@ def local_headers(ref: str | os.PathLike[str]) -> Iterator[Path]:
     Those are temporary files with holes in place of all but small tensors.  Raises CheckpointError, OSError.
     """
     meant = parsed(ref)
-    if isinstance(meant, Path) or (isinstance(meant, Repository) and _is_offline()):
+    if isinstance(meant, Path) or (isinstance(meant, Repository) and _is_offline(os.fspath(ref))):
         yield local_path(ref)
         return
     with tempfile.TemporaryDirectory(prefix="qdsl-headers-") as folder:
@@ -165,6 +165,7 @@ def _listed(names: Sequence[str]) -> str:
 def _hub(ref: str) -> Any:
     try:
         import huggingface_hub.constants
+        import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
         raise CheckpointError(f"no file or folder {shown(ref)}; `pip install huggingface_hub` to download repositories") from None
@@ -178,8 +179,8 @@ def _endpoint() -> str:
         return "https://huggingface.co"
 
 
-def _is_offline() -> bool:
-    return bool(_hub("").constants.HF_HUB_OFFLINE)
+def _is_offline(ref: str = "") -> bool:
+    return bool(_hub(ref).constants.HF_HUB_OFFLINE)
 
 
 def _from_hub(repository: Repository, ref: str) -> Path:
@@ -238,8 +239,7 @@ def _names(hub: Any, repository: Repository) -> list[str]:
 @contextmanager
 def _hub_errors(ref: str) -> Iterator[None]:
     """What huggingface_hub raises, as a CheckpointError with the first line of what it says."""
-    from huggingface_hub import errors
-
+    errors = _hub(ref).errors
     try:
         yield
     except Exception as error:

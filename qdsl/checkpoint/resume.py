@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
 
+from qdsl.checkpoint.crc import beside, checksum, text
 from qdsl.checkpoint.strict_json import CheckpointError, shown
-from qdsl.files import journal_of, replacing
+from qdsl.files import check_unchanged, journal_of, replacing, write_text
 
 Buffer = bytes | bytearray | memoryview
 NewTensor = tuple[str, Iterable[Buffer], int, int]
@@ -21,36 +23,48 @@ NewTensor = tuple[str, Iterable[Buffer], int, int]
 class Resume:
     """How a file is continued that an interrupted process left.
 
-    key: a digest of all that its bytes depend on.  notes: plain data about tensors by name, those that were whole among them.
+    key: a digest of all that its bytes depend on.  inputs: files that it is made of, with the `identity` that they must have at
+    the end, too.  notes: plain data about tensors by name, those that were whole among them.
     """
 
     key: str
+    inputs: Mapping[Path, list[Any]]
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-def write_tensors(path: Path, start: bytes, tensors: Sequence[NewTensor], resume: Resume | None = None) -> int:
+def write_tensors(path: Path, start: bytes, tensors: Sequence[NewTensor], resume: Resume | None = None,
+                  state_checksums: bool = False) -> dict[str, int]:
     """Write a file of `start` and then tensors: their names, bytes in pieces, sizes, and how many zeros follow.
 
-    Returns the size of the file.  resume: with it, tensors that are whole in a file of the same key are not asked for.
-    Raises CheckpointError for pieces that do not add up to the size.
+    Returns the CRC-32 of each tensor.  resume: with it, tensors that are whole in a file of the same key are not asked for.
+    state_checksums: write a file that states them, next to this one and before this one is in its place.
+    Raises CheckpointError for pieces that do not add up to the size, InputError where an input changed.
     """
+    checksums: dict[str, int] = {}
     with replacing(path, resume.key if resume else "") as file, ExitStack() as stack:
         journal = stack.enter_context(open(journal_of(Path(file.name)), "a+b")) if resume else None
-        whole = _whole(file, journal, start, tensors, resume.notes) if journal and resume else 0
+        whole = _whole(file, journal, start, tensors, resume.notes, checksums) if journal and resume else 0
         if not whole:
             file.write(start)
         for name, pieces, size, zeros in tensors[whole:]:
-            crc = copy_chunks(file, pieces, size, f"{path}: tensor {shown(name)}")
+            crc = checksums[name] = copy_chunks(file, pieces, size, f"{path}: tensor {shown(name)}")
             file.write(bytes(zeros))
             if journal and resume:
                 file.flush()
                 line = {"name": name, "crc": crc, "zeros": bytes(zeros).hex(), "note": resume.notes.get(name)}
                 journal.write(json.dumps(line).encode() + b"\n")
                 journal.flush()
-        return file.tell()
+        if resume:
+            check_unchanged(resume.inputs)
+        if state_checksums:
+            file.flush()
+            os.fsync(file.fileno())
+            write_text(beside(path), text({path.name: checksums}))
+    return checksums
 
 
-def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[NewTensor], notes: dict[str, Any]) -> int:
+def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[NewTensor], notes: dict[str, Any],
+           checksums: dict[str, int]) -> int:
     """How many tensors of an unfinished file are whole, by their CRC; the file is cut after them, the journal too."""
     journal.seek(0)
     count = end = place = 0
@@ -61,7 +75,7 @@ def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[Ne
             note = {"name": name, "crc": checksum(file, file.tell(), size), "zeros": file.read(zeros).hex()}
             if note != {key: record[key] for key in note}:
                 break
-            notes[name] = record["note"]
+            notes[name], checksums[name] = record["note"], record["crc"]
         except (ValueError, KeyError, TypeError):                # the line that was being written, or a stranger's
             break
         count, end, place = count + 1, end + len(line), file.tell()
@@ -69,15 +83,6 @@ def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[Ne
     file.truncate(place)
     file.seek(place)
     return count
-
-
-def checksum(file: BinaryIO, start: int, nbytes: int) -> int | None:
-    """The CRC-32 of bytes of an open file; None where there are fewer."""
-    file.seek(start)
-    crc, left = 0, nbytes
-    while data := file.read(min(left, 1 << 20)):
-        crc, left = crc32(data, crc), left - len(data)
-    return None if left else crc
 
 
 def copy_chunks(file: BinaryIO, pieces: Iterable[Buffer], size: int, where: str) -> int:

@@ -21,6 +21,7 @@ from qdsl.checkpoint.resume import Resume, write_tensors
 from qdsl.checkpoint.strict_json import CheckpointError as CheckpointError
 from qdsl.checkpoint.strict_json import shown as shown
 from qdsl.checkpoint.strict_json import strict_json as strict_json
+from qdsl.files import naming
 
 if TYPE_CHECKING:
     import torch
@@ -207,12 +208,14 @@ def torch_dtypes() -> dict[str, torch.dtype]:
 class TensorFile:
     """A safetensors file, mapped into memory privately: changing a tensor in place does not change the file.
 
-    A tensor keeps the map alive, also after close().  The file must not shrink while it is mapped.
+    A tensor keeps the map alive, also after close().  The file must not shrink while it is mapped: that ends the process.
+    copies: read tensors into memory of their own, as jobs do; a file that shrinks is then an error.
     Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], copies: bool = False) -> None:
         self.path = Path(path)
+        self._copies = copies
         with open_regular(path) as file:
             self.header = _read(file, self.path)
             self._map: mmap.mmap | None = mapped(file)
@@ -257,6 +260,11 @@ class TensorFile:
 
         Raises CheckpointError for an unknown name, a dtype under a byte, a BOOL other than 0 and 1, or a closed file.
         """
+        shape = self.entry(name).shape
+        return self.numbers(name, 0, math.prod(shape)).view(shape)
+
+    def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a tensor in their order.  Raises CheckpointError as `tensor` does."""
         import torch
 
         entry = self.entry(name)
@@ -266,18 +274,26 @@ class TensorFile:
         if self._map is None:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
         check_whole(self._map, self.path)
-        flat = elements(self._map, entry.start, entry.nbytes, dtype)
+        flat = elements(self.path if self._copies else self._map, entry.start + start * dtype.itemsize,
+                        (stop - start) * dtype.itemsize, dtype)
         if entry.dtype == "BOOL" and entry.nbytes and int(flat.view(torch.uint8).max()) > 1:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: a BOOL that is neither 0 nor 1")
-        return flat.view(entry.shape)
+        return flat
 
 
-def elements(data: mmap.mmap, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of a map as a flat tensor, without copying where they are aligned."""
+def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of a map as a flat tensor, without copying where they are aligned; those of a file are read.
+
+    Raises CheckpointError for a file that is too short.
+    """
     import torch
 
     if nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
+    if isinstance(data, Path):
+        copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        read_into(data, start, copied.numpy().data)
+        return copied.view(dtype)
     raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start)
     return (raw.clone() if start % dtype.itemsize else raw).view(dtype)
 
@@ -288,6 +304,17 @@ def mapped(file: BinaryIO) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000),
                          prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def read_into(path: Path, start: int, memory: memoryview) -> None:
+    """Fill memory with bytes of a file.  Raises CheckpointError for a file that is too short, as one that was cut meanwhile."""
+    with naming(path), open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        place = 0
+        while place < memory.nbytes:
+            if not (count := file.readinto(memory[place:])):
+                raise CheckpointError(f"{path}: became shorter while it was read")
+            place += count
 
 
 def check_whole(data: mmap.mmap, path: Path) -> None:
@@ -322,15 +349,16 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
 
 
 def write_chunks(path: str | os.PathLike[str], tensors: Mapping[str, Chunks], metadata: Mapping[str, str] | None = None,
-                 resume: Resume | None = None) -> None:
+                 resume: Resume | None = None, state_checksums: bool = False) -> None:
     """Write a safetensors file as `write` does, of tensors that come in pieces.
 
+    resume, state_checksums: as of `write_tensors`.
     Raises CheckpointError for what read_header would refuse, and for pieces that do not add up to their tensor.
     """
     target = Path(path)
     start, header = laid_out(target, {name: (each.dtype, each.shape) for name, each in tensors.items()}, metadata)
     write_tensors(target, start, [(name, tensors[name].pieces, entry.nbytes, 0) for name, entry in header.tensors.items()],
-                  resume)
+                  resume, state_checksums)
 
 
 def laid_out(path: Path | str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,

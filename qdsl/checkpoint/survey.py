@@ -23,7 +23,7 @@ def survey(folder: Folder, found: Layers, limit: int = SHARED_MEMORY) -> dict[st
     inside = {full for each in held for full in each["tensors"].values()}
     left = {each.name: each for each in found.left}
     contradictions = [*({"what": problem} for problem in found.problems),
-                      *({"layer": each.name, "what": each.why} for each in found.layers if each.why),
+                      *({"layer": each.name, "what": each.why} for each in found.layers if each.why and not each.is_unknown),
                       *({"layer": each.name, "what": problem} for each in found.layers for problem in each.problems),
                       *({"layer": each.name, "what": each.problem} for each in found.left if each.problem),
                       *({"layer": each["name"], "what": problem} for each in held for problem in each["problems"])]
@@ -31,15 +31,19 @@ def survey(folder: Folder, found: Layers, limit: int = SHARED_MEMORY) -> dict[st
                              for each in found.quantizations],
             "layers": [_layer(folder, each) for each in found.layers], "groups": held,
             "plain": [_plain(folder, name, left) for name in found.plain if name not in inside],
+            "unknown": [{"layer": each.name, "what": each.why} for each in found.layers if each.is_unknown],
             "contradictions": contradictions}
 
 
-def weights(folder: Folder, found: Layers) -> int:
-    """Those that layers and groups stand for, and the numbers of all other tensors."""
+def weights(folder: Folder, found: Layers) -> tuple[int, int]:
+    """How many weights layers, groups and plain tensors are, and in how many bytes; without layers of no format."""
     coded = {full for each in found.layers for full in (*each.tensors.values(), *each.settings)}
     coded |= {full for each in found.groups for full in each.tensors.values()}
-    return sum(map(_numbers, found.layers)) + sum(each.numbers for each in found.groups) + \
-        sum(math.prod(folder.entry(name).shape) for name in folder.names() if name not in coded)
+    unread = {full for each in found.layers if not each.format for full in each.others.values()}
+    known = [name for name in folder.names() if name not in unread]
+    count = sum(map(_numbers, found.layers)) + sum(each.numbers for each in found.groups) + \
+        sum(math.prod(folder.entry(name).shape) for name in known if name not in coded)
+    return count, sum(folder.entry(name).nbytes for name in known)
 
 
 def _numbers(layer: Layer) -> int:
@@ -106,13 +110,18 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
     plain = [[name, str(len(alike)), first["type"], " x ".join(map(str, first["shape"])), first["by"]]
              for name, alike in _grouped(data["plain"], lambda each: (each["type"], tuple(each["shape"]), each["by"]))
              for first in alike[:1]]
-    problems = [[name, str(len(alike)), alike[0]["what"]] for name, alike in
-                _grouped([{"name": each.get("layer", ""), **each} for each in data["contradictions"]], lambda each: each["what"])]
-    more = [[f"and {len(problems) - PROBLEMS} more", "", ""]] if len(problems) > PROBLEMS else []
+    unknown, contradictions = (_told(data[kind]) for kind in ("unknown", "contradictions"))
     return [(["layers", "", "format", "shape", "bits", "parameters", "beside", "by"], layers, " >"),
             (["groups", "", "format", "weights", "numbers", "bits", "threads", "shared memory", ""], groups, " > >>>>>"),
             (["not quantized", "", "type", "shape", "by"], plain, " >"),
-            (["contradictions", "", ""], problems[:PROBLEMS] + more, " >")]
+            (["not known", "", ""], unknown, " >"), (["contradictions", "", ""], contradictions, " >")]
+
+
+def _told(problems: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Rows of problems of layers, the first of those there are."""
+    named = [{"name": each.get("layer", ""), **each} for each in problems]
+    rows = [[name, str(len(alike)), alike[0]["what"]] for name, alike in _grouped(named, lambda each: each["what"])]
+    return rows[:PROBLEMS] + ([[f"and {len(rows) - PROBLEMS} more", "", ""]] if len(rows) > PROBLEMS else [])
 
 
 def fits(group: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ def start(*paths: Path) -> None:
     """Open checkpoints, for work in one thread: as many processes as processors do not hinder each other."""
     import torch
 
-    there.extend(Folder(path) for path in paths)
+    there.extend(Folder(path, copies=True) for path in paths)
     _threads.append(torch.get_num_threads())
     torch.set_num_threads(1)
 

@@ -5,14 +5,46 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-app = typer.Typer(name="qdsl", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
+
+class Failure(Exception):
+    """A command ends with a message and an exit code: 1 where the input is wrong, 2 where the command is."""
+
+    def __init__(self, message: str, exit_code: int, head: str) -> None:
+        super().__init__(message)
+        self.exit_code, self.head = exit_code, head
+
+    def format_message(self) -> str:
+        return str(self)
+
+
+class _Commands(TyperGroup):
+    """The commands; with --json failures, those of reading the command line too, are one JSON object on standard output."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in words
+        try:
+            code = super().main(words, *rest, **{**options, **({"standalone_mode": False} if as_json else {})})
+        except Exception as error:
+            if not hasattr(error, "exit_code"):                  # as typer's errors have
+                raise
+            message, code = error.format_message(), error.exit_code     # type: ignore[attr-defined]
+            if as_json:
+                typer.echo(json.dumps({"schema": 1, "error": message, "exit_code": code}))
+            else:
+                typer.echo(getattr(error, "head", "") + message, err=True)
+        sys.exit(code or 0)
+
+
+app = typer.Typer(name="qdsl", cls=_Commands, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]},
                   help="A compiler for quantized weight formats: one YAML file becomes a reference, kernels and a linear layer.")
 
@@ -56,23 +88,23 @@ def _version(value: bool) -> None:
 
 
 @app.callback()
-def _options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+def _options(version: Annotated[bool, typer.Option("--version", "-V", callback=_version, is_eager=True,
                                                    help="Print the version.")] = False) -> None:
     """Options before a command."""
 
 
-def fail(message: str, code: int = 1) -> NoReturn:
-    """Print a message on standard error, with what a terminal would obey escaped, and exit."""
+def fail(message: str, code: int = 1, head: str = "error: ") -> NoReturn:
+    """End the command with a message, what a terminal would obey escaped.  code: 1 for a wrong input, 2 for a wrong command."""
     from qdsl.checkpoint.contents import escaped
 
-    typer.echo("\n".join("\t".join(map(escaped, line.split("\t"))) for line in message.split("\n")), err=True)
-    raise typer.Exit(code)
+    raise Failure("\n".join("\t".join(map(escaped, line.split("\t"))) for line in message.split("\n")), code, head)
 
 
 @contextmanager
 def reported(code: int = 1) -> Iterator[None]:
-    """Print the errors of specs and files as messages, and exit.  code: the exit code for a wrong file."""
+    """Make errors of specs and files failures of the command.  code: 2 where only the command's words are read."""
     from qdsl.checkpoint.safetensors import CheckpointError
+    from qdsl.files import OutputError
     from qdsl.places import UnknownSpec
     from qdsl.quantize import QuantizeError
     from qdsl.rewrite import RewriteError
@@ -80,15 +112,15 @@ def reported(code: int = 1) -> Iterator[None]:
 
     try:
         yield
-    except UnknownSpec as error:
-        fail(f"error: {error}", 2)
+    except (UnknownSpec, OutputError) as error:
+        fail(f"{error}", 2)
     except SpecError as error:
         count = len(error.problems)
-        fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}")
+        fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}", head="")
     except BrokenPipeError:                                      # of standard output, as where `head` has enough
         raise
     except (CheckpointError, QuantizeError, RewriteError, OSError) as error:
-        fail(f"error: {error}", code)
+        fail(f"{error}", code)
 
 
 def refuse_options(context: typer.Context, heading: str, reason: str) -> None:
@@ -96,7 +128,7 @@ def refuse_options(context: typer.Context, heading: str, reason: str) -> None:
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         if getattr(parameter, "rich_help_panel", None) == heading and source is not None and source.name != "DEFAULT":
-            fail(f"error: {parameter.opts[0]} is for {reason}", 2)
+            fail(f"{parameter.opts[0]} is for {reason}", 2)
 
 
 @contextmanager
@@ -128,7 +160,7 @@ def read_param(text: str) -> tuple[str, Any]:
     """Read key=value of --param; values are true, false, integers, other numbers, or else words."""
     key, equals, value = text.partition("=")
     if not (key and equals and value):
-        fail(f"error: --param is key=value, not '{text}'", 2)
+        fail(f"--param is key=value, not '{text}'", 2)
     for read in (int, float):
         with suppress(ValueError):
             return key, read(value)
@@ -140,9 +172,9 @@ def read_size(text: str) -> int:
     digits = text.strip().rstrip("BbIiKkMmGgTt ")
     unit = text.strip()[len(digits):].strip().upper()
     if unit not in UNITS or not digits.replace(".", "", 1).isdecimal():
-        fail(f"error: {text!r} is no size; expected one such as 20GB or 20GiB", 2)
+        fail(f"{text!r} is no size; expected one such as 20GB or 20GiB", 2)
     if not unit and float(digits) < UNITS["KIB"]:
-        fail(f"error: {text!r} without a unit is a number of bytes; write {digits}GB or {digits}GiB, or {digits}B", 2)
+        fail(f"{text!r} without a unit is a number of bytes; write {digits}GB or {digits}GiB, or {digits}B", 2)
     return int(float(digits) * UNITS[unit])
 
 
@@ -150,8 +182,20 @@ def read_part(text: str) -> tuple[int, int]:
     """Read I/N of --shard: which part, from 1, of how many."""
     place, _, count = text.partition("/")
     if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
-        fail(f"error: --shard is I/N with I from 1 to N, not '{text}'", 2)
+        fail(f"--shard is I/N with I from 1 to N, not '{text}'", 2)
     return int(place), int(count)
+
+
+def read_patterns(patterns: list[str] | None) -> tuple[str, ...]:
+    """The regular expressions of --ignore.  Exits with code 2 for one that is none."""
+    import re
+
+    for pattern in patterns or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            fail(f"--ignore '{pattern}' is no regular expression: {error}", 2)
+    return tuple(patterns or ())
 
 
 def print_report(report: dict[str, Any], as_json: bool) -> bool:

@@ -18,8 +18,12 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
                                                 show_default=False)],
             shared_memory: Annotated[str | None, typer.Option("--shared-memory", help="What a GPU gives a kernel, such as 48KiB; "
                                      "exit code 1 where DF11's need more.")] = None,
+            strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 for notes and contradictions.")] = False,
             as_json: Json = False) -> None:
-    """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong."""
+    """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong.
+
+    Exit code 1 where tensors cannot be read.
+    """
     from qdsl.checkpoint.contents import contents, lines
     from qdsl.checkpoint.groups import SHARED_MEMORY
     from qdsl.checkpoint.references import local_headers
@@ -29,11 +33,13 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
     with reported(), local_headers(file) as path:
         report = {**contents(path, limit), "file": file}
     typer.echo(json.dumps({"schema": 1, **report}) if as_json else "\n".join(lines(report)))
-    if report.get("problems"):
+    models = report.get("models", [report])
+    if any(model["problems"] for model in models):
         raise typer.Exit(1)
-    if shared_memory is not None and not all(fits(group) for model in report.get("models", [report])
-                                             for group in model.get("groups", ())):
+    if shared_memory is not None and not all(fits(group) for model in models for group in model.get("groups", ())):
         raise typer.Exit(1)
+    if strict and any(model["notes"] or model.get("contradictions") or model.get("unknown") for model in models):
+        raise typer.Exit(3)
 
 
 @app.command()
@@ -49,7 +55,7 @@ def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first o
     from qdsl.files import check_output
 
     if dtype not in DTYPES:
-        fail(f"error: no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
+        fail(f"no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
     with reported(), exit_on_sigterm():
         check_output(out, file, force=force)
         written = dequantize_file(file, out, dtype)
@@ -61,17 +67,17 @@ def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first o
 
 @app.command()
 def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one file, or a GGUF file.")],
-           b: Annotated[Path | None, input_argument("Another; without it, a folder is compared with its checksums.")] = None,
+           b: Annotated[Path | None, input_argument("Another; without it, A is compared with its checksums.")] = None,
            jobs: Jobs = None,
            decoded: Annotated[bool, typer.Option("--decoded", help="Compare the weights that quantized layers stand for, "
                                                                    "whatever their formats and storages.")] = False,
            tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="How far decoded weights may lie apart, as a part "
                                                     "of their tensor's largest magnitude.")] = 0.0,
            as_json: Json = False) -> None:
-    """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, 2 if one cannot be read.
+    """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, or if one cannot be read.
 
-    A GGUF file is compared with the model that it was made of: errors must be those of its types.  A folder alone is compared
-    with the checksums that qdsl wrote into it.
+    A GGUF file is compared with the model that it was made of: errors must be those of its types.  A checkpoint alone is
+    compared with the checksums that qdsl wrote with it.
     """
     from qdsl.checkpoint import verify as verifying
     from qdsl.processes import processors
@@ -79,18 +85,18 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
 
     if b is None:
         if decoded or tolerance:
-            fail("error: --decoded and --tolerance compare two checkpoints", 2)
+            fail("--decoded and --tolerance compare two checkpoints", 2)
         _verify_checksums(a, as_json)
         return
     if tolerance and not decoded:
-        fail("error: --tolerance is one between decoded weights: give --decoded", 2)
+        fail("--tolerance is one between decoded weights: give --decoded", 2)
     if ".gguf" in (a.suffix, b.suffix):
         if decoded:
-            fail("error: --decoded compares folders; a GGUF file is decoded anyway", 2)
+            fail("--decoded compares folders; a GGUF file is decoded anyway", 2)
         differences = _gguf_differences(*((a, b) if a.suffix == ".gguf" else (b, a)))
         _print_differences(differences, "equal within the errors of types", as_json)
         return
-    with reported(2):
+    with reported():
         total = verifying.size(a)
         jobs = jobs or min(processors(), 1 + total // verifying.WORTH)
         with progress(total, "B") as tell:
@@ -105,13 +111,13 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
     _print_differences(differences, f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal", as_json)
 
 
-def _verify_checksums(folder: Path, as_json: bool) -> None:
-    """Print which tensors of a folder are damaged.  Raises typer.Exit where there are any."""
-    from qdsl.checkpoint import checksums, verify
+def _verify_checksums(path: Path, as_json: bool) -> None:
+    """Print which tensors of a checkpoint are damaged.  Raises typer.Exit where there are any."""
+    from qdsl.checkpoint import checksums
     from qdsl.progress import progress
 
-    with reported(2), progress(verify.size(folder), "B") as tell:
-        problems = checksums.damaged(folder, tell)
+    with reported(), progress(checksums.size(path), "B") as tell:
+        problems = checksums.damaged(path, tell)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "equal": not problems, "problems": problems}))
     else:
@@ -127,7 +133,7 @@ def _gguf_differences(file: Path, other: Path) -> list[Any]:
     from qdsl.quantize.compare import differences
     from qdsl.quantize.source import Gguf, Weights, open_source
 
-    with reported(2):
+    with reported():
         quantized: Weights
         source: Weights
         if other.is_dir() and '"_class_name"' in _config_text(other):
@@ -147,7 +153,7 @@ def language_folder(path: Path, architecture: str | None) -> Any:
 
         return LanguageFolder(path)
     except ImportError as error:
-        fail(f"error: {path}: writing a language model as a GGUF file needs the packages transformers and gguf ({error})")
+        fail(f"{path}: writing a language model as a GGUF file needs the packages transformers and gguf ({error})", 2)
 
 
 def _config_text(folder: Path) -> str:
@@ -162,11 +168,11 @@ def _diffusers_pair(file: Path, folder: Path) -> Any:
         from qdsl.models.diffusers.compare import decoded_pair
         from qdsl.models.plan import LoadError
     except ImportError as error:
-        fail(f"error: {folder}: comparing it with a GGUF file needs the package diffusers ({error})", 2)
+        fail(f"{folder}: comparing it with a GGUF file needs the package diffusers ({error})", 2)
     try:
         return decoded_pair(file, folder)
     except LoadError as error:
-        fail(f"error: {error}", 2)
+        fail(f"{error}")
 
 
 def _print_differences(differences: list[Any], equal: str, as_json: bool) -> None:

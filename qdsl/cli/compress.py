@@ -70,13 +70,13 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
 
     part = None if shard is None else read_part(shard)
     if format not in FORMATS:
-        fail(f"error: no '{format}': expected one of {', '.join(FORMATS)}", 2)
+        fail(f"no '{format}': expected one of {', '.join(FORMATS)}", 2)
     if format != "df11" and (patterns is not None or threads is not None or by_group or plain_config):
-        fail("error: --patterns, --threads-per-block, --file-per-group and --plain-config are of df11", 2)
+        fail("--patterns, --threads-per-block, --file-per-group and --plain-config are of df11", 2)
     if threads is not None and threads not in THREAD_COUNTS:
-        fail(f"error: --threads-per-block is a power of two from 8 to 1024, not {threads}", 2)
+        fail(f"--threads-per-block is a power of two from 8 to 1024, not {threads}", 2)
     if part is not None and check:
-        fail("error: --check reads whole files, which --shard does not write: give it to the call that completes them", 2)
+        fail("--check reads whole files, which --shard does not write: give it to the call that completes them", 2)
     with reported(), exit_on_sigterm():
         aim = Aim(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
                   tuple(component or ()), plain_config)

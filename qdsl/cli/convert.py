@@ -23,6 +23,7 @@ from qdsl.cli.app import (
     print_table,
     read_param,
     read_part,
+    read_patterns,
     reported,
 )
 from qdsl.cli.compress import model_shapes, print_compressed, print_restored
@@ -36,6 +37,10 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
             requantize: Annotated[str | None, typer.Option("--requantize", help="A format, or FORMAT.STORAGE, that all quantized "
                                                            "layers are to have: numbers change, and it says how much.")] = None,
             param: Params = None,
+            ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A regular expression for layers that stay as they "
+                                                             "are: whole names, or parts between dots.")] = None,
+            keep_misfits: Annotated[bool, typer.Option("--keep-misfits", help="Leave layers as they are that the storage cannot "
+                                                                              "hold.")] = False,
             jobs: Jobs = None, shard: Shard = None, force: Force = False,
             as_json: Json = False) -> None:
     """Write a checkpoint with every quantized layer in another storage of its format, exactly, and all else as it was.
@@ -53,9 +58,12 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
 
     part = None if shard is None else read_part(shard)
     if (to is None) == (requantize is None) or (param and to):
-        fail("error: give --to, or --requantize and perhaps --param", 2)
+        fail("give --to, or --requantize and perhaps --param", 2)
+    patterns = read_patterns(ignore)
+    with reported(2):
+        aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
+                    keep_misfits=keep_misfits)
     with reported(), exit_on_sigterm(), Folder(folder) as source:
-        aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])))
         report = run.convert(source, layers(source), aim, out, jobs=jobs or processors(), part=part, force=force,
                              tell=partial(progress, unit="B"))
     print_converted(report, as_json, "" if part is None else f"part {shard} of ")
@@ -93,11 +101,12 @@ def print_converted(report: dict[str, Any], as_json: bool, part: str = "") -> No
     """Print the report of `convert` or of `quantize --format`.  part: words for a part of a folder."""
     if print_report(report, as_json):
         return
-    if "quantized" in report:
-        from qdsl.convert.report import HEADS, plain_lines, table
+    from qdsl.convert.report import HEADS, left_lines, table
 
+    if "quantized" in report:
         print_table(HEADS, table(report))
-        typer.echo("\n".join(plain_lines(report)))
+    for line in left_lines(report):
+        typer.echo(line)
     for layers in report["layers"]:
         typer.echo(f"{layers['count']} layers from {layers['from']} to {layers['to']}")
     if report["requantized"]:
@@ -105,8 +114,11 @@ def print_converted(report: dict[str, Any], as_json: bool, part: str = "") -> No
         worst = min(ratios, key=ratios.__getitem__)
         verb = "quantized" if "quantized" in report else "requantized"
         typer.echo(f"{verb}: signal to noise {_ratio(report['snr_db']):.2f} dB, the least of {worst!r}, {ratios[worst]:.2f} dB")
-    for model, readers in report.get("readers", {}).items():
-        typer.echo(f"read by{f' ({model})' if model else ''}: {readers}")
+    for model, readers in report["readers"].items():
+        of_model = f" ({model})" if model else ""
+        typer.echo(f"read by{of_model}: {readers}")
+        for program, why in report["not_read_by"][model].items():
+            typer.echo(f"not read by{of_model} {program}: {why}")
     typer.echo(f"written  {part}{report['out']}: {len(report['shards'])} files of tensors, {report['nbytes']} bytes")
 
 

@@ -27,7 +27,7 @@ def demo(weights: Annotated[Path | None, typer.Option("--weights", help="A safet
         try:
             result = demonstration.run(weights, out, say)
         except ValueError as error:
-            fail(f"error: {error}")
+            fail(f"{error}")
     if not as_json:
         print_table(demonstration.HEADS, [demonstration.shown(row) for row in result["formats"]])
         typer.echo(demonstration.LEGEND + "\n")

@@ -50,10 +50,10 @@ def check(specs: Names, as_json: Json = False) -> None:
             typer.echo(f"{name}: ok, {', '.join(storages)}")
     if as_json:
         typer.echo(json.dumps({"schema": 1, "specs": found}))
-    if problems:
-        fail("" if as_json else f"\n{problems} problem{'s' if problems > 1 else ''}", 2 if missing else 1)
-    if missing:
-        raise typer.Exit(2)
+    if problems and not as_json:
+        typer.echo(f"\n{problems} problem{'s' if problems > 1 else ''}", err=True)
+    if missing or problems:
+        raise typer.Exit(2 if missing else 1)
 
 
 @app.command()
@@ -68,7 +68,7 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
     from qdsl.processes import processors, results
 
     if bool(specs) == every:
-        fail("error: name the specs to build, or give --all", 2)
+        fail("name the specs to build, or give --all", 2)
     rows: list[dict[str, str]] = []
     with reported():
         paths = places.shipped() if every else [places.find(name) for name in specs or []]
@@ -79,13 +79,15 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
                 rows += [{"spec": str(path), "path": _short(w.path), "change": w.change}
                          for w in builder.put(files, folder, write=not verify)]
             except builder.BuildError as error:
-                fail(f"error: {error}")
+                fail(f"{error}")
     changed = [row for row in rows if row["change"] != "same"]
     if as_json:
         typer.echo(json.dumps({"schema": 1, "files": rows}))
     else:
         for row in changed if verify else rows:
             typer.echo(f"{'stale' if verify else row['change']:<8} {row['path']}")
+    if verify and changed and as_json:
+        raise typer.Exit(1)
     if verify and changed:
         again = ["--all"] if every else [*(specs or []), *(["--out", str(out)] if out else [])]
         fail(f"generated modules are not what their specs say: run `qdsl build {shlex.join(again)}`")

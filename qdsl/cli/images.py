@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from qdsl.cli.app import fail
+from qdsl.cli.app import fail, reported
 from qdsl.cli.models import _running, finite
 from qdsl.files import check_output, regular_file
 
@@ -60,12 +60,10 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
 def _target(out: Path | None, inputs: Iterable[str], force: bool) -> Path:
     """The file to write.  Exits with code 2 for none, one that is no .png file, one that is an input, and one that exists."""
     if out is None or out.suffix.lower() != ".png":
-        fail("error: say with --out which .png file to write", 2)
-    try:
+        fail("say with --out which .png file to write", 2)
+    with reported():
         regular_file(out)
         check_output(out, *(ref for ref in inputs if Path(ref).exists()), force=force)
-    except OSError as error:
-        fail(f"error: --out: {error}", 2)
     return out
 
 
@@ -75,7 +73,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
         return None
     width, _, height = text.lower().partition("x")
     if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
-        fail(f"error: --size is WIDTHxHEIGHT, such as 1024x1024, not '{text}'", 2)
+        fail(f"--size is WIDTHxHEIGHT, such as 1024x1024, not '{text}'", 2)
     return int(width), int(height)
 
 

@@ -28,11 +28,11 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
     kinds = kernel or ["linear"]
     for names, known in ((kinds, launches.KERNELS), ([x], launches.TYPES)):
         if wrong := [name for name in names if name not in known]:
-            fail(f"error: no '{wrong[0]}': expected one of {', '.join(known)}", 2)
+            fail(f"no '{wrong[0]}': expected one of {', '.join(known)}", 2)
     try:
         archs, gpus = survey.targets(arch or [], gpu or [])
     except AnalyzeError as error:
-        fail(f"error: {error}", 2)
+        fail(f"{error}", 2)
     params = dict(map(read_param, param or []))
     kernels: list[dict[str, Any]] = []
     with reported():
@@ -46,5 +46,5 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
                     print_table(text.HEADS, [text.row(surveyed.reports[gpu.arch], prediction)
                                              for gpu, prediction in zip(gpus, surveyed.predictions, strict=True)])
         except survey.REFUSALS as error:
-            fail(f"error: {error}")
+            fail(f"{error}")
     typer.echo(json.dumps({"schema": 1, "kernels": kernels}) if as_json else text.LEGEND)

@@ -97,7 +97,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
              device: Device = None, dtype: DType = "auto", force: Force = False, as_json: Json = False) -> None:
     """Measure what quantizing cost: perplexity, and divergence from another model, as llama-perplexity defines them."""
     if against is None and (format or svg):
-        fail("error: --format and --svg compare with a model: name it with --against", 2)
+        fail("--format and --svg compare with a model: name it with --against", 2)
     with _running():
         from qdsl.files import check_output, write_text
         from qdsl.models import evaluate as measure
@@ -139,6 +139,6 @@ def _running() -> Iterator[None]:
         with reported():
             yield
     except ImportError as error:
-        fail(f"error: {error}; to run models, `pip install 'qdsl-formats[models,diffusers]'`", 2)
+        fail(f"{error}; to run models, `pip install 'qdsl-formats[models,diffusers]'`", 2)
     except ValueError as error:                                  # LoadError and FormatError, too
-        fail(f"error: {error}")
+        fail(f"{error}")

@@ -21,6 +21,7 @@ from qdsl.cli.app import (
     print_table,
     read_param,
     read_part,
+    read_patterns,
     refuse_options,
     reported,
 )
@@ -75,7 +76,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
     --type takes llama-quantize's mixes.  --format takes qdsl's formats.  Run the same command again to resume.
     """
     if (mix is None) == (format is None):
-        fail("error: give --type to write a GGUF file, or --format to write a folder of safetensors", 2)
+        fail("give --type to write a GGUF file, or --format to write a folder of safetensors", 2)
     refuse_options(context, *((FOLDER, "--format") if format is None else (GGUF, "--type")))
     if format is not None:
         to = f"{format}.{storage}" if storage else format
@@ -83,7 +84,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
         return
     from qdsl.quantize import mixes
 
-    with reported():
+    with reported(2):
         options = mixes.Options(mixes.mix_of(mix or ""), imatrix is not None, pure, leave_output,
                                 output=output_type and mixes.type_named(output_type),
                                 embedding=embedding_type and mixes.type_named(embedding_type),
@@ -101,9 +102,9 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
     from qdsl.quantize.source import open_source
 
     if out is None and not dry_run:
-        fail("error: say with --out what to write, or give --dry-run", 2)
+        fail("say with --out what to write, or give --dry-run", 2)
     if svg is not None and dry_run:
-        fail("error: --svg draws what quantizing cost, which a --dry-run does not know", 2)
+        fail("--svg draws what quantizing cost, which a --dry-run does not know", 2)
     with reported():
         inputs = [file, *([imatrix] if imatrix else [])]
         if out is not None:
@@ -139,7 +140,6 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
                      component: list[str] | None, jobs: int | None, shard: str | None, force: bool, svg: Path | None,
                      as_json: bool) -> None:
     """Write a folder of plain safetensors with its Linear layers in a format."""
-    import re
     from functools import partial
 
     from qdsl.convert import run
@@ -150,17 +150,14 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     from qdsl.quantize import quality
 
     if out is None:
-        fail("error: say with --out which folder to write", 2)
-    for pattern in ignore or ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            fail(f"error: --ignore '{pattern}' is no regular expression: {error}", 2)
+        fail("say with --out which folder to write", 2)
+    patterns = read_patterns(ignore)
     part = None if shard is None else read_part(shard)
+    with reported(2):
+        aim = aimed(to, True, dict(map(read_param, param or [])), patterns, tuple(component or ()))
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)
-        aim = aimed(to, True, dict(map(read_param, param or [])), tuple(ignore or ()), tuple(component or ()))
         report = run.quantize(path, aim, out, jobs=jobs or processors(), part=part, force=force,
                               tell=partial(progress, unit="B"))
         if svg is not None:

@@ -27,6 +27,8 @@ def serve_check(model: Annotated[str, typer.Argument(metavar="REF", help="A fold
 
     with reported(), local_headers(model) as path, Folder(path) as folder:
         rows = check_layers(folder, ranks, ep)
+        if not rows:
+            fail(f"{model} has no packed layers")
     if as_json:
         typer.echo(json.dumps({"schema": 1, "model": model, "ranks": ranks, "layers": [asdict(row) for row in rows]}))
     else:
@@ -40,7 +42,7 @@ def serve_check(model: Annotated[str, typer.Argument(metavar="REF", help="A fold
             if group[0].problem:
                 typer.echo(group[0].problem, err=True)
     wrong = sum(bool(row.problem) for row in rows)
-    if not rows:
-        fail(f"error: {model} has no packed layers", 1)
+    if wrong and not as_json:
+        typer.echo(f"{wrong} of {len(rows)} layers cannot be served on {ranks} ranks", err=True)
     if wrong:
-        fail("" if as_json else f"{wrong} of {len(rows)} layers cannot be served on {ranks} ranks")
+        raise typer.Exit(1)

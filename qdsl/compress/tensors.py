@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.safetensors import CheckpointError, Entry, shown
+from qdsl.checkpoint.safetensors import Entry, read_into, shown
 from qdsl.compress import codecs
 from qdsl.compress.codecs import NUMPY, Shape
 from qdsl.entropy.lookup import StreamError
@@ -36,13 +36,10 @@ class Bytes:
         return [self]
 
     def read(self) -> NDArray[Any]:
-        """Mapped: what is not touched is not read, and the system may take back what is."""
-        if not self.nbytes:
-            return np.empty(self.shape, NUMPY[self.dtype])
-        try:
-            return np.memmap(self.path, NUMPY[self.dtype], "r", self.start, self.shape)
-        except ValueError:
-            raise CheckpointError(f"{self.path}: became shorter while it was read") from None
+        """In memory: of a map, a file that is cut meanwhile would end the process.  Raises CheckpointError for such a file."""
+        array = np.empty(self.shape, NUMPY[self.dtype])
+        read_into(self.path, self.start, octets(array))
+        return array
 
 
 def bytes_of(folder: Folder, name: str) -> Bytes:

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.descriptions import descriptions
+from qdsl.checkpoint.ignored import is_skipped
 from qdsl.checkpoint.layer_weights import module_of
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import shown
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from qdsl.runtime.format import Format
     from qdsl.runtime.packed import PackedWeight
 
+PACKED = "pack-quantized"                                        # compressed-tensors, whose readers want no zero points
+
 
 @dataclass(frozen=True, slots=True)
 class Aim:
@@ -27,7 +30,8 @@ class Aim:
 
     params: of the format that weights are requantized in; others have their defaults.  ignore: where plain layers are quantized,
     patterns of those that stay plain; None where quantized layers are converted.  only: the models of a pipeline that are
-    quantized, none for all.
+    quantized, none for all.  skip: patterns of quantized layers that stay as they are.  keep_misfits: whether quantized layers
+    that the storage cannot hold stay as they are.
     """
 
     format: str
@@ -36,6 +40,8 @@ class Aim:
     params: Mapping[str, int | str] = field(default_factory=dict)
     ignore: Sequence[str] | None = None
     only: Sequence[str] = ()
+    skip: Sequence[str] = ()
+    keep_misfits: bool = False
 
     @property
     def is_from_plain(self) -> bool:
@@ -49,11 +55,21 @@ class Aim:
 
     def data(self) -> dict[str, Any]:
         """The fields as JSON gives them back, those of plain layers where it is of them."""
-        found = {name: value for name, value in asdict(self).items() if name not in ("ignore", "only")}
-        return found if self.ignore is None else {**found, "ignore": list(self.ignore), "only": list(self.only)}
+        found = {name: value for name, value in asdict(self).items() if name not in ("ignore", "only", "skip", "keep_misfits")}
+        if self.ignore is not None:
+            return {**found, "ignore": list(self.ignore), "only": list(self.only)}
+        return found | ({"skip": list(self.skip)} if self.skip else {}) | ({"keep_misfits": True} if self.keep_misfits else {})
+
+    @property
+    def options(self) -> dict[str, int | str]:
+        """What weights are quantized with: the parameters, and symmetric codes where readers of the storage take those alone."""
+        rules = description(self.format).detect.get("config", [])
+        is_packed = any(rule.get("format") == PACKED and rule.get("storage") == self.storage and rule.get("symmetric")
+                        for rule in (rules if isinstance(rules, list) else [rules]))
+        return {**({"symmetric": True} if is_packed else {}), **self.params}
 
     def meant(self, layer: Layer) -> bool:
-        return self.requantize or self.format in ("", layer.format)
+        return (self.requantize or self.format in ("", layer.format)) and not is_skipped(layer.name, self.skip)
 
     def exact(self, layer: Layer) -> bool:
         """Whether numbers stay what they are."""
@@ -64,16 +80,16 @@ class Aim:
 
 
 def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None, ignore: Sequence[str] | None = None,
-          only: Sequence[str] = ()) -> Aim:
+          only: Sequence[str] = (), skip: Sequence[str] = (), keep_misfits: bool = False) -> Aim:
     """What 'STORAGE', or 'FORMAT.STORAGE' for the layers of that format alone, means; to requantize 'FORMAT' is enough.
 
-    ignore, only: as of Aim, for plain layers that are quantized.
+    ignore, only: as of Aim, for plain layers that are quantized.  skip, keep_misfits: for layers that are quantized already.
 
     Raises RewriteError for a format or parameters that there are not, and for storages that are held in entropy codes.
     """
     if not requantize:
         format, _, storage = to.rpartition(".")
-        return Aim(format, storage)
+        return Aim(format, storage, skip=skip, keep_misfits=keep_misfits)
     from qdsl.runtime.packed import FormatError
 
     name, _, storage = to.partition(".")
@@ -89,7 +105,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
                            f"`qdsl compress --format {name}` writes plain matrices so, without loss")
     if ignore is not None and "safetensors" in description(name).detect:
         raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
-    return Aim(name, storage, True, {**chosen, **rest}, ignore, only)
+    return Aim(name, storage, True, {**chosen, **rest}, ignore, only, skip, keep_misfits)
 
 
 def description(name: str) -> Description:
@@ -119,7 +135,7 @@ def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = No
         from qdsl.runtime.convert import with_indices
 
         return with_indices(weight.format.convert(weight, aim.storage))
-    options: dict[str, Any] = {**aim.params, **({} if amax is None else {"amax": amax})}
+    options: dict[str, Any] = {**aim.options, **({} if amax is None else {"amax": amax})}
     return target(layer, aim).quantize(values(weight), aim.storage, **options)
 
 

@@ -18,7 +18,7 @@ from qdsl.checkpoint.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.ignored import rules
 from qdsl.checkpoint.layers import Layers
 from qdsl.checkpoint.quantization import MLX, NAMES, PLACES, dialects, in_headers, quantization
-from qdsl.convert.aim import description
+from qdsl.convert.aim import PACKED, description
 from qdsl.convert.plain import SUFFIX, is_matrix
 from qdsl.convert.plan import Plan
 from qdsl.stored import OF_X, Description
@@ -28,7 +28,9 @@ NESTED = "compressed-tensors"                                    # whose setting
 # What compressed-tensors says of weights, and not of the whole.
 OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic",
               "scale_dtype")
-NOT_OF_WEIGHTS = ("kv_cache_scheme", "kv_cache_quant_algo", "input_activations", "output_activations")
+NOT_OF_WEIGHTS = ("kv_cache_scheme", "kv_cache_quant_algo", "input_activations", "output_activations", "sparsity_config")
+INPUTS = "input_"                                                # how scales of activations begin, beside weights
+MISTRAL = "params.json"                                          # the config of files that Mistral's own programs read
 GPTQ = "gptq"                                                    # which names layers that are left in a map of patterns
 OF_INPUTS = "input_activations"
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
@@ -39,25 +41,37 @@ IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NES
 
 # Which packages load a producer's settings; those of models with diffusers' own key know fewer.
 READERS = {"fp8": "transformers, vLLM", NESTED: "compressed-tensors, transformers with it, vLLM", "gptq": "gptqmodel, vLLM",
-           "awq": "gptqmodel, vLLM", "modelopt": "vLLM, TensorRT-LLM", "bitsandbytes": "transformers with bitsandbytes, vLLM",
+           "awq": "gptqmodel, vLLM", "modelopt": "vLLM, TensorRT-LLM", "bitsandbytes": "transformers with bitsandbytes",
            "torchao": "transformers with torchao, vLLM", "mxfp4": "transformers, vLLM", "bitnet": "transformers",
            MLX: "mlx-lm"}
 OF_DIFFUSERS = {"bitsandbytes": "diffusers with bitsandbytes", "torchao": "diffusers with torchao"}
+PROGRAMS, PROGRAMS_OF_DIFFUSERS = ("transformers", "vLLM"), ("diffusers",)        # of which it is said that they do not read it
 DIFFUSERS = "_class_name"
-PACKED = "pack-quantized"
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
 
-def readers(folder: Folder, plan: Plan, layers: Layers) -> str:
-    """The packages that read a folder in the new storage, qdsl first."""
+def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, str]]:
+    """The packages that read a folder in the new storage, qdsl first; and those that do not, with the reason."""
+    of_diffusers = DIFFUSERS in folder.config
+    programs = PROGRAMS_OF_DIFFUSERS if of_diffusers else PROGRAMS
+    if "safetensors" in description(plan.format).detect and not plan.kept:
+        return ", ".join(["qdsl", *programs]), {}
     settings = _settings(folder, {}, "", plan, layers)[0]
-    others = (OF_DIFFUSERS if DIFFUSERS in folder.config else READERS).get(settings.get("quant_method", OWN))
-    if settings.get("sym") is False and others:
-        others = others.removesuffix(", vLLM")                   # which takes GPTQ's symmetric codes alone
+    method = settings.get("quant_method", OWN)
+    others = (OF_DIFFUSERS if of_diffusers else READERS).get(method, "")
+    why = dict.fromkeys(programs, "its own loaders know no settings of qdsl" if method == OWN else
+                        f"its loaders know no quant_method {method}")
     groups = settings.get("config_groups", {}).values()
+    if settings.get("sym") is False:
+        others = others.removesuffix(", vLLM")
+        why["vLLM"] = "it takes GPTQ's symmetric codes alone; --param symmetric=true writes those"
     if settings.get("format") == PACKED and any(group["weights"].get("symmetric") is False for group in groups):
-        others = "vLLM"                                          # compressed-tensors 0.20 expects unpacked zero points
-    return f"qdsl, {others}" if others else "qdsl alone"
+        others = "vLLM"
+        why["transformers"] = "compressed-tensors 0.20 expects unpacked zero points; --param symmetric=true writes none"
+    if "gptqmodel" in others:
+        why["transformers"] = "it asks gptqmodel to, where that is installed"
+    reads = ", ".join(["qdsl", *([others] if others else [])]) if others else "qdsl alone"
+    return reads, {program: reason for program, reason in why.items() if program not in others}
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
@@ -121,15 +135,24 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
     if "safetensors" in description(plan.format).detect:
         return {}, []
     new, note = _renewed(folder, old, method, plan, layers)
-    lost = [] if same(method, new["quant_method"]) else _lost(old)
+    lost = [name for name in _not_of_weights(old) if name not in _not_of_weights(new)]
+    lost += ["version"] if method == NESTED and old.get("version") and not new.get("version") else []
     return new, [*([note] if note else []), *(f"the settings do not say {name} any more" for name in lost)]
 
 
-def _lost(old: Mapping[str, Any]) -> list[str]:
+def _not_of_weights(settings: Mapping[str, Any]) -> list[str]:
     """What settings say of others than weights."""
-    groups = old.get("config_groups")
-    every = [old, *(group for group in (groups.values() if isinstance(groups, dict) else ()) if isinstance(group, dict))]
+    every = [settings, *_mappings(settings.get("config_groups"))]
     return [name for name in NOT_OF_WEIGHTS if any(each.get(name) for each in every)]
+
+
+def stale(folder: Folder, plan: Plan) -> list[str]:
+    """Notes of what was copied and speaks of the weights as they were."""
+    scales = [full for layer in plan.changed for leaf, full in layer.others.items() if leaf.startswith(INPUTS)]
+    said = folder.json(MISTRAL).get("quantization") if plan.changed else None
+    return [*([f"{len(scales)} tensors such as {scales[0]} scale inputs of the old weights, and were copied"]
+              if scales else []),
+            *([f"{MISTRAL} says quantization of the old weights, and was copied"] if said else [])]
 
 
 def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers) -> tuple[dict[str, Any], str]:
@@ -227,7 +250,7 @@ def _is_told(folder: Folder, plan: Plan, format: Description, field: str) -> boo
     from qdsl.runtime.convert import usual
 
     if plan.aim.requantize:                                      # quantizers leave columns in order
-        return field not in format.indices and str(plan.aim.params.get("symmetric")) != "True"
+        return field not in format.indices and str(plan.aim.options.get("symmetric")) != "True"
     return any(not usual(weight.format.checked(weight), [field])
                for layer in (*plan.changed, *plan.kept) for weight in unread(folder, layer))
 

@@ -16,6 +16,7 @@ from qdsl.checkpoint.components import within
 from qdsl.checkpoint.detect import EXPERTS, choices, numbers, saying, says_extents, says_numbers
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import refuse_groups
+from qdsl.checkpoint.ignored import is_skipped
 from qdsl.checkpoint.layer_weights import module_of, unread
 from qdsl.checkpoint.layers import Layer, Layers
 from qdsl.checkpoint.leaves import WEIGHT
@@ -86,7 +87,7 @@ class Change:
 class Plan:
     """The files of a folder, the layers that change, as they are now, and those that do not.
 
-    left: plain layers that the format cannot hold, and why.  inputs: the identities of the folder's files.
+    left: layers that stay as they are, and why.  inputs: the identities of the folder's files.
     """
 
     aim: Aim
@@ -154,17 +155,20 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
             named[layer.name] = _named(folder, layer, aim)
         except RewriteError as error:
             problems.append((layer, str(error)))
-    if not aim.is_from_plain:
+    if not aim.is_from_plain and not (aim.keep_misfits and named):
         _refuse(folder, [(layer, f"{layer.format}.{layer.storage} cannot be {aim.storage}: {why}") for layer, why in problems],
-                "" if aim.requantize else "--requantize FORMAT writes other numbers, and says how far they are from these")
+                *([] if aim.requantize else ["--requantize FORMAT writes other numbers, and says how far they are from these"]),
+                *(["--keep-misfits leaves them as they are"] if named else []))
     changed = [layer for layer in changed if layer.name in named]
     files = _files(folder, [(layer, named[layer.name]) for layer in changed])
-    kept = tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer))
+    kept = tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer) or
+                 (layer.name not in named and not aim.is_from_plain))
     said = _stated(folder, files.values(), kept, aim)
     sources = {path: identity(path) for path in folder.shards}
     sharing = fused_layers(layer for layer in changed if shares_scale(layer, aim))
     shards = tuple(_shard(folder, file, said[path], aim, sources, model, sharing) for path, file in files.items() if file.tensors)
-    return Plan(aim, shards, tuple(changed), kept, {layer.name: why for layer, why in problems}, sources)
+    left = {layer.name: "a pattern names it" for layer in known if not aim.is_from_plain and is_skipped(layer.name, aim.skip)}
+    return Plan(aim, shards, tuple(changed), kept, left | {layer.name: why for layer, why in problems}, sources)
 
 
 def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]]) -> dict[Path, _File]:
@@ -203,7 +207,7 @@ def _stated(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim
     return {file.old.path: header.renewed(file.old.header.metadata, new, gone, plain) for file in files}
 
 
-def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], advice: str = "") -> None:
+def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], *advice: str) -> None:
     """Raises RewriteError where there are any; each is told once, as a checkpoint may have thousands of layers that are alike."""
     if not problems:
         return
@@ -213,7 +217,7 @@ def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], advice: str =
     lines = [f"{folder.path}: layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {problem}"
              for problem, names in alike.items()]
     more = [f"... and {sum(map(len, list(alike.values())[SAID:]))} layers more"] if len(alike) > SAID else []
-    raise RewriteError("\n".join([*lines[:SAID], *more, *([advice] if advice else [])]))
+    raise RewriteError("\n".join([*lines[:SAID], *more, *advice]))
 
 
 def _named(folder: Folder, layer: Layer, aim: Aim) -> _Named:
@@ -257,7 +261,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
                            f"{format.name} has no such storage; it has {', '.join(written)}")
     try:
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
-        stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.params.items()))] if aim.is_from_plain else \
+        stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.options.items()))] if aim.is_from_plain else \
             [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
     except FormatError as error:
         raise RewriteError(str(error)) from None

@@ -34,10 +34,11 @@ def _cells(name: str, shape: str, format: str, group: Sequence[Mapping[str, Any]
             f"{relative_rms(noisy[0] if noisy else None):.2%}"]
 
 
-def plain_lines(report: Mapping[str, Any]) -> list[str]:
-    """A line for each reason why matrices stay plain."""
+def left_lines(report: Mapping[str, Any]) -> list[str]:
+    """A line for each reason why layers stay as they are."""
+    what = "plain" if "quantized" in report else "left as it was"
     by_reason: dict[str, list[str]] = {}
     for name, why in report["left"].items():
         by_reason.setdefault(why, []).append(name)
-    return [f"plain: {', '.join(escaped(repr(name)) for name in names[:NAMES])}"
+    return [f"{what}: {', '.join(escaped(repr(name)) for name in names[:NAMES])}"
             f"{f' and {len(names) - NAMES} more' if len(names) > NAMES else ''}: {why}" for why, names in by_reason.items()]

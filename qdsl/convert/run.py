@@ -20,7 +20,7 @@ from qdsl.checkpoint.groups import refuse_groups
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.safetensors import shown
 from qdsl.convert.aim import Aim, aimed
-from qdsl.convert.config import readers, rewritten
+from qdsl.convert.config import readers, rewritten, stale
 from qdsl.convert.plain import plain_layers
 from qdsl.convert.plan import Change, Plan, plan
 from qdsl.convert.report import relative_rms
@@ -124,7 +124,8 @@ def merge(out: Path) -> dict[str, Any]:
     Raises RewriteError where shards are missing, or are not of the input as it is now.
     """
     asked = stage.asked(out, {**stage.REQUESTS, "format": str, "storage": str, "requantize": bool,
-                              "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None)})
+                              "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None),
+                              "skip": ([str], None), "keep_misfits": (bool, None)})
     path = Path(asked["from"])
     aim = Aim(**{each.name: asked[each.name] for each in fields(Aim) if asked.get(each.name) is not None})
     if aim.requantize:                                           # what a request names may not be there
@@ -146,6 +147,7 @@ def _complete(path: Path, models: Sequence[_Model], shards: Sequence[Shard], out
     texts: dict[str, str | None] = {}
     for model in models:
         changed, more = rewritten(model.folder, model.plan, model.layers)
+        more += stale(model.folder, model.plan)
         if model.folder.index or len(model.plan.shards) > 1:
             changed[model.folder.index_name] = index(model.plan.shards, model.folder.index)
         texts |= {within(model.name, name): text for name, text in changed.items()}
@@ -164,6 +166,7 @@ def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shar
     there = {name for shard in shards for name in shard.tensors}
     kept = sum(next(iter(layer.tensors.values())) in there for model in models for layer in model.plan.kept)
     sums = {name: Sums(*(cost.get(each.name, 0.0) for each in fields(Sums))) for name, cost in costs.items()}
+    readable = [(model, readers(model.folder, model.plan, model.layers)) for model in models if model.plan.changed]
     notes = [*(f"layer {shown(layer.name)}: {problem}" for layer in made for problem in layer.problems), *notes]
     return {"out": str(out), "shards": [shard.name for shard in shards], "shards_written": written,
             "nbytes": sum(shard.size for shard in shards), "notes": notes, "layers_kept": kept,
@@ -171,11 +174,15 @@ def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shar
                         "count": count} for (format, storage), count in changed.items()],
             "requantized": {name: each.data() for name, each in sums.items()},
             "snr_db": sum(sums.values(), Sums()).data()["snr_db"],
-            **(_of_plain(models, steps, sums) if aim.is_from_plain else {})}
+            "readers": {model.name: read for model, (read, _) in readable}, "not_read_by": {
+                model.name: others for model, (_, others) in readable},
+            "left": {within(model.name, name): why for model in models for name, why in
+                     (model.left if aim.is_from_plain else model.plan.left).items()},
+            **(_of_plain(steps, sums) if aim.is_from_plain else {})}
 
 
-def _of_plain(models: Sequence[_Model], steps: Mapping[str, Change], sums: Mapping[str, Sums]) -> dict[str, Any]:
-    """What else is said of a folder that was plain: the layers, what stays plain and why, and who reads it."""
+def _of_plain(steps: Mapping[str, Change], sums: Mapping[str, Sums]) -> dict[str, Any]:
+    """What else is said of a folder that was plain: its layers."""
     rows: list[dict[str, Any]] = []
     for name, step in ((name, step) for name, step in steps.items() if name in sums):
         decibels = sums[name].data()["snr_db"]
@@ -183,6 +190,4 @@ def _of_plain(models: Sequence[_Model], steps: Mapping[str, Change], sums: Mappi
         rows.append({"name": name, "from": step.layer.format, "shape": [*experts, *step.layer.shape], "nbytes": step.nbytes,
                      "snr_db": decibels, "relative_rms": relative_rms(decibels)})
     weights = sum(math.prod(row["shape"]) for row in rows)
-    return {"quantized": rows, "bits_per_weight": 8 * sum(row["nbytes"] for row in rows) / weights if weights else None,
-            "left": {within(model.name, name): why for model in models for name, why in model.left.items()},
-            "readers": {model.name: readers(model.folder, model.plan, model.layers) for model in models if model.plan.changed}}
+    return {"quantized": rows, "bits_per_weight": 8 * sum(row["nbytes"] for row in rows) / weights if weights else None}

@@ -289,6 +289,7 @@ class Decoder:
             found = _digits(i, [tensor.var(digit).extent if digit else Index(size) for digit in digits], facts)
             records |= {digit: each for digit, each in zip(digits, found, strict=True) if digit}
             local.append(found[digits.index("")])
+        self.body.is_flat |= any(map(ix.divides_product, [*index, *records.values(), *local]))
         if not ranges[0].places:
             return self.cut_bits(field, tensor, ranges, records, local, guard)
         whole = [replace(part, width=part.room, places=()) for part in ranges]

@@ -57,6 +57,11 @@ def _start(program: Program, at: Tile, loops: int, lanes: list[str]) -> Body:
     return body
 
 
+def _large(body: Body) -> str:
+    """The parameter of kernels that divide positions n * K + k: whether these pass 2^31, for 64-bit division is slow."""
+    return ", LARGE: tl.constexpr" if body.is_flat else ""
+
+
 def _dequantize(program: Program, at: Tile) -> list[str]:
     body = _start(program, at, len(at.lanes), [lane.name for lane in at.lanes])
     decoder = Decoder(program, at, body, {}, copies=True)
@@ -67,7 +72,8 @@ def _dequantize(program: Program, at: Tile) -> list[str]:
     else:
         body.levels[0].append(("", f"out += {offset_text(at.n * name('K'))}"))
     tail = [f"w = {text}", f"tl.store(out + {place}, w, {decoder.mask(len(at.lanes) + 1)})"]
-    return render("dequantize", **_shared(program, at), before=guarded(body.levels[0]), body=nest(body, list(at.lanes), tail))
+    return render("dequantize", **_shared(program, at), large=_large(body), before=guarded(body.levels[0]),
+                  body=nest(body, list(at.lanes), tail))
 
 
 def _linear(program: Program, at: Tile) -> list[str]:
@@ -88,5 +94,5 @@ def _linear(program: Program, at: Tile) -> list[str]:
             text = f"tl.where({decoder.mask(len(loops) + 1)}, {text}, 0)"
         tail.append(f"{acc} += {text} * {xk}")
         rows.append({"name": acc, "row": shown(decoder.coordinate("n"))})
-    return render("linear", **_shared(program, at), before=guarded(body.levels[0]), body=nest(body, loops, tail), sums=rows,
-                   count=shown(at.unit_count), axis="1" if at.last == "k" else "0")
+    return render("linear", **_shared(program, at), large=_large(body), before=guarded(body.levels[0]),
+                  body=nest(body, loops, tail), sums=rows, count=shown(at.unit_count), axis="1" if at.last == "k" else "0")

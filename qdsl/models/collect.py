@@ -24,6 +24,7 @@ from qdsl.runtime.convert import default_tensors
 from qdsl.runtime.layout import PLANAR
 from qdsl.runtime.module import PackedModule
 from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.private_apis import non_persistent_buffers
 
 
 class SaveError(ValueError):
@@ -92,7 +93,7 @@ class Collector:
             for full in group.tensors.values():
                 self._add_plain(full, full, block.get_parameter(full.rpartition(".")[2]))
         transient = {f"{name}.{own}".lstrip(".") for name, module in self.model.named_modules()
-                     for own in module._non_persistent_buffers_set}
+                     for own in non_persistent_buffers(module)}
         plain: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         plain |= dict(self.model.named_buffers(remove_duplicate=False))
         others: dict[str, Tensor] = {}                           # those for which the checkpoint has no name

@@ -19,7 +19,7 @@ from torch import Tensor
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.groups import refuse_groups
-from qdsl.checkpoint.safetensors import bytes_of, shown
+from qdsl.checkpoint.safetensors import shown, torch_dtypes
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap, TensorRule, is_row_wise, row_order, source_rows, source_tensors
 from qdsl.models.gguf_vocabulary import add_vocabulary, json_of
@@ -66,7 +66,7 @@ class LanguageFolder:
     def __init__(self, path: Path) -> None:
         from transformers import AutoConfig  # seconds, which processes that read rows alone do not need
 
-        self.path, self.folder = path, Folder(path)
+        self.path, self.folder = path, Folder(path, copies=True)
         self.paths = self.folder.shards
         refuse_groups(self.folder)
         try:
@@ -93,7 +93,7 @@ class LanguageFolder:
         return {key: value for key, value in vars(self).items() if key not in ("folder", "metadata", "_cache")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state, folder=Folder(state["path"]), metadata={}, _cache={})
+        vars(self).update(state, folder=Folder(state["path"], copies=True), metadata={}, _cache={})
 
     # -- what is refused ----------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class LanguageFolder:
         scale = shape[-1] // columns
         first, last = assembly.first + start * scale, min(assembly.first + stop * scale, assembly.last)
         if len(assembly.parts) == 1 and not assembly.rule.rows:
-            return self.folder.tensor(assembly.parts[0]).reshape(-1, columns)[first:last].view(-1, shape[-1])
+            return self.folder.numbers(assembly.parts[0], first * columns, last * columns).view(-1, shape[-1])
         order = self._cached(name, assembly)[first:last] if assembly.rule.rows else torch.arange(first, last)
         return self._gathered(assembly.parts, order, columns).view(-1, shape[-1])
 
@@ -204,22 +204,23 @@ class LanguageFolder:
 
     def _gathered(self, parts: Sequence[str], order: Tensor, columns: int) -> Tensor:
         """Rows of tensors of the folder that follow one another, in an order."""
-        tensors = [self.folder.tensor(part).reshape(-1, columns) for part in parts]
-        if len(tensors) == 1:
-            return tensors[0][order]
-        ends = torch.tensor([len(tensor) for tensor in tensors]).cumsum(0)
+        entries = [self.folder.entry(part) for part in parts]
+        counts = torch.tensor([math.prod(entry.shape) // columns for entry in entries])
+        ends = counts.cumsum(0)
         owners = torch.searchsorted(ends, order, right=True)
-        dtype = tensors[0].dtype if len({tensor.dtype for tensor in tensors}) == 1 else torch.float32
-        result = torch.empty(len(order), columns, dtype=dtype)
+        dtypes = {torch_dtypes()[entry.dtype] for entry in entries}
+        result = torch.empty(len(order), columns, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
         for owner in sorted(set(owners.tolist())):
-            tensor, own = tensors[owner], owners == owner
-            result[own] = tensor[order[own] - (ends[owner] - len(tensor))].to(dtype)
+            own = owners == owner
+            places = order[own] - (ends[owner] - counts[owner])
+            first, last = int(places.min()), int(places.max()) + 1
+            rows = self.folder.numbers(parts[owner], first * columns, last * columns).view(-1, columns)
+            result[own] = rows[places - first].to(result.dtype)
         return result
 
-    def data(self, name: str) -> memoryview:
-        tensor = self.tensors[name]
-        rows = self.rows(name, 0, tensor.rows)
-        return bytes_of(rows.float() if tensor.type == "F32" else rows)
+    def stored(self, name: str, start: int, stop: int) -> Tensor:
+        rows = self.rows(name, start, stop)
+        return rows.float() if self.tensors[name].type == "F32" else rows
 
     def choices(self, options: mixes.Options) -> dict[str, mixes.Choice]:
         if options.mix.default is None:

@@ -69,7 +69,9 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
                  dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
                  skip: Sequence[str] | None = None, **options: Any) -> LoadReport:
     """Fill a model; `qdsl.load_weights_` explains the arguments."""
-    with open_checkpoint(path, verify=verify and checksums.are_stated(path)) as checkpoint:
+    if verify:
+        checksums.check(path, is_optional=True)
+    with open_checkpoint(path) as checkpoint:
         return fill_model(model, checkpoint, rename, device, dtype, verify, copy, format, skip, **options)
 
 

@@ -17,6 +17,7 @@ from qdsl.checkpoint.sources import Source
 from qdsl.models.stacks import Stacks, why_no_stack
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.module import PackedModule
+from qdsl.runtime.private_apis import non_persistent_buffers
 from qdsl.stored import OF_X
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
@@ -109,7 +110,7 @@ class Names:
         self.parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self.transient = {f"{name}.{own}".lstrip(".") for name, module in self.modules.items()
-                          for own in module._non_persistent_buffers_set}
+                          for own in non_persistent_buffers(module)}
         shared: dict[int, list[str]] = {}
         for name, parameter in self.parameters.items():
             shared.setdefault(id(parameter), []).append(name)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qdsl.checkpoint import checksums
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.sources import FolderSource
@@ -32,11 +33,16 @@ def missing_part(used: Mapping[Any, str]) -> str:
     return ""
 
 
-def open_files(files: Sequence[Path]) -> Checkpoint:
-    """The checkpoint of the files that a library has resolved.  Raises LoadError for files of another kind."""
+def open_files(files: Sequence[Path], verify: bool = False) -> Checkpoint:
+    """The checkpoint of the files that a library has resolved.  Raises LoadError for files of another kind.
+
+    verify: compare files with the checksums that qdsl wrote with them.  Raises CheckpointError for damaged ones.
+    """
     if not files or any(file.suffix != ".safetensors" for file in files):
         kinds = ", ".join(sorted({file.suffix for file in files})) or "no file"
         raise LoadError(f"packed weights are read from .safetensors files, not from {kinds}")
+    for file in files if verify else ():
+        checksums.check(file, is_optional=True)
     folder = Folder(files[0].parent, files=[file.name for file in files])        # others may lie there, such as a variant
     return Checkpoint(folder.path, {"": FolderSource(folder)})
 

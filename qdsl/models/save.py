@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qdsl.checkpoint import crc
 from qdsl.checkpoint.ggml_types import TORCH
 from qdsl.checkpoint.gguf_write import NewTensor
 from qdsl.checkpoint.gguf_write import write as write_gguf
@@ -62,12 +63,13 @@ def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None
     stage = folder / STAGE
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
+    sums: dict[str, dict[str, int]] = {}
     try:
         for name, (start, header) in files.items():
-            _write(stage / name, start, header, collected.tensors)
+            sums[name] = _write(stage / name, start, header, collected.tensors)
         if origin is not None and origin.config is not None and origin.path.is_dir():
             _copy_others(origin.path, stage, texts)
-        for name, text in texts.items():
+        for name, text in {**texts, crc.FILE: crc.text(sums)}.items():
             write_text(stage / name, text)
         _put_in_place(stage, folder, list(files))
     finally:
@@ -146,8 +148,8 @@ def _new_files(tensors: Mapping[str, Stored], stem: str) -> dict[str, tuple[byte
     return {name: laid_out(name, own, {"format": "pt"}) for name, own in zip(names, shards, strict=True)}
 
 
-def _write(path: Path, start: bytes, header: Header, tensors: Mapping[str, Stored]) -> None:
-    write_tensors(path, start, [(name, _bytes(tensors[name]), entry.nbytes, 0) for name, entry in header.tensors.items()])
+def _write(path: Path, start: bytes, header: Header, tensors: Mapping[str, Stored]) -> dict[str, int]:
+    return write_tensors(path, start, [(name, _bytes(tensors[name]), entry.nbytes, 0) for name, entry in header.tensors.items()])
 
 
 def _bytes(tensor: Stored) -> Iterator[Buffer]:
@@ -197,7 +199,7 @@ def _copy_others(source: Path, stage: Path, texts: Mapping[str, str]) -> None:
     """Copy the tokenizer and whatever else of the checkpoint holds no weights."""
     for path in regular_files(source):
         name = path.relative_to(source)
-        if not path.name.endswith((*WEIGHTS, *INDICES)) and str(name) not in texts:
+        if not path.name.endswith((*WEIGHTS, *INDICES, crc.FILE)) and str(name) not in texts:
             (stage / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, stage / name)
 
@@ -223,5 +225,5 @@ def _save_gguf(folder: Path, origin: Origin, tensors: Mapping[str, Stored]) -> S
             raise SaveError(f"{shown(name)} has become {str(tensors[name].dtype)[6:]}, and {kind.name} cannot hold its numbers")
         new.append(NewTensor(name, kind, shape, _bytes(tensors[name])))
     folder.mkdir(parents=True, exist_ok=True)
-    size = write_gguf(path, origin.gguf.metadata, new)
-    return SaveReport(folder, (path.name,), size, _is_same(folder, origin, path.name))
+    write_gguf(path, origin.gguf.metadata, new, state_checksums=True)
+    return SaveReport(folder, (path.name,), path.stat().st_size, _is_same(folder, origin, path.name))

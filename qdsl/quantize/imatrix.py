@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qdsl.checkpoint.gguf import MAGIC, GgufFile
-from qdsl.checkpoint.safetensors import CheckpointError, mapped, open_regular, shown
+from qdsl.checkpoint.safetensors import CheckpointError, bytes_of, mapped, open_regular, shown
 from qdsl.quantize.mixes import EMBEDDINGS, Tensor
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
 def _gguf(path: Path) -> Imatrix:
     """Tensors NAME.in_sum2 [experts, columns] and NAME.counts [experts, 1]."""
     found: dict[str, Entry] = {}
-    with GgufFile(path) as file:
+    with GgufFile(path, copies=True) as file:
         for name in file.tensors:
             stem = name.removesuffix(_SUMS)
             if stem == name:
@@ -108,7 +108,7 @@ def _gguf(path: Path) -> Imatrix:
                 if entry.type.name != "F32" or not entry.nbytes:
                     raise CheckpointError(f"{path}: tensor {shown(each)}: importances are F32, not {entry.type.name} "
                                           f"{list(entry.shape)}")
-            found[stem] = Entry(file.data(name), file.data(stem + _COUNTS))
+            found[stem] = Entry(bytes_of(file.rows(name)), bytes_of(file.rows(stem + _COUNTS)))
         if not found:
             raise CheckpointError(f"{path}: no tensor ends in {_SUMS}; this is no importance matrix")
         stored = file.metadata.stored()
@@ -135,7 +135,8 @@ def _older(path: Path) -> Imatrix:
             raise reader.fail(f"{shown(name)} occurs twice", start)
         calls = reader.number("the number of calls", 0, (1 << 31) - 1)
         values = reader.number("the number of values", 1, (1 << 31) - 1)
-        found[name] = Entry(reader.take(4 * values, f"{values} values of {shown(name)}"), None, calls)
+        data = bytes(reader.take(4 * values, f"{values} values of {shown(name)}"))   # a map would end with a file that is cut
+        found[name] = Entry(memoryview(data), None, calls)
     if reader.place == size:
         return Imatrix(path, found)
     chunks = reader.number("the number of chunks", -1, (1 << 31) - 1)

@@ -144,8 +144,8 @@ class Choice:
 
 
 def mix_of(name: str) -> Mix:
-    """A mix by name, in letters of either case.  Raises QuantizeError."""
-    upper = name.upper()
+    """A mix by name, in letters of either case, or by its number in general.file_type.  Raises QuantizeError."""
+    upper = next((mix.name for mix in MIXES.values() if name == str(mix.file_type)), name.upper())
     if (found := MIXES.get(ALIASES.get(upper, upper))) is None:
         near = get_close_matches(upper, [*MIXES, *ALIASES], n=1)
         raise QuantizeError(f"no mix '{name}': expected one of {', '.join(MIXES)}"

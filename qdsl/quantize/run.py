@@ -54,8 +54,8 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     """
     check_output(out, *source.paths)
     _check(plan, options, imatrix)
-    inputs = [*source.paths, *([imatrix.path] if imatrix else [])]
-    resume = Resume(digest("quantize", [identity(Path(path)) for path in inputs], [step.type for step in plan.steps]))
+    inputs = {Path(path): identity(Path(path)) for path in (*source.paths, *([imatrix.path] if imatrix else []))}
+    resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps]), inputs)
     tasks = [list(_tasks(step, imatrix)) for step in plan.steps]
     encoded: Generator[tuple[Buffer, Sums], None, None] | None = None
 
@@ -65,8 +65,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
         encoded = encoded or _results([task for some in tasks[number:] for task in some], source, jobs)
         step, cost = plan.steps[number], None
         if step.copied:
-            _check_copied(source, step)
-            yield source.data(step.tensor.name)
+            yield from _copied(source, step)
         for _ in tasks[number]:
             data, sums = next(encoded)
             cost = (cost or Sums()) + sums
@@ -76,7 +75,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
 
     try:
         write(out, plan.metadata, [NewTensor(step.tensor.name, BY_NAME[step.type], step.tensor.shape, chunks(number))
-                                   for number, step in enumerate(plan.steps)], resume)
+                                   for number, step in enumerate(plan.steps)], resume, state_checksums=True)
     finally:
         if encoded:
             encoded.close()
@@ -164,11 +163,15 @@ def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
     return bytes_of(blocks), measured(weight, module.dequantize(packed, torch.float32), task.importance)
 
 
-def _check_copied(source: Source, step: Step) -> None:
-    if step.tensor.type in ("F32", "F16", "BF16", "F64") and step.weights:
-        size = max(1, CHUNK // step.tensor.columns)
-        for start in range(0, step.tensor.rows, size):
-            _check_finite(source.rows(step.tensor.name, start, start + size), source, step.tensor.name, start)
+def _copied(source: Source, step: Step) -> Iterator[Buffer]:
+    """The bytes of a tensor that keeps its type.  Raises QuantizeError for floats that are not finite."""
+    tensor = step.tensor
+    size = max(1, CHUNK // max(1, tensor.columns))
+    for start in range(0, tensor.rows if step.weights else 0, size):
+        rows = source.stored(tensor.name, start, min(start + size, tensor.rows))
+        if tensor.type in ("F32", "F16", "BF16", "F64"):
+            _check_finite(rows, source, tensor.name, start)
+        yield bytes_of(rows)
 
 
 def _check_finite(weight: Tensor, source: Weights, name: str, start: int, where: str = "") -> None:

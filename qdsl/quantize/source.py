@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,8 +45,8 @@ class Source(Weights, Protocol):
     def choices(self, options: Options) -> dict[str, Choice]:
         """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
 
-    def data(self, name: str) -> memoryview:
-        """The bytes of a tensor that keeps its type."""
+    def stored(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a tensor that keeps its type, as they are stored."""
 
 
 def open_source(path: Path, architecture: str | None = None) -> Source:
@@ -99,10 +100,10 @@ def model_of(metadata: dict[str, Value], path: Path) -> Model:
 
 
 class Gguf:
-    """A GGUF file, mapped into memory."""
+    """A GGUF file, of which rows are read when they are asked for."""
 
     def __init__(self, path: Path) -> None:
-        self.file = GgufFile(path)
+        self.file = GgufFile(path, copies=True)
         self.path = path
         self.paths = self.file.paths
         self.metadata = {key: value for key, value in self.file.metadata.stored().items() if key not in SPLIT}
@@ -118,22 +119,21 @@ class Gguf:
             return diffusion.choose(architecture, self.tensors.values(), options, from_gguf=True)
         return choose(model_of(self.metadata, self.path), self.tensors.values(), options)
 
-
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         import torch
 
         from qdsl.checkpoint.gguf_weights import beside
 
         if self.tensors[name].type in TORCH:
-            return self.file.rows(name)[start:stop]
+            return self.file.rows(name, start, stop)
         if others := beside(self.file, self.file.entry(name)):
             raise QuantizeError(f"{self.path}: tensor {shown(name)}: with {shown(next(iter(others.values())))} beside it, it is "
                                 "not quantized again")
-        packed = self.file.weight(name)
-        return packed.format.dequantize(packed.cut("N", start, stop), torch.float32)
+        packed = self.file.weight(name, None, start, stop)
+        return packed.format.dequantize(packed, torch.float32)
 
-    def data(self, name: str) -> memoryview:
-        return self.file.data(name)
+    def stored(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.file.rows(name, start, stop)
 
 
 class Safetensors:
@@ -144,7 +144,7 @@ class Safetensors:
 
         self.path = path
         self._arguments = path, architecture
-        self.folder = Folder(path)
+        self.folder = Folder(path, copies=True)
         self.paths = self.folder.shards
         refuse_groups(self.folder)
         shapes = {name: self.folder.entry(name).shape for name in self.folder.names()}
@@ -207,12 +207,12 @@ class Safetensors:
                 parts = [values[part.start:part.stop] for values, part in zip(parts, self.parts[name], strict=True)]
             return torch.cat(parts).view(tensor.rows, tensor.columns)[start:stop]
         for part in self.parts[name]:
-            rows = self.folder.tensor(part.name)[part.start:part.stop].reshape(-1, tensor.columns)
-            parts.append(rows[max(0, start - place):max(0, stop - place)])
-            place += len(rows)
+            unit = math.prod(self.folder.entry(part.name).shape[1:])
+            first, count = part.start * unit, (part.stop - part.start) * unit // tensor.columns
+            own = [first + tensor.columns * min(max(0, row - place), count) for row in (start, stop)]
+            parts.append(self.folder.numbers(part.name, own[0], own[1]).view(-1, tensor.columns))
+            place += count
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def data(self, name: str) -> memoryview:
-        from qdsl.checkpoint.safetensors import bytes_of
-
-        return bytes_of(self.rows(name, 0, self.tensors[name].rows).contiguous())
+    def stored(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.rows(name, start, stop)

@@ -3,6 +3,12 @@
 What becomes of tensors is for others to say (qdsl/convert, qdsl/compress): here are shards, made of steps.  No torch.
 """
 
+from qdsl.files import OutputError
+
 
 class RewriteError(ValueError):
     """A checkpoint, a layer or a storage with which a folder cannot be written as was asked; the message names its place."""
+
+
+class OccupiedFolder(RewriteError, OutputError):
+    """A folder to be written that holds something else."""

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdsl.checkpoint import checksums
+from qdsl.checkpoint import crc
 from qdsl.checkpoint.components import within
-from qdsl.files import flush_folder, identity, replacing, write_text
+from qdsl.files import check_unchanged, flush_folder, read_chunks, replacing, write_text
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.shards import Shard
 
@@ -31,7 +31,8 @@ def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], said
     said: files with another text than there, or that are not there, by their names from the folder; None for none any more.
     inputs: the identities that files had when they were read.  is_restored: whether files are those of another checkpoint again,
     to which no checksums are added.
-    Raises RewriteError, before it changes anything, where shards are missing, of another input, or being written.
+    Raises RewriteError, before it changes anything, where shards are missing, of another input, or being written, and InputError
+    where an input changed.
     """
     with stage.held(out / stage.STAGE):
         sums = {} if is_restored else _checksums([shard for shard in shards if stage.is_whole(shard, out)], out)
@@ -44,13 +45,12 @@ def _checksums(shards: Sequence[Shard], out: Path) -> dict[str, str]:
     for shard in shards:
         model, _, file = shard.name.rpartition("/")
         models.setdefault(model, {})[file] = stage.crc(shard, out)
-    return {within(model, checksums.FILE): checksums.text(files) for model, files in models.items()}
+    return {within(model, crc.FILE): crc.text(files) for model, files in models.items()}
 
 
 def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], said: Mapping[str, str | None], out: Path,
                inputs: Inputs) -> list[str]:
-    if changed := [path for path, known in inputs.items() if not path.is_file() or identity(path) != known]:
-        raise RewriteError(f"{changed[0]} changed while it was read; run the same command again")
+    check_unchanged(inputs)
     missing = [shard.name for shard in shards if not stage.is_whole(shard, out)]
     if missing:
         raise RewriteError(f"{out}: {len(missing)} of {len(shards)} shards are not there, or not of {source} as it is "
@@ -83,7 +83,7 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, said: Mapping[
     left, private = [], []
     for path in regular_files(source) if source.is_dir() else ():
         short = path.relative_to(source)
-        if path.name == checksums.FILE:                          # of the old files
+        if path.name.endswith(crc.FILE):                          # of the old files
             continue
         if path.name.endswith((*WEIGHTS, *INDICES)):
             left += [] if path in read or str(short) in said else [str(short)]
@@ -91,8 +91,8 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, said: Mapping[
             private.append(str(short))
         elif str(short) not in said:
             (out / short).parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "rb") as old, replacing(out / short) as new:
-                shutil.copyfileobj(old, new)
+            with replacing(out / short) as new:
+                new.writelines(read_chunks(path, 0, path.stat().st_size))
     for name, text in said.items():
         if text is not None:
             (out / name).parent.mkdir(parents=True, exist_ok=True)

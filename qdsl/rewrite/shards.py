@@ -10,8 +10,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.safetensors import Entry
-
-CHUNK = 1 << 20                                                  # bytes that are copied at a time
+from qdsl.files import read_chunks
 
 
 class Sized(Protocol):
@@ -56,15 +55,7 @@ class Copy:
     def write(self, out: BinaryIO) -> None:
         """Raises OSError for a file that has become shorter."""
         out.seek(self.to)
-        left = self.nbytes
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            while left:
-                data = file.read(min(CHUNK, left))
-                if not data:
-                    raise OSError(f"{self.path}: became shorter while it was read")
-                out.write(data)
-                left -= len(data)
+        out.writelines(read_chunks(self.path, self.start, self.nbytes))
 
 
 def copy(folder: Folder, name: str, there: Entry) -> Copy:

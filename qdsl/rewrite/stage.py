@@ -14,7 +14,7 @@ from typing import Any
 
 from qdsl.checkpoint.safetensors import CheckpointError, parse_header, shown, strict_json
 from qdsl.files import locked, write_text
-from qdsl.rewrite import RewriteError
+from qdsl.rewrite import OccupiedFolder, RewriteError
 from qdsl.rewrite.shards import Shard
 
 STAGE = ".qdsl-stage"
@@ -35,7 +35,7 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
 
     request: plain data; its 'work' is said where something else was begun, and 'from' may change, for folders are moved.
     force: whether a checkpoint, or other unfinished work, that lies in the folder is replaced.
-    Raises RewriteError where the folder has anything else, or the stage of something else.
+    Raises OccupiedFolder where the folder has anything else, or the stage of something else.
     """
     stage = out / STAGE
     _refuse_links(stage)
@@ -43,8 +43,8 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
         _check_empty(out, force)
     if (stage / REQUEST).exists() and {**(begun := read(stage / REQUEST)), "from": request["from"]} != request:
         if not force:
-            raise RewriteError(f"{out}: {begun.get('work', 'something else')} was begun here; remove the folder, write another, "
-                               "or begin anew with --force")
+            raise OccupiedFolder(f"{out}: {begun.get('work', 'something else')} was begun here; remove the folder, write "
+                                 "another, or begin anew with --force")
         shutil.rmtree(stage)
     stage.mkdir(parents=True, exist_ok=True)
     if force:
@@ -54,12 +54,12 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
 
 
 def _check_empty(out: Path, force: bool) -> None:
-    """Raises RewriteError for a folder that holds files; with `force`, for one that holds no checkpoint that can be replaced."""
+    """Raises OccupiedFolder for one that holds files; with `force`, for one that holds no checkpoint that can be replaced."""
     others = [path for path in out.iterdir() if path.name not in (STAGE, DONE)] if out.exists() else []
     if others and not force:
-        raise RewriteError(f"{out} exists already, and no interrupted run left it; --force replaces what is in it")
+        raise OccupiedFolder(f"{out} exists already, and no interrupted run left it; --force replaces what is in it")
     if others and not any(path.name.endswith(CHECKPOINT) for path in others):
-        raise RewriteError(f"{out}: --force replaces a checkpoint, and this folder holds none")
+        raise OccupiedFolder(f"{out}: --force replaces a checkpoint, and this folder holds none")
 
 
 def _refuse_links(stage: Path) -> None:
@@ -116,14 +116,14 @@ def end(out: Path) -> None:
 def was_ended(out: Path, request: dict[str, Any]) -> bool:
     """Whether a process was killed when everything was in its place; then what it left is removed.
 
-    Raises RewriteError where that was another work, which is complete.
+    Raises OccupiedFolder where that was another work, which is complete.
     """
     if not (out / DONE).is_file() or (out / DONE).is_symlink():
         return False
     done = read(out / DONE)
     _remove(out)
     if {**done, "from": request["from"]} != request:
-        raise RewriteError(f"{out}: {done.get('work', 'another work')} is complete here; write another folder")
+        raise OccupiedFolder(f"{out}: {done.get('work', 'another work')} is complete here; write another folder")
     return True
 
 

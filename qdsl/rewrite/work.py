@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from qdsl.checkpoint.resume import checksum
-from qdsl.files import replacing
+from qdsl.checkpoint.crc import checksum
+from qdsl.files import naming, replacing
 from qdsl.processes import results
 from qdsl.rewrite import stage
 from qdsl.rewrite.shards import Shard, Step
@@ -46,7 +46,7 @@ class Done:
 def done(task: Task) -> Done:
     """Do a task.  Raises what its steps raise."""
     said = {}
-    with open(task.path, "r+b") as out:
+    with naming(task.path), open(task.path, "r+b") as out:
         for step in task.steps:
             if (each := step.write(out)) is not None:
                 said[each[0]] = each[1]
@@ -114,13 +114,10 @@ def _written(shard: Shard, place: Path, said: Mapping[str, Any], crc: Mapping[st
 def _reserve(file: BinaryIO, size: int) -> None:
     """Room on the disk, or the error that there is none, before the work."""
     file.flush()
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)
-        else:
-            file.truncate(size)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, file.name) from None
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        file.truncate(size)
 
 
 def batches(steps: Sequence[Step], nbytes: int = 1 << 25) -> list[tuple[Step, ...]]:

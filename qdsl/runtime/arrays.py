@@ -8,7 +8,8 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+
+from qdsl.runtime.private_apis import FakeTensor
 
 CHUNK = 1 << 18                                                  # words at a time, which stay in a cache
 TURNED = 4097                                                    # times a word: its lowest bits 12 higher too

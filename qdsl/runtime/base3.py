@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from qdsl.runtime.packed import FormatError
+from qdsl.runtime.private_apis import FakeTensor
 
 
 def trit(bytes_: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from qdsl.runtime import pieces
 from qdsl.runtime.match import torch_dtype
 from qdsl.runtime.packed import PackedWeight
+from qdsl.runtime.private_apis import compile_program, traced
 from qdsl.runtime.tiles import decode_rows, row_tiles, unpack
 from qdsl.shapes import axis
 
@@ -165,9 +165,9 @@ class _Decode:
         self.along_rows = packed.layout.kernels.last == "n"
         names = list(packed.tensors)
         fields = list(unpack(packed.derive({name: t.to("meta") for name, t in zip(names, tensors, strict=True)})))
-        self.unpacked = _traced(
+        self.unpacked = traced(
             lambda *stored: [unpack(packed.derive(dict(zip(names, stored, strict=True))))[name] for name in fields], tensors)
-        self.decoded = _traced(lambda *given: packed.variant.decode(**dict(zip(fields, given, strict=True))),
+        self.decoded = traced(lambda *given: packed.variant.decode(**dict(zip(fields, given, strict=True))),
                                _results(self.unpacked))
 
     def fields(self, tensors: Sequence[Tensor]) -> list[pieces.Pieces]:
@@ -202,13 +202,13 @@ def _compiled(decode: _Decode, kind: int | torch.dtype) -> Compiled:
         return decode.weight(fields)
 
     stored = len(decode.tensors)
-    begin = _traced(first, decode.tensors)
+    begin = traced(first, decode.tensors)
     ready = _results(begin)
     prepare = _built(begin, decode.tensors) if ready else lambda *tensors: []
     if isinstance(kind, torch.dtype):
         dtype = kind
         every = [*decode.tensors, *ready]
-        finish = _built(_traced(lambda *given: pieces.joined(pieces.converted(weight(given[:stored], given[stored:]), dtype)),
+        finish = _built(traced(lambda *given: pieces.joined(pieces.converted(weight(given[:stored], given[stored:]), dtype)),
                                 every), every)
         return lambda *tensors: finish(*tensors, *prepare(*tensors))[0]
     columns: list[pieces.Digit] = []
@@ -218,9 +218,9 @@ def _compiled(decode: _Decode, kind: int | torch.dtype) -> Compiled:
         columns.extend(found.axes[1])
         return next(iter(found.parts.values()))
 
-    _traced(shaped, [*decode.tensors, *ready])
+    traced(shaped, [*decode.tensors, *ready])
     every = [pieces.by_columns(torch.empty(kind, k), columns), *decode.tensors, *ready]
-    loop = _built(_traced(lambda x, *given: pieces.dot(x, weight(given[:stored], given[stored:])), every), every)
+    loop = _built(traced(lambda x, *given: pieces.dot(x, weight(given[:stored], given[stored:])), every), every)
     return lambda x, *tensors: loop(pieces.by_columns(x, columns), *tensors, *prepare(*tensors))[0]
 
 
@@ -231,10 +231,6 @@ def _results(program: fx.GraphModule) -> list[Tensor]:
     return [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) for value in values]
 
 
-def _traced(function: Callable[..., Any], example: Sequence[Tensor]) -> fx.GraphModule:
-    return make_fx(function, tracing_mode="fake")(*example)
-
-
 def _built(program: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
     """A traced program, compiled; it returns a sequence.  Raises _NoCompiler."""
     node = program.graph.output_node()
@@ -242,12 +238,9 @@ def _built(program: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., 
         node.args = ([node.args[0]],)
         program.recompile()
     try:
-        from torch._inductor.compile_fx import compile_fx
-
-        built: Any = compile_fx(program, list(example), config_patches=OPTIONS)
+        made: Callable[..., Sequence[Tensor]] = compile_program(program, example, OPTIONS)
     except Exception as error:
         raise _NoCompiler(str(error).strip().partition("\n")[0][:200]) from error
-    made: Callable[..., Sequence[Tensor]] = built
     return made
 
 

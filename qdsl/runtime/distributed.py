@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from qdsl.runtime.module import PackedModule
+from qdsl.runtime.private_apis import ddp_ignored, ignore_in_ddp_
 
 GROUP = "_packed_names"                                          # of a module that holds a group of coded weights: their tensors
 
@@ -27,7 +27,5 @@ def ignore_packed_(model: nn.Module) -> set[nn.Parameter]:
     checkpoint on each, on its own device.  Names that DDP ignored before stay ignored.
     """
     packed = packed_parameters(model)
-    known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    names = sorted({*known, *packed})
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+    ignore_in_ddp_(model, sorted({*ddp_ignored(model), *packed}))
     return set(packed.values())

@@ -20,6 +20,7 @@ from qdsl.runtime.layout import PLANAR, Storage, Variant
 from qdsl.runtime.linear import mode_of, tile_weights
 from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
 from qdsl.runtime.packed import FormatError, PackedWeight, damage, said
+from qdsl.runtime.private_apis import storage_key
 from qdsl.runtime.requantize import Report, compare
 from qdsl.shapes import Axis, extents
 from qdsl.spilled import LOST, is_spilled
@@ -34,7 +35,7 @@ def _is_own_memory(out: Tensor, packed: PackedWeight) -> bool:
         return True
     if any(step == 0 and size > 1 for step, size in zip(out.stride(), out.shape, strict=True)):
         return False
-    return all(tensor.layout is not torch.strided or tensor.untyped_storage()._cdata != out.untyped_storage()._cdata
+    return all(tensor.layout is not torch.strided or storage_key(tensor) != storage_key(out)
                for tensor in packed.tensors.values())
 
 
@@ -93,7 +94,9 @@ class Format:
         """All parameters: the given ones, checked, and the defaults of the others.  Raises FormatError."""
         for name, value in params.items():
             if name not in self.params:
-                raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}")
+                options = next(iter(self.variants.values())).options
+                raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}"
+                                  + (f", and the options {', '.join(options)} to quantize" if options else ""))
             if value not in self.params[name]:
                 raise FormatError(f"{self.name}: {name} is one of {', '.join(map(str, self.params[name]))}, not {value}")
         return {name: values[values.index(params.get(name, values[0]))] for name, values in self.params.items()}
@@ -113,12 +116,14 @@ class Format:
 
     # -- from and to checkpoints --------------------------------------------------------------------------------------
 
-    def wrap(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None, storage: str | None = None,
-             **params: int | str) -> PackedWeight:
+    def wrap(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None, storage: str | None = None, *,
+             verify: bool = False, **params: int | str) -> PackedWeight:
         """A checkpoint's own tensors, by their names, as a weight; nothing is copied.
 
         shape is (N, K), needed only where the tensors do not decide it.  Parameters and storage are found from dtypes and
-        shapes; given ones are checked.  Raises FormatError with the tensor, what it is, and what the format needs.
+        shapes; given ones are checked.  Indices are checked here: wrap tensors again that were changed in place.
+        verify: decode every stream, too.  Tensors hold no checksums of numbers: `qdsl.open` has them from files.
+        Raises FormatError with the tensor, what it is, and what the format needs.
         """
         self.complete(params)
         for name in OF_X:
@@ -141,7 +146,10 @@ class Format:
         empty = self.unfilled(match)
         notes += [f"tensor '{name}' has one value for all columns and tells no groups apart: taken for missing" for name in empty]
         held = {name: tensor for name, tensor in match.tensors.items() if name not in empty}
-        return self._packed(match.storage, held, match.shape, match.params, notes, names)
+        packed = self._packed(match.storage, held, match.shape, match.params, notes, names)
+        if verify:
+            packed.open()
+        return packed
 
     def _shape(self, given: Sequence[int]) -> tuple[int, int]:
         try:

@@ -57,14 +57,18 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
         return
     bn, bk = _tile(kernels.last, rows, units, kernels.sums)
     # Contracted multiply-adds would skip a rounding that the formula has.
-    yield Call(kernels.dequantize, (*_read(packed), out, *packed.shape, *packed.sizes.values()), {"BN": bn, "BK": bk},
-               (cdiv(rows, bn), cdiv(units, bk)), {"num_warps": WARPS, "enable_fp_fusion": False},
-               weights=_weights(packed, bn, bk))
+    yield Call(kernels.dequantize, (*_read(packed), out, *packed.shape, *packed.sizes.values()),
+               _constants(kernels.dequantize, packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
+               {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
 
 
 def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False,
                  config: Mapping[str, int] | None = None) -> Iterator[Call]:
     """The launches of `linear`, for tensors on any device, meta too; config: of a kernel for matrix units."""
+    if len(parts := _parts(x, out, 8)) > 1:
+        for part, result in parts:
+            yield from linear_calls(part, packed, bias, result, invariant, config)
+        return
     if streams.has_few(x, packed):
         yield from streams.few_calls(x, packed, bias, out)
         return
@@ -81,10 +85,9 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
         yield _lane_call(x, packed, bias, out, which, chosen)
         return
     bn, bk = _tile(kernels.last, rows, units, kernels.sums)
-    for start in range(0, x.shape[0], ROWS_OF_X):
-        part, result = x[start:start + ROWS_OF_X], out[start:start + ROWS_OF_X]
+    for part, result in _parts(x, out, 1):
         yield Call(kernels.linear, (*_read(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
-                   {"BN": bn, "BK": bk}, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
+                   _constants(kernels.linear, packed, bn, bk), (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
                    weights=_weights(packed, bn, units), step=_weights(packed, bn, bk))
 
 
@@ -119,6 +122,10 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
 
     With a static scale torch quantizes x, and every row has that scale.
     """
+    if len(parts := _parts(x, out, 16)) > 1:
+        for part, result in parts:
+            yield from quantized_calls(part, packed, bias, result, scale)
+        return
     lanes = packed.layout.kernels.lanes
     assert lanes is not None and lanes.narrow is not None
     made, (m, k), n = lanes.narrow, x.shape, packed.shape[0]
@@ -251,6 +258,19 @@ def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:
     rows, units = (axis(text).extent(*packed.shape, packed.sizes) for text in (kernels.rows, kernels.units))
     assert rows is not None and units is not None
     return kernels, rows, units
+
+
+def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """Rows of x and of out by launch, where programs along the grid's second axis take `rows` of them or more."""
+    if x.shape[0] <= rows * ROWS_OF_X:
+        return [(x, out)]
+    return list(zip(torch.split(x, rows * ROWS_OF_X), torch.split(out, rows * ROWS_OF_X), strict=True))
+
+
+def _constants(kernel: Any, packed: PackedWeight, bn: int, bk: int) -> dict[str, int]:
+    """The tile of a kernel that decodes weight by weight, and whether positions of weights take 64 bits, where it asks."""
+    large = {"LARGE": math.prod(packed.shape) >= 1 << 31} if "LARGE" in kernel.arg_names else {}
+    return {"BN": bn, "BK": bk, **large}
 
 
 def _weights(packed: PackedWeight, rows: int, units: int) -> int:

@@ -12,6 +12,7 @@ from qdsl.runtime.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.ops import is_plain
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.pickling import picklable, unpickled
+from qdsl.runtime.private_apis import is_fsdp_shard
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
@@ -40,8 +41,9 @@ class PackedModule(nn.Module):
 
     A tensor is looked at once, when it comes into the layer: its dtype, its shape, and of an index whether the groups exist
     and whether the columns lie in order, which is noted on the tensor itself.  One that was put in place of it by other means
-    than loading has no note, and is looked at when the layer is next used.  So is one that was cast, as by
-    `p.data = p.data.to(dtype)`: it gets its dtype back where the cast lost nothing, else using the layer is an error.
+    than loading has no note, and is looked at when the layer is next used.  So is one whose version shows that it was changed in
+    place, and one that was cast, as by `p.data = p.data.to(dtype)`: it gets its dtype back where the cast lost nothing, else
+    using the layer is an error.
 
     Who asks a model's parameters for its dtype may meet a stored one, such as float8: `next(model.parameters()).dtype` is that of
     the first.  Ask `layer.weight.dtype` or `compute_dtype`.  For DDP and FSDP2 see qdsl.ignore_packed_.
@@ -78,7 +80,8 @@ class PackedModule(nn.Module):
             if any(tensor.dtype != dtypes[name] for name, tensor in held.items()):
                 raise FormatError(f"tensors of a {self.format.name} layer were cast: read layer.packed before compiling")
             return self._packed.derive(held, in_order=_ordered(held))
-        is_new = any(tensor.dtype != dtypes[name] or not hasattr(tensor, "_in_order") for name, tensor in held.items())
+        is_new = any(tensor.dtype != dtypes[name] or getattr(tensor, "_noted", None) != _version(tensor)
+                     for name, tensor in held.items())
         if is_new and is_plain(*held.values()):
             self._undo_casts(held)
             held = self._note(held)
@@ -108,7 +111,7 @@ class PackedModule(nn.Module):
         stored = self._parameters.get("weight")
         if stored is None or torch.compiler.is_compiling():      # dynamo takes the class for the one that StoredWeight claims
             return NoWeight(self, None if stored is None else stored.shape)
-        return stored if hasattr(stored, "_local_tensor") else StoredWeight(self)
+        return stored if is_fsdp_shard(stored) else StoredWeight(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module does; another packed layer's `weight`, as tying assigns it, is its stored tensor."""
@@ -215,7 +218,7 @@ class PackedModule(nn.Module):
         """Look at the tensors anew.  What is wrong with them is said when the layer is used: they may be yet to be filled."""
         held = self._held()
         for tensor in held.values():
-            vars(tensor).pop("_in_order", None)
+            vars(tensor).pop("_noted", None)
         if is_plain(*held.values()):
             try:
                 self._note(held)
@@ -251,7 +254,12 @@ class PackedModule(nn.Module):
 
 def _note(held: Mapping[str, Tensor], in_order: frozenset[str]) -> None:
     for name, tensor in held.items():
-        tensor._in_order = name in in_order  # type: ignore[attr-defined]
+        tensor._in_order, tensor._noted = name in in_order, _version(tensor)  # type: ignore[attr-defined]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 for one of inference mode, which does not count that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _ordered(held: Mapping[str, Tensor]) -> frozenset[str]:

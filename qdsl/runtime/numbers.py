@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+
+from qdsl.runtime.private_apis import FakeTensor
 
 
 def _codes(code: Tensor) -> Tensor:

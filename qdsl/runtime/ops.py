@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qdsl.runtime import eight, order
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.finite import has_special_codes
 from qdsl.runtime.linear import _product, _transposed, check_x, is_quantized
 from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.private_apis import is_batched, is_in_torch_dispatch_mode, is_jit_traced, is_transformed
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
@@ -151,19 +150,19 @@ def is_plain(*tensors: Tensor | None) -> bool:
     if is_recorded() or is_in_torch_dispatch_mode():
         return False
     return all(tensor is None or (type(tensor) in (Tensor, Parameter) and not tensor.is_meta
-                                  and not torch._C._functorch.is_legacy_batchedtensor(tensor)) for tensor in tensors)
+                                  and not is_batched(tensor)) for tensor in tensors)
 
 
 def is_recorded() -> bool:
     """Whether this call becomes part of a program, with the gradients that the operation has."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_compiling() or is_jit_traced()
 
 
 def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
     """Whether autograd, forward mode or a transform of torch.func has to hear of the product."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return is_transformed()
 
 
 def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:

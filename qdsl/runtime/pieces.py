@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from qdsl.runtime.private_apis import is_mutable, overload_name, shares_memory
+
 aten = torch.ops.aten
 NARROW = (torch.uint8, torch.int8, torch.int16)
 MERGED = 16                                                      # entries of digits that are cut anew, each of them a lane
@@ -406,15 +408,15 @@ class Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.dtype = n.meta["val"].dtype if isinstance(n.meta.get("val"), Tensor) else None
-        if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable:
+        if n.op == "call_function" and is_mutable(n.target):
             _check_last_use(n)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if is_mutable(target):
             name = target.overloadpacket.__name__
             packet = getattr(aten, IN_PLACE.get(name, name.removesuffix("_")))
-            target = getattr(packet, target._overloadname)
+            target = getattr(packet, overload_name(target))
         first = args[0]
         packet = getattr(target, "overloadpacket", None)
         if target is aten.view.dtype:
@@ -460,14 +462,9 @@ def _check_last_use(node: fx.Node) -> None:
     while isinstance(changed, fx.Node):
         if changed.op == "placeholder" or any(order[user] > order[node] for user in changed.users):
             raise Unsupported(f"{node.target} of a tensor that is read again")
-        if not (isinstance(changed.target, torch._ops.OpOverload) and _shares(changed.target)):
+        if not shares_memory(changed.target):
             return
         changed = changed.args[0]
-
-
-def _shares(target: torch._ops.OpOverload) -> bool:
-    """Whether an operation's result has the memory of its first argument."""
-    return any(each.alias_info is not None for each in target._schema.arguments)
 
 
 def converted(value: Pieces, dtype: torch.dtype) -> Pieces:

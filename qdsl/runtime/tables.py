@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from qdsl.runtime.arrays import as_type
+from qdsl.runtime.private_apis import FakeTensor
 
 KINDS = {"f32": torch.float32, "i32": torch.int32, "i8": torch.int8}
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

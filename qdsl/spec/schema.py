@@ -30,7 +30,7 @@ RESERVED = frozenset({
     "x", "out", "bias", "fields", "tensors", "device", "integer", "joined", "spread", "as_float", "as_type",   # generated code
     "base3", "trit", "cdiv", "empty", "entries", "space", "workspace",
     "lanes", "Lanes", "many", "narrow", "Narrow", "Pairs", "records", "planar", "codebook", "Table",
-    "BN", "BK", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
+    "BN", "BK", "LARGE", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
     "absmax", "absmax_level", "signmax", "minmax", "affine", "edge_affine", "meansign", "kquant_minmax", "kquant_signmax",
     "nearest", "nested_absmax", "block_levels", "float_zero", "float_middle", "scaled_zero", "ternary", "unit_absmax",

@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from qdsl.runtime import PackedWeight
+from qdsl.runtime.call import Call
 from tests.support.covering import ALL
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -199,6 +202,31 @@ def _hasten() -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=ALL)
     interpreter._get_np_dtype, interpreter._patch_lang = kept_dtype, patched_once
     tl.block_type.__init__, tl.tensor.__init__ = kept_block, tensor
+
+
+def run_program(call: Call, *place: int) -> None:
+    """Run one program of a launch, the last one by default, on the tensors themselves; a product that overflows is an error.
+
+    Sums are not checked: some wrap by intent, as those of packed words.
+    """
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.interpreter_builder, interpreter.GridExecutor
+    grid = (*call.grid, 1, 1)[:3]
+    place = (*(place or [count - 1 for count in call.grid]), 0, 0)[:3]
+
+    def check(condition: Any, message: str) -> None:
+        if message.endswith("mul") and not condition:
+            raise OverflowError(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "create_assert", check)
+        patch.setattr(builder, "options", interpreter.InterpreterOptions(debug=True, sanitize_overflow=True))
+        patch.setattr(builder, "set_grid_dim", lambda *_: type(builder).set_grid_dim(builder, *grid))
+        patch.setattr(builder, "set_grid_idx", lambda *_: type(builder).set_grid_idx(builder, *place))
+        patch.setattr(executor, "_init_args_hst", lambda self, arguments, options: (arguments, options))     # copies would fill
+        patch.setattr(executor, "_restore_args_dev", lambda *_: None)                                         # sparse memory
+        replace(call, grid=(1,)).run()
 
 
 if INTERPRETED:

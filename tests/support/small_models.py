@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qdsl.checkpoint import crc
 from qdsl.checkpoint.safetensors import write
 from qdsl.generated import fp8_block
 from qdsl.runtime import PackedWeight
@@ -28,7 +29,8 @@ def folder(path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None
 
 
 def files(path: Path) -> dict[str, bytes]:
-    return {each.name: each.read_bytes() for each in path.iterdir()}
+    """The files of a folder, without the checksums that qdsl adds."""
+    return {each.name: each.read_bytes() for each in path.iterdir() if not each.name.endswith(crc.FILE)}
 
 
 def weight(n: int, k: int, seed: int = 0) -> Tensor:

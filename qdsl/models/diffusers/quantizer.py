@@ -62,7 +62,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, device_map: Any = None, keep_in_fp32_modules: Sequence[str] = (),
                                              **kwargs: Any) -> Any:
-        with open_files(self._files) as checkpoint:
+        with open_files(self._files, self.quantization_config.verify) as checkpoint:
             check_format(checkpoint, self.quantization_config.format)
             report = self.fill(model, checkpoint, single_device(device_map), keep_in_fp32_modules)
         self._keys[:] = [*model.state_dict(), *report.unused]
@@ -103,7 +103,8 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
                 model.get_submodule(owner)._parameters[leaf] = nn.Parameter(parameter.float(), parameter.requires_grad)
         precise = [f".*(?:{pattern}).*" for pattern in getattr(model, "_skip_layerwise_casting_patterns", None) or ()]
         skip = [*config.ignore, *map(re.escape, kept), *((*SKIPPED, *precise) if config.format else ())]
-        self.report = fill_model(model, checkpoint, device=device, skip=skip, format=config.format, **config.options)
+        self.report = fill_model(model, checkpoint, device=device, skip=skip, format=config.format, verify=config.verify,
+                                 **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
         _drop_variant(model)

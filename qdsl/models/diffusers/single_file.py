@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from diffusers.loaders import single_file_model
 
+from qdsl.checkpoint import checksums
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.references import local_path
@@ -35,6 +36,8 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
     model, where the converter computes with numbers, and CheckpointError for damaged files.
     """
     path, options, dtype = local_path(ref), quantization_config or QdslConfig(), hub.pop("torch_dtype", dtype)
+    if options.verify:
+        checksums.check(path, is_optional=True)
     with _opened(path) as file:
         if config is None and path.is_dir():
             config = path

@@ -26,10 +26,12 @@ class QdslConfig(QuantizationConfigMixin):
     whose layers are packed, of any producer.  ignore: patterns of modules that become dense or stay so, such as "lm_head"; and
     of parameters that transformers may initialise, such as the "score" of a new classifier.  settings: what the folder's config
     states, which is also what `to_dict` gives then.  gguf: the weights of a GGUF file, in place of those of a folder.
+    verify: compare files with the checksums that qdsl wrote with them, and decode every stream, before layers are placed.
     """
 
     def __init__(self, format: str | None = None, storage: str | None = None, ignore: Sequence[str] = (), *,
-                 settings: Mapping[str, Any] | None = None, gguf: GgufWeights | None = None, **params: Any) -> None:
+                 settings: Mapping[str, Any] | None = None, gguf: GgufWeights | None = None, verify: bool = False,
+                 **params: Any) -> None:
         if (method := params.pop("quant_method", OWN)) != OWN:
             raise ValueError(f"quant_method of a QdslConfig is {OWN!r}, not {method!r}")
         self.quant_method = Method.QDSL
@@ -38,7 +40,7 @@ class QdslConfig(QuantizationConfigMixin):
         if isinstance(ignore, str):
             raise ValueError(f"QdslConfig: ignore is a list of patterns: give [{ignore!r}]")
         self.format, self.storage, self.ignore, self.params = format, storage, list(ignore), params
-        self.gguf = gguf
+        self.gguf, self.verify = gguf, verify
         self.settings = None if settings is None else copy.deepcopy(dict(settings))
 
     @property
@@ -48,7 +50,7 @@ class QdslConfig(QuantizationConfigMixin):
 
     def with_settings(self, settings: Mapping[str, Any]) -> QdslConfig:
         """The same for a folder whose config states these settings."""
-        return QdslConfig(self.format, self.storage, self.ignore, settings=settings, **self.params)
+        return QdslConfig(self.format, self.storage, self.ignore, settings=settings, verify=self.verify, **self.params)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, MixtralConfig
 
+from qdsl.checkpoint import checksums
 from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.gguf import GgufFile
 from qdsl.checkpoint.gguf_metadata import Value
@@ -41,6 +42,8 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
     options = quantization_config or QdslConfig()
     if options.format is not None:
         raise LoadError(f"{path}: a GGUF file keeps its formats: load it without a format")
+    if options.verify:
+        checksums.check(path, is_optional=True)
     with GgufFile(path) as file:
         architecture = str(file.metadata["general.architecture"])
         is_read = base is None and config is None
@@ -59,7 +62,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         kwargs["dtype"] = config.dtype or plain
     model = (model_class or getattr(transformers, own.model_class)).from_pretrained(
         None, *args, config=config, state_dict=weights.state,
-        quantization_config=QdslConfig(ignore=options.ignore, gguf=weights), **kwargs)
+        quantization_config=QdslConfig(ignore=options.ignore, gguf=weights, verify=options.verify), **kwargs)
     weights.state.clear()
     if base is not None:
         with suppress(OSError):

@@ -88,7 +88,7 @@ class QdslHfQuantizer(HfQuantizer):
                 self._place(model, checkpoint, None)
                 gguf.state.update({name: checkpoint.source.tensor(name) for name in checkpoint.plain})
         elif self.report is None:
-            with open_files(self._files) as checkpoint:
+            with open_files(self._files, self.quantization_config.verify) as checkpoint:
                 self._place(model, checkpoint, Conversions(model, weight_conversions))
         return weight_conversions
 
@@ -104,7 +104,7 @@ class QdslHfQuantizer(HfQuantizer):
         before, device = _tensors(model), single_device(self._device_map)
         stacks = None if names is None else names.stacks(_shapes(source, config.format))
         self.report = fill_model(model, checkpoint, None if names is None else names.rename, device, skip=skip, plain=False,
-                                 stacks=stacks, format=config.format, **config.options)
+                                 stacks=stacks, format=config.format, verify=config.verify, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
         if config.format is not None:

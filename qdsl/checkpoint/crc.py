@@ -1,0 +1,30 @@
+"""CRC-32 checksums of tensors, and the files that state them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+from zlib import crc32
+
+FILE = "qdsl-checksums.json"                                     # file -> tensor -> CRC-32 of its bytes, for a folder
+
+
+def beside(path: Path) -> Path:
+    """The file that states the checksums of a single file, next to it."""
+    return path.with_name(f"{path.name}.{FILE}")
+
+
+def text(checksums: Mapping[str, Mapping[str, int]]) -> str:
+    """The text of a file that states checksums.  checksums: by names of files and of tensors."""
+    return json.dumps({"schema": 1, "crc32": checksums}, indent=1) + "\n"
+
+
+def checksum(file: BinaryIO, start: int, nbytes: int) -> int | None:
+    """The CRC-32 of bytes of an open file; None where there are fewer."""
+    file.seek(start)
+    crc, left = 0, nbytes
+    while data := file.read(min(left, 1 << 20)):
+        crc, left = crc32(data, crc), left - len(data)
+    return None if left else crc
