@@ -24,7 +24,8 @@ COVERING = covering(CASES, lambda case: [(variant := case.module.FORMAT.variant(
 SHARED = len(CASES) if ALL else 8
 # Groups of 9 are cut short at 256 columns, 20 groups lie beside planes of 16, 3 bits lie in two planes, columns lie in ranges,
 # codes straddle words or fill them unevenly, scales lie in records with others, a grid is no table of 16 numbers, and neither is
-# that of nested scales: plain tiles serve these.  Words of 10 codes under groups of 128 would take 1,024 lanes.
+# that of nested scales: plain tiles serve these.  int4pack's padded tiles have no program.
+# Words of 10 codes under groups of 128 would take 1,024 lanes.
 PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q3_k.planar", "tq1_0.gguf", "ranges.runs",
          "aqlm_2x8.aqlm-realf16", "learned_rows.rows",
          "ranges.words", "nf4_nested.bitsandbytes-block64", "bnb_fp4_nested.bitsandbytes-block64",
@@ -34,7 +35,7 @@ PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q
              "pack_quantized_0_17-bits3", "pack_quantized_0_17-bits5", "pack_quantized_0_17-bits6",
              "marlin-bits4", "awq_gemv-bits4")),
          *(f"{name}-bits3-group64-scale_typef16" for name in ("hqq.hqq_3bit", "hqq_axis0.hqq_3bit", "hqq.planar")),
-         "int4pack.tile_packed-group128-scale_typebf16",
+         *(f"int4pack.{storage}-group128-scale_typebf16" for storage in ("tile_packed", "cpu_avx512")),
          *(f"{name}.gguf" for name in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"))}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
     "q8_0": lambda: q8_0.quantize(sample(48, 256)),
