@@ -199,7 +199,8 @@ def test_failures_have_one_form(folder: Path, arguments: tuple[str, ...], code: 
 
 
 SLOW = """
-import hashlib, time
+import hashlib, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)            # as in the foreground of a shell
 import qdsl.cli
 def wait():
     print("begun", flush=True)
@@ -224,7 +225,7 @@ def test_an_interrupt_ends_with_130_and_one_line(folder: Path, wait: str) -> Non
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
+    _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "\ninterrupted\n") and time.monotonic() - start < 2
 
 
