@@ -598,8 +598,9 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
 def quark(exclude: list[str], layers: dict[str, object], **weight: object) -> dict[str, Any]:
     """A config as AMD Quark 0.13 writes it."""
     whole = {"bias": None, "input_tensors": None, "output_tensors": None, "target_device": None, "weight": {
-        "block_size": None, "ch_axis": 0, "group_size": None, "is_dynamic": False, "is_scale_quant": False, "mx_element_dtype": None,
-        "observer_cls": "PerChannelMinMaxObserver", "round_method": "half_even", "scale_format": None, "scale_type": "float",
+        "block_size": None, "ch_axis": 0, "group_size": None, "is_dynamic": False, "is_scale_quant": False,
+        "mx_element_dtype": None, "observer_cls": "PerChannelMinMaxObserver",
+        "round_method": "half_even", "scale_format": None, "scale_type": "float",
         "symmetric": True, "zero_point_type": "int32", **weight}}
     export = {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder", "weight_format": "real_quantized",
               "weight_merge_groups": None}

@@ -308,7 +308,7 @@ class _Finder:
                     is_complete: bool) -> list[_Candidate] | Misfit | None:
         """Every way to read a module's tensors, or why there is none; None where they are plain.
 
-        8-bit floats without any scale are casts, unless a producer's settings or ComfyUI's marker state scales, or files are missing.
+        8-bit floats without any scale are casts, unless settings or ComfyUI's marker state scales, or files are missing.
         """
         given = self._given(tensors)
         if turned:
