@@ -33,7 +33,9 @@ CASES = {pair.case: pair for pair in pairs() if pair.test.endswith("::test_own_l
 # What its error matches, by the reason of a refusal.
 ERRORS = {"no kernel for CPUs": "Failed to find a kernel|MarlinNvFp4LinearKernel is not supported|Marlin does not support",
           "knows no such quant_method": "Unknown quantization method", "needs torchao": "install torchao",
-          "knows no such quant_algo": "ModelOpt currently only supports"}
+          "knows no such quant_algo": "ModelOpt currently only supports", "knows no such num_bits": "Only num_bits in",
+          "knows no such bits": "Unsupported quantization config", "knows no such version": "exceeds dimension size",
+          "knows no such zero points": "Unsupported quantization config"}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for number, (case, pair) in enumerate(CASES.items()):
         to, *params = case.split()
         folder, decoded = root / str(number), {name: tensor.float() for name, tensor in language_models.weights("qwen3").items()}
-        run.quantize(plain, aimed(to, True, dict(map(read_param, params)), ()), folder)
+        report = run.quantize(plain, aimed(to, True, dict(map(read_param, params)), ()), folder)
+        assert ("vLLM" in report["readers"][""]) == ("knows no such" not in pair.result), case
         jobs.append({"model": str(folder), "dtype": "bfloat16"})
         if pair.kind == "tolerance":
             with Folder(folder) as file:
