@@ -11,6 +11,7 @@ from tests.support.compatibility import KINDS, Pair, failures, outcomes, pairs
 from tests.support.formats import ROOT
 
 WHOLE_FILES = ("test_compressed_tensors.py", "test_bitsandbytes.py", "test_transformers.py")     # live, besides *_live.py
+MARKS = re.compile(r"@live\b|@needs_mlx")                        # of live tests in other files
 # Tests of an engine, and of what a loader does without a guard: of no artefact.
 NO_PAIRS = ("test_tied_head", "test_torch_compile", "test_entry_point", "test_the_guard_alone")
 
@@ -27,9 +28,11 @@ def live_tests() -> list[str]:
     found = []
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         is_live = (path.name.endswith("_live.py") and path.name != "test_live.py") or path.name in WHOLE_FILES
+        if not is_live and not MARKS.search(path.read_text()):
+            continue
         for name, node in functions(path).items():
-            marks = " ".join(map(ast.unparse, node.decorator_list))
-            if (is_live or re.search(r"\blive\b|needs_mlx", marks)) and not name.startswith(NO_PAIRS):
+            marks = " ".join(f"@{ast.unparse(mark)}" for mark in node.decorator_list)
+            if (is_live or MARKS.search(marks)) and not name.startswith(NO_PAIRS):
                 found.append(f"tests/{path.name}::{name}")
     return found
 
