@@ -11,9 +11,9 @@ from tests.support.compatibility import KINDS, Pair, failures, outcomes, pairs
 from tests.support.formats import ROOT
 
 WHOLE_FILES = ("test_compressed_tensors.py", "test_bitsandbytes.py", "test_transformers.py")     # live, besides *_live.py
-MARKS = re.compile(r"@live\b|@needs_mlx")                        # of live tests in other files
+MARKS = re.compile(r"@live\b|@needs_mlx|make live")              # of live tests in other files
 # Tests of an engine, and of what a loader does without a guard: of no artefact.
-NO_PAIRS = ("test_tied_head", "test_torch_compile", "test_entry_point", "test_the_guard_alone")
+NO_PAIRS = ("test_tied_head", "test_torch_compile", "test_entry_point", "test_experts_are_refused", "test_the_guard_alone")
 
 
 @cache
