@@ -148,10 +148,11 @@ def test_layers_on_ranks_one_after_the_other(tmp_path: Path) -> None:
     ("own q4_0", True), *(pytest.param(*case, marks=in_live_vllm_all) for case in (
         ("own q4_0", False), ("fp8 block", False), ("hlane", True)))])
 def test_experts(engine: Engine, kind: str, whole: bool, tmp_path: Path) -> None:
-    """On one rank, and on two that have half of each expert, or half of the experts."""
+    """On one rank, reloaded after they were lost, and on two ranks that have half of each expert, or half of the experts."""
     decoded = write_folder(tmp_path / "packed", kind, "moe")
     reference = engine(write_decoded(tmp_path / "decoded", decoded, language_models.config_json("moe")))
     assert_same(engine(tmp_path / "packed", quantization="qdsl"), reference, f"{kind}, one rank")
+    assert_same(engine(tmp_path / "packed", quantization="qdsl", reload=True), reference, f"{kind}, reloaded")
     two = engine(tmp_path / "packed", quantization="qdsl", tensor_parallel_size=2, enable_expert_parallel=whole)
     assert_same(two, reference, f"{kind}, two ranks, {'half of the experts' if whole else 'half of each expert'}")
 
