@@ -23,6 +23,7 @@ from torch import Tensor
 
 pytest.importorskip("vllm")
 from qdsl.checkpoint.descriptions import descriptions
+from qdsl.checkpoint.shards import ShardError, plain_layer
 from qdsl.runtime import PackedWeight
 from tests.support import gguf_models, language_models
 from tests.support.covering import ALL
@@ -155,6 +156,18 @@ def test_experts(engine: Engine, kind: str, whole: bool, tmp_path: Path) -> None
     assert_same(engine(tmp_path / "packed", quantization="qdsl", reload=True), reference, f"{kind}, reloaded")
     two = engine(tmp_path / "packed", quantization="qdsl", tensor_parallel_size=2, enable_expert_parallel=whole)
     assert_same(two, reference, f"{kind}, two ranks, {'half of the experts' if whole else 'half of each expert'}")
+
+
+@in_live_vllm_all
+def test_experts_are_refused_where_rows_must_be_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qdsl.models.vllm.config import QdslConfig
+    from qdsl.models.vllm.experts import experts_method
+
+    config = QdslConfig({"quant_method": "qdsl"})
+    config.layers = {"mlp.experts.0.gate_proj": plain_layer("gate", "BF16", (8, 8))}
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ShardError, match=r"mlp\.experts: .* without VLLM_BATCH_INVARIANT"):
+        experts_method(config, torch.nn.Module(), "mlp.experts")
 
 
 def test_tied_head_reload_and_dummy(engine: Engine, tmp_path: Path) -> None:
