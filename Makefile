@@ -42,12 +42,12 @@ live: .venv-live/ready       ## with the packages of producers, in an environmen
 		--junitxml=build/live-llama.xml tests/test_mixes.py tests/test_programs_live.py
 	.venv-live/bin/python -m tests.support.compatibility 'make live' build/live.xml build/live-llama.xml
 
-live-vllm: .venv-vllm/ready .venv-omni/ready  ## vLLM's engine on a CPU, in an environment of its own, and vllm-omni in another
+live-vllm: .venv-vllm/ready .venv-omni/ready  ## vLLM's engine on a CPU, one test of each part, and vllm-omni: some minutes, and the environments
 	.venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
 	.venv-omni/bin/python -m pytest --junitxml=build/live-omni.xml tests/test_omni_live.py -n 0 -s
 	.venv-omni/bin/python -m tests.support.compatibility 'make live-vllm' build/live-omni.xml
 
-live-vllm-all: .venv-vllm/ready  ## the same, with the folders of all producers, and vLLM's own loaders over ours
+live-vllm-all: .venv-vllm/ready  ## all tests of vLLM: the folders of all producers, torch.compile, gpt-oss, its own loaders over ours, ...
 	QDSL_TEST_ALL=1 .venv-vllm/bin/python -m pytest --junitxml=build/live-vllm.xml tests/test_vllm_live.py \
 		tests/test_vllm_loaders_live.py -n 0 -s
 	.venv-vllm/bin/python -m tests.support.compatibility 'make live-vllm-all' build/live-vllm.xml

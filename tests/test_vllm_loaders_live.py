@@ -57,9 +57,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
                     decoded[f"{layer.name}.weight"] = weight.format.dequantize(weight, torch.float32)
             write_files(root / f"{number} decoded", decoded, {"config.json": language_models.config_json("qwen3")}, "qwen3")
             jobs.append({"model": str(root / f"{number} decoded"), "dtype": "bfloat16"})
-    result = subprocess.run([sys.executable, "-m", "tests.support.vllm_engine", json.dumps(jobs)], cwd=ROOT, text=True,
-                            input="\n".join(map(json.dumps, jobs)),
-                            capture_output=True, check=False, env={**os.environ, "VLLM_PLUGINS": ""})
+    result = subprocess.run([sys.executable, "-m", "tests.support.vllm_engine"], cwd=ROOT, text=True, capture_output=True,
+                            input="\n".join(map(json.dumps, jobs)), check=False, env={**os.environ, "VLLM_PLUGINS": ""})
     lines = iter([json.loads(line.partition(MARK)[2]) for line in result.stdout.splitlines() if MARK in line])
     return {case: [next(lines) for _ in range(1 + (pair.kind == "tolerance"))] for case, pair in CASES.items()}
 
