@@ -1,31 +1,32 @@
 """Mutants of qdsl's own code, with one mistake each: a test must fail for every one.  (tests/mutants.py mutates specs.)
 
 `python -m tests.code_mutants [PATH ...]` prints every mutant and the test that caught it; exit code 1 where one survived.
-Nothing is written: a mutant is compiled in a forked process in place of its module, with the tests that execute its line.
+Nothing is written: a forked process gives the module's functions the code with the mistake, and runs the tests that execute its line.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import gc
 import hashlib
-import importlib.util
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from dataclasses import dataclass, field
+from functools import _lru_cache_wrapper
 from itertools import islice
 from pathlib import Path
 from select import select
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -62,9 +63,9 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv,
     ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.Pow: ast.Mult}
 KINDS = ("comparison", "arithmetic", "constant", "condition", "logic", "statement")
-TOOLS = ("torch", "triton", "numpy", "safetensors", "yaml", "jinja2", "pytest")   # imported once, before processes are forked
 SILENT = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom, ast.AnnAssign)  # messages and types are not mutated
 Edit = Callable[[Any], None]
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}       # a forked process has none of the threads that others wait for
 
 
 @dataclass(frozen=True)
@@ -191,42 +192,37 @@ def _note(line: int) -> ast.stmt:
     return ast.parse(f"executed_lines.add({line})").body[0]
 
 
-class Replaced(SourceFileLoader, MetaPathFinder):
-    """Imports one module from a tree in place of its text."""
-
-    def __init__(self, path: Path, tree: ast.Module) -> None:
-        super().__init__(".".join(path.relative_to(ROOT).with_suffix("").parts), str(path))
-        self.tree = tree
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        return importlib.util.spec_from_file_location(fullname, self.path, loader=self) if fullname == self.name else None
-
-    def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = compile(self.tree, self.path, "exec")
-        return code
+def replace_functions(path: Path, tree: ast.Module) -> None:
+    """Give all functions of a module, those that others hold too, the code of a tree; forget what is cached."""
+    code = {(own.co_qualname, own.co_firstlineno): own for own in _nested(compile(tree, path, "exec"))}
+    for thing in gc.get_objects():
+        if type(thing) is FunctionType and thing.__code__.co_filename == str(path):
+            new = code.get((thing.__code__.co_qualname, thing.__code__.co_firstlineno))
+            if new is not None and new.co_freevars == thing.__code__.co_freevars:
+                thing.__code__ = new
+        elif type(thing) is _lru_cache_wrapper:
+            thing.cache_clear()
 
 
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+@dataclass
 class Record:
-    """A plug-in of pytest: the seconds, the lines and the failure of every test; `wanted` alone, in that order."""
+    """A plug-in of pytest: the seconds and the executed lines of tests, and the first that failed."""
 
-    def __init__(self, wanted: Sequence[str] = ()) -> None:
-        self.wanted = wanted
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.lines: dict[str, set[int]] = {}
-        self.failed = ""
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        order = {name: index for index, name in enumerate(self.wanted)}
-        items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid]) if order else items
+    seconds: dict[str, float] = field(default_factory=dict)
+    lines: dict[str, set[int]] = field(default_factory=dict)
+    failed: str = ""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[report.nodeid] += report.duration
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         if report.failed:
             self.failed = self.failed or report.nodeid
-
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.failed = self.failed or f"{report.nodeid} cannot be imported"
 
     def pytest_runtest_logstart(self) -> None:
         executed().clear()
@@ -240,22 +236,27 @@ def executed() -> set[int]:
     return lines
 
 
-def run(path: Path, tree: ast.Module, files: Sequence[str], wanted: Sequence[str] = (), limit: float = 1200) -> Record | None:
-    """Tests with a module as a tree, in a process of their own until the first fails; None for one that crashes or takes longer."""
+def tested(path: Path, tree: ast.Module, items: Sequence[Any], limit: float) -> Record | None:
+    """Tests with a module as a tree, in a forked process, until the first fails; None for a crash or more seconds."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
         os.setsid()
-        code = 1
         try:
-            with open(os.environ.get("QDSL_MUTANTS_LOG", os.devnull), "a") as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
+            record = Record()
+            items[0].config.pluginmanager.register(record)
+            executed()
+            replace_functions(path, tree)
+            for item, after in zip(items, [*items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+                if record.failed:
+                    break
             with open(send, "wb") as pipe:
-                pickle.dump(_tested(Replaced(path, tree), files, wanted), pipe)
-            code = 0
+                pickle.dump((record.seconds, record.lines, record.failed), pipe)
+        except BaseException:
+            traceback.print_exc()
         finally:
-            os._exit(code)
+            os._exit(0)
     os.close(send)
     data, end = b"", time.monotonic() + limit
     while (left := end - time.monotonic()) > 0 and select([receive], [], [], left)[0] and (part := os.read(receive, 1 << 16)):
@@ -264,73 +265,64 @@ def run(path: Path, tree: ast.Module, files: Sequence[str], wanted: Sequence[str
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    try:
-        record: Record = pickle.loads(data)                      # noqa: S301 -- what the child has written
-    except (EOFError, pickle.UnpicklingError):
-        return None
-    return record
+    with suppress(EOFError, pickle.UnpicklingError):
+        return Record(*pickle.loads(data))                       # noqa: S301 -- what the child has written
+    return None
 
 
-def _tested(loader: Replaced, files: Sequence[str], wanted: Sequence[str]) -> Record:
+class Trial:
+    """A plug-in of pytest that runs the tests which it collected: once as they are, then for every mutant of one module."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.results: Counter[str] = Counter()
+
+    def pytest_collection(self) -> None:
+        from hypothesis import settings
+
+        settings.register_profile("mutants", database=None, derandomize=True)
+        settings.load_profile("mutants")
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        path = ROOT / self.name
+        source = path.read_text()
+        items = {item.nodeid: item for item in session.items}
+        base = tested(path, ast.fix_missing_locations(Trace().visit(ast.parse(source))), list(items.values()), 1800)
+        if base is None or base.failed:
+            raise SystemExit(f"{self.name}: tests must pass first: {base and base.failed}")
+        by_cost = sorted(base.seconds, key=lambda test: base.seconds[test])
+        for mutant in drawn(mutants(source), set().union(*base.lines.values()), NAMED.get(self.name, ())):
+            names = [test for test in by_cost if mutant.line in base.lines[test]]
+            start = time.monotonic()
+            record = tested(path, mutant.tree(source), [items[name] for name in names],
+                            60 + 3 * sum(base.seconds[name] for name in names))
+            catch = record.failed if record else "a crash, or more than three times the time"
+            reason = EQUAL.get(self.name, {}).get(mutant.name)
+            result = "killed" if catch else "equal" if reason else "SURVIVED"
+            self.results[result] += 1
+            print(f"{self.name}:{mutant.line} {mutant.kind}: {mutant.name}\n    {result}, {len(names)} tests, "
+                  f"{time.monotonic() - start:.0f} s: {catch or reason or ''}", flush=True)
+        return True
+
+
+def run_module(name: str) -> int:
+    """Try the mutants of one module in this process; 1 where one survived."""
     import pytest
 
-    executed()
-    sys.meta_path.insert(0, loader)
-    record = Record(wanted)
-    options = ["-x", "-p", "no:cacheprovider", "-o", "addopts=", "--tb=short"]
-    code = pytest.main([*options, *(f"tests/{name}.py" for name in files)], plugins=[record])
-    if code and not record.failed:
-        record.failed = f"pytest ends with {code!r}"
-    record.wanted = ()
-    return record
-
-
-# -- the table --------------------------------------------------------------------------------------------------------
-
-
-def outcomes(name: str) -> Iterator[tuple[CodeMutant, str]]:
-    """The mutants of a module, and what caught them: '' where nothing did."""
-    path = ROOT / name
-    source = path.read_text()
-    base = run(path, ast.fix_missing_locations(Trace().visit(ast.parse(source))), TESTS[name])
-    if base is None or base.failed:
-        raise SystemExit(f"{name}: tests must pass first: {base and base.failed}")
-    candidates = mutants(source)
-    inside = {node.lineno for top in ast.walk(ast.parse(source)) if isinstance(top, ast.FunctionDef)
-              for child in top.body for node in ast.walk(child) if isinstance(node, ast.stmt)}
-    lines = set().union(*base.lines.values()) | ({mutant.line for mutant in candidates} - inside)
-    by_cost = sorted(base.seconds, key=lambda test: base.seconds[test])
-    for mutant in drawn(candidates, lines, NAMED.get(name, ())):
-        first = [test for test in by_cost if mutant.line in base.lines[test]]
-        yield mutant, _caught(path, mutant.tree(source), first, base) or _caught(path, mutant.tree(source), by_cost, base)
-
-
-def _caught(path: Path, tree: ast.Module, tests: Sequence[str], base: Record) -> str:
-    """The test that fails, or what else happens; '' for none."""
-    files = list(dict.fromkeys(Path(test.partition("::")[0]).stem for test in tests))
-    if not files:
-        return ""
-    limit = 60 + 4 * sum(base.seconds[test] for test in tests)
-    record = run(path, tree, files, tests, limit)
-    return "a crash, or more than four times the time" if record is None else record.failed
+    trial = Trial(name)
+    options = ["-p", "no:cacheprovider", "-p", "no:terminal", "-s", "-o", "addopts="]
+    code = pytest.main([*options, *(f"tests/{test}.py" for test in TESTS[name])], plugins=[trial])
+    print(f"{name}: {trial.results.total()} mutants, "
+          f"{', '.join(f'{count} {result}' for result, count in sorted(trial.results.items()))}", flush=True)
+    return int(bool(code) or bool(trial.results["SURVIVED"]) or not trial.results)
 
 
 def main(names: Sequence[str]) -> int:
-    os.chdir(ROOT)
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    for tool in TOOLS:
-        importlib.import_module(tool)
-    table: dict[str, Counter[str]] = {}
-    for name in names or TESTS:
-        table[name] = Counter()
-        for mutant, catch in outcomes(name):
-            reason = EQUAL.get(name, {}).get(mutant.name)
-            result = "killed" if catch else "equal" if reason else "SURVIVED"
-            table[name][result] += 1
-            print(f"{name}:{mutant.line} {mutant.kind}: {mutant.name}\n    {result}: {catch or reason or ''}", flush=True)
-    for name, counts in table.items():
-        print(f"{name:40} {counts.total():3} mutants: {', '.join(f'{count} {result}' for result, count in sorted(counts.items()))}")
-    return int(any(counts["SURVIVED"] for counts in table.values()))
+    if len(names) == 1 and THREADS.items() <= os.environ.items():
+        return run_module(names[0])
+    environment = {**os.environ, **THREADS}
+    return max(subprocess.run([sys.executable, "-m", "tests.code_mutants", name], cwd=ROOT, env=environment).returncode
+               for name in names or TESTS)
 
 
 if __name__ == "__main__":
