@@ -300,8 +300,8 @@ class Trial:
         for mutant in drawn(mutants(source), set().union(*base.lines.values()), NAMED.get(self.name, ())):
             names = [test for test in by_cost if mutant.line in base.lines[test]]
             start = time.monotonic()
-            record = tested(path, mutant.tree(source), [items[name] for name in names],
-                            60 + 3 * sum(base.seconds[name] for name in names))
+            limit = 60 + 3 * sum(base.seconds[name] for name in names)
+            record = tested(path, mutant.tree(source), [items[name] for name in names], limit) if names else Record()
             catch = record.failed if record else "a crash, or more than three times the time"
             reason = EQUAL.get(self.name, {}).get(mutant.name)
             result = "killed" if catch else "equal" if reason else "SURVIVED"
