@@ -9,9 +9,10 @@
 
     safetensors: 8.00098 bits per weight
     torchao: 8.00098 bits per weight
+    quanto: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec int8_channel (sha256 b348a77755653bf1) by qdsl 0.1.0.
+Built from the spec int8_channel (sha256 b15f49bd13750637) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -72,6 +73,22 @@ def pack_torchao(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     if z is not None:
         tensors["zero_point"] = z.unsqueeze(-1)
     return tensors
+
+
+def unpack_quanto(data: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """Fields of data int8 [N, K]; scale scale_type [N, 1]."""
+    return {
+        "q": data,
+        "s": scale.squeeze(1),
+    }
+
+
+def pack_quanto(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """data, scale of the fields; the inverse of unpack_quanto."""
+    return {
+        "data": q,
+        "scale": s.unsqueeze(-1),
+    }
 
 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
@@ -421,6 +438,49 @@ def _narrow_torchao(
 
 
 @triton.jit
+def _dequantize_quanto(data, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    data += n.to(tl.int64) * K
+    z = 0
+    scale += n
+    s = tl.load(scale, n < N, 0).to(tl.float32)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q = tl.load(data + k, live, 0).to(tl.int32)
+    w = (q - z) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_quanto(data, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    data += n.to(tl.int64) * K
+    z = 0
+    scale += n
+    s = tl.load(scale, n < N, 0).to(tl.float32)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q = tl.load(data + k, live, 0).to(tl.int32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
 def _dequantize_planar(q, s, z, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -636,6 +696,14 @@ VARIANT = Variant(
                     lanes=Lanes(_few_torchao, blocks=(), least=128, double=True,
                         narrow=Narrow(_narrow_torchao, "i8", "qdata", sums=True))),
         ),
+        "quanto": Storage(
+            tensors={
+                "data": Stored("i8", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
+                "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
+            },
+            unpack=unpack_quanto, pack=pack_quanto, where=("z",),
+            kernels=Kernels(_dequantize_quanto, _linear_quanto, rows="N", units="K", last="k"),
+        ),
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
@@ -654,7 +722,8 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="int8_channel", title="INT8 codes with one scale per output row and an optional zero point",
-    source="compressed-tensors int-quantized (channel)", formula="(q - z) * s",
+    source="compressed-tensors int-quantized (channel), torchao Int8Tensor, optimum-quanto qint8",
+    formula="(q - z) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
     detect={"config": [{"quant_method": "compressed-tensors", "format": ["int-quantized", "naive-quantized", "null"],
@@ -670,7 +739,7 @@ FORMAT = Format(
         "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}},
         {"_type": "IntxUnpackedToInt8Tensor", "_data.block_size": [1, "K"], "storage": "torchao"}]},
-    digest="b348a77755653bf1",
+    digest="b15f49bd13750637",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -238,7 +238,7 @@ def _named(folder: Folder, layer: Layer, aim: Aim) -> _Named:
         raise RewriteError(wrong)
     named = []
     for name, (dtype, shape) in tensors.items():
-        shape = header.seen(format, aim.storage, name, layer.shape) or shape
+        shape = header.seen(format, aim.storage, name, layer.shape, params, shape) or shape
         full = header.called(layer, format, aim.storage, name) if stated else \
             full_name(layer, name, aliases.get(name, ()), aim.storage in WHOLE)
         named.append((name, full, (dtypes[dtype], shape)))
