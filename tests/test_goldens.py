@@ -50,7 +50,7 @@ BY_NAME = (("gptq", int_group), ("autogptq", int_group), ("awq", int_group), ("c
            ("ao_mx_e3m2", ocp_mxfp6), ("ct_mxfp8", ocp_mxfp8), ("ao_mx_e4m3", ocp_mxfp8), ("ao_mx_e5m2", ocp_mxfp8),
            ("mlx_affine", mlx), ("mlx_mxfp4", ocp_mxfp4), ("mlx_mxfp8", ocp_mxfp8),
            ("mlx_nvfp4", nvfp4_modelopt), ("onnx_", int_group), ("quanto_qint8", int8_channel),
-           ("quanto_qfloat8", fp8_channel), ("quanto_", quanto))
+           ("quanto_qfloat8", fp8_channel), ("eetq_", int8_channel), ("quanto_", quanto))
 # How producers quantize where it is not the format's default.  transformers rounds an inverse first.
 RULES: tuple[tuple[str, dict[str, str | bool]], ...] = (
     ("ct_pack*_sym", {"symmetric": True}),
