@@ -12,7 +12,7 @@
     planar at bits = 4: 4.5 bits per weight with group = 128
     planar at bits = 2: 2.5 bits per weight with group = 128
 
-Built from the spec quanto (sha256 8e5991ca2bcba995) by qdsl 0.1.0.
+Built from the spec quanto (sha256 b61e3972a49789bd) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -30,7 +30,7 @@ FORMAT = Format(
     },
     params={"bits": (4, 2), "group": (128, 96, 64, 32, -1), "scale_type": ("f32", "bf16", "f16")},
     sizes={"group": "K"},
-    digest="8e5991ca2bcba995",
+    digest="b61e3972a49789bd",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

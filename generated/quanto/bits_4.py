@@ -10,7 +10,7 @@
     quanto: 4.5 bits per weight with group = 128
     planar: 4.5 bits per weight with group = 128
 
-Built from the spec quanto (sha256 8e5991ca2bcba995) by qdsl 0.1.0.
+Built from the spec quanto (sha256 b61e3972a49789bd) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
