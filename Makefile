@@ -35,7 +35,8 @@ test-all: .venv/ready        ## the same, the dearest over every format too
 live: .venv-live/ready       ## with the packages of producers, in an environment of their own
 	.venv-live/bin/python -m pytest tests/test_compressed_tensors.py tests/test_transformers.py tests/test_bitsandbytes.py \
 		tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py tests/test_gguf_models_live.py \
-		tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py tests/test_mlx.py
+		tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py tests/test_mlx.py \
+		tests/test_other_programs_live.py
 	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest tests/test_mixes.py
 
 live-vllm: .venv-vllm/ready .venv-omni/ready  ## vLLM's engine on a CPU, in an environment of its own, and vllm-omni in another

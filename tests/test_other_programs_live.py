@@ -15,7 +15,7 @@ from qdsl.generated import fp8_channel, int8_channel, int_group, quanto
 from qdsl.runtime import PackedWeight
 from tests.support.formats import same_bits
 
-needs_onnx = pytest.mark.skipif(find_spec("onnxruntime") is None or find_spec("onnx") is None, reason="needs onnxruntime: make live")
+needs_onnx = pytest.mark.skipif(None in map(find_spec, ("onnx", "onnxruntime")), reason="needs onnxruntime: make live")
 needs_quanto = pytest.mark.skipif(find_spec("optimum") is None, reason="needs optimum-quanto: make live")
 
 
@@ -29,7 +29,8 @@ def matmul_nbits(packed: PackedWeight) -> Tensor:
     tensors = {name: tensor.reshape(n, -1).numpy() for name, tensor in packed.tensors.items()}
     tensors["B"] = tensors["B"].reshape(n, k // int(packed.params["group"]), -1)
     kinds = {"uint8": TensorProto.UINT8, "float16": TensorProto.FLOAT16}
-    stored = [helper.make_tensor(name, kinds[str(each.dtype)], each.shape, each.tobytes(), raw=True) for name, each in tensors.items()]
+    stored = [helper.make_tensor(name, kinds[str(each.dtype)], each.shape, each.tobytes(), raw=True)
+              for name, each in tensors.items()]
     node = helper.make_node("MatMulNBits", ["x", *tensors], ["y"], domain="com.microsoft", N=n, K=k, bits=packed.params["bits"],
                             block_size=packed.params["group"])
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["M", size]) for name, size in (("x", k), ("y", n)))

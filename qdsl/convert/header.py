@@ -35,8 +35,10 @@ def seen(format: str, storage: str, name: str, layer_shape: tuple[int, int], par
          shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that files give a tensor of a weight [N, K]; None where it is `shape`, that of its axes."""
     stored = _stored(format, storage, name)
+    if stored is None or not stored.seen:
+        return None
     page = next(each for each in descriptions() if each.name == format)
-    return seen_shape(stored.seen, *layer_shape, page.numbers(params, layer_shape), prod(shape)) if stored and stored.seen else None
+    return seen_shape(stored.seen, *layer_shape, page.numbers(params, layer_shape), prod(shape))
 
 
 def called(layer: Layer, format: str, storage: str, name: str) -> str:

@@ -260,7 +260,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
         raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
                            f"{format.name} has no such storage; it has {', '.join(written)}")
     if format.storage(aim.storage, params)[1].streams:
-        raise RewriteError(f"{aim.storage} is as long as its entropy code; convert weights in memory, and write them with save_model")
+        raise RewriteError(f"{aim.storage} is as long as its entropy code; convert weights in memory and use qdsl.save_model")
     try:
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
         stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.options.items()))] if aim.is_from_plain else \

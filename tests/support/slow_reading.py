@@ -270,7 +270,8 @@ class Reading:
             inner = given.value if isinstance(given, g.Negate) else given
             assert isinstance(inner, g.Name | g.Number)
             found[key.name] = inner.name if isinstance(inner, g.Name) else -inner.value if inner is not given else inner.value
-        return {**found, **{key.value: float(word.value) if is_number(word.value) else word.value for key, word in storage.options}}
+        own = {key.value: word.value for key, word in storage.options}
+        return {**found, **{key: float(word) if is_number(word) else word for key, word in own.items()}}
 
     def span(self) -> tuple[int, int]:
         """Half steps, from and to, in which weights fill the codes' range when the scale is one step."""
