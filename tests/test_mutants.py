@@ -12,7 +12,7 @@ from tests.support.covering import ALL
 from tests.support.formats import SPECS, spec
 from tests.support.mistakes import KINDS, Mutant, mutants
 
-MANY = 60                                                        # of a spec with more about so many, but in test-all
+MANY = 20                                                        # of a spec with more about so many, but in test-all
 SHARES = 6                                                       # of a spec's mutants, for workers to take one at a time
 
 

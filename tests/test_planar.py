@@ -12,6 +12,7 @@ import qdsl
 from qdsl.generated import fp8_channel, int_group, q4_0, q4_k, q8_0
 from qdsl.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight, tiles
+from tests.support.covering import by_turns
 from tests.support.formats import Case, cases, is_held, random_fields, random_packed, same_bits, shapes, shuffled_fields
 
 CASES = [case for case in cases() if case.storage != PLANAR and PLANAR in case.module.FORMAT.variant(case.choice).storages]
@@ -125,8 +126,8 @@ def act_order(k: int = 256, group: int = 64, seed: int = 0) -> PackedWeight:
     return int_group.wrap({**packed.tensors, "g_idx": packed.tensors["g_idx"][columns]}, storage="gptq_v2", group=group)
 
 
-@pytest.mark.parametrize("k", [SHAPE[1], 544])                   # 544: a last group that is short, and may lie anywhere
-@pytest.mark.parametrize("case", ORDERED, ids=str)
+# 544: a last group that is short, and may lie anywhere
+@pytest.mark.parametrize(("case", "k"), by_turns(ORDERED, (SHAPE[1], 544)), ids=str)
 def test_act_order_there_and_back(case: Case, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE", 40 * k)
     for i, chosen in enumerate(params(case)):
