@@ -96,8 +96,8 @@ def unpack_eetq(weight: Tensor, weight_scales: Tensor) -> dict[str, Tensor]:
     """Fields of weight int8 [N/2, 128*K/64]; weight_scales scale_type [N]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 128))
     return {
-        "q": r.view(torch.int8).unflatten(-1, (2, 4, 8, 2)).permute(0, 2, 1, 3, 5, 4).flatten(0,
-            1).flatten(1) + 128 & 255,
+        "q": ((r.view(torch.int8).unflatten(-1, (2, 4, 8, 2)).permute(0, 2, 1, 3, 5, 4).flatten(0, 1).flatten(1) + 128
+            & 255) ^ 128) - 128,
         "s": weight_scales,
     }
 
