@@ -39,11 +39,11 @@ live: .venv-live/ready       ## with the packages of producers, in an environmen
 		tests/test_other_programs_live.py
 	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest tests/test_mixes.py
 
-live-vllm: .venv-vllm/ready .venv-omni/ready  ## vLLM's engine on a CPU, in an environment of its own, and vllm-omni in another
+live-vllm: .venv-vllm/ready .venv-omni/ready  ## vLLM's engine on a CPU, one test of each part, and vllm-omni: some minutes, and the environments
 	.venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
 	.venv-omni/bin/python -m pytest tests/test_omni_live.py -n 0 -s
 
-live-vllm-all: .venv-vllm/ready  ## the same, with the folders of all producers
+live-vllm-all: .venv-vllm/ready  ## all tests of vLLM: the folders of all producers, torch.compile, gpt-oss, ...
 	QDSL_TEST_ALL=1 .venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
 
 bench: .venv/ready           ## figures, as ratios taken in one run

@@ -62,7 +62,7 @@ PACKAGES: dict[str, set[str]] = {
     "demo": {"torch", "transformers", "tokenizers"}, "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"},
     "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece", "vllm", "vllm_omni",
                "sglang"},
-    "analyze": {"torch", "triton"}, "tune": {"torch", "triton"},
+    "analyze": {"numpy", "torch", "triton"}, "tune": {"torch", "triton"},
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.

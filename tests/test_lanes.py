@@ -86,19 +86,21 @@ def rounding(case: Case, dtype: torch.dtype) -> float:
     return 0.0 if torch.equal(numbers.to(dtype).double(), numbers) else torch.finfo(dtype).eps / 2
 
 
+def expected(case: Case, packed: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product in float64, and by how much a kernel may miss it: float32 sums of K terms, and the result rounded once."""
+    weight = case.module.dequantize(packed.to("cpu"), torch.float32).double()
+    wide, added = x.cpu().double(), torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.cpu().double()
+    exact, spread, info = wide @ weight.t() + added, wide.abs() @ weight.abs().t() + added.abs(), torch.finfo(x.dtype)
+    return exact, exact.abs() * info.eps / 2 + spread * (weight.shape[1] * 2.0 ** -24 + rounding(case, x.dtype)) + info.tiny
+
+
 def check(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], rows: int, dtype: torch.dtype, bias: bool = False,
           packed: PackedWeight | None = None, config: Mapping[str, int] | None = None) -> None:
-    """Within what rounding the result once and float32 sums of K terms may lose."""
     packed = packed or packed_of(case, shape, params)
     x = x_of(rows, shape[1], dtype, rows)
     added = x_of(1, shape[0], dtype, 7)[0] if bias else None
-    found = product(x, packed, added, config).double()
-    weight = case.module.dequantize(packed.to("cpu"), torch.float32).double()
-    exact = x.cpu().double() @ weight.t() + (0 if added is None else added.cpu().double())
-    spread = x.cpu().double().abs() @ weight.abs().t() + (0 if added is None else added.cpu().double().abs())
-    bound = exact.abs() * torch.finfo(dtype).eps / 2 + spread * (shape[1] * 2.0 ** -24 + rounding(case, dtype)) + \
-        torch.finfo(dtype).tiny
-    assert ((found - exact).abs() <= bound).all(), (params, rows, dtype, shape)
+    exact, bound = expected(case, packed, x, added)
+    assert ((product(x, packed, added, config).double() - exact).abs() <= bound).all(), (params, rows, dtype, shape)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""vLLM's engine on a CPU, in a process of its own: `python -m tests.support.vllm_engine JOBS`, which prints a result for each.
+"""vLLM's engine on a CPU: `python -m tests.support.vllm_engine` answers jobs that come line by line, in one process.
 
-JOBS is JSON: a list of arguments of vllm.LLM.  A result is a line of JSON behind RESULT: the log probabilities of a prompt's
-tokens, and the next tokens, the likeliest each time; or the error.  With `reload` packed weights are lost and loaded anew before.
+A job is JSON: arguments of vllm.LLM.  A result is a line of JSON behind RESULT: the log probabilities of a prompt's tokens, and
+the next tokens, the likeliest each time; or the error.  With `reload` packed weights are lost and loaded anew before.  Workers of
+several ranks are processes, as vLLM starts them; its core runs in this one, so that vLLM is imported once for all jobs.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ def answer(reload: bool = False, **options: Any) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    engine = LLM(**{"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 128,
-                    "max_num_seqs": 1, "disable_log_stats": True, **options})
-    if reload:
-        engine.apply_model(clear)
-        engine.collective_rpc("reload_weights")
-    sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=0, detokenize=False)
-    result, = engine.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)
+    try:
+        engine = LLM(**{"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 128,
+                        "max_num_seqs": 1, "disable_log_stats": True, **options})
+        if reload:
+            engine.apply_model(clear)
+            engine.collective_rpc("reload_weights")
+        sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=0, detokenize=False)
+        result, = engine.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)
+        engine.llm_engine.engine_core.shutdown()
+    finally:
+        engine = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
     logprobs = [known[token].logprob for known, token in zip(result.prompt_logprobs[1:], PROMPT[1:], strict=True)]
-    engine.llm_engine.engine_core.shutdown()
-    del engine
-    gc.collect()
-    cleanup_dist_env_and_memory()
     return {"logprobs": logprobs, "tokens": list(result.outputs[0].token_ids)}
 
 
@@ -48,12 +51,10 @@ def clear(model: Any) -> None:
 
 
 def main() -> None:
-    jobs = json.loads(sys.argv[1])
-    if all(job.get("tensor_parallel_size", 1) == 1 for job in jobs):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for job in jobs:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for line in sys.stdin:
         try:
-            result = answer(**job)
+            result = answer(**json.loads(line))
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"}
         print(MARK + json.dumps(result), flush=True)

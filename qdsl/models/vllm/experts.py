@@ -35,6 +35,8 @@ def experts_method(config: QdslConfig, layer: RoutedExperts, prefix: str) -> Pac
     config.served.update(begin + name for name in layers)
     if problem := next(filter(None, map(unservable, layers.values())), ""):
         raise ShardError(f"{prefix}: {problem}")
+    if layers and config.batch_invariant:                        # kernels are chosen by the number of rows
+        raise ShardError(f"{prefix}: packed experts are not batch-invariant; serve without VLLM_BATCH_INVARIANT")
     return PackedExpertsMethod(config, layer, layers) if layers else None
 
 

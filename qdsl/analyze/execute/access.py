@@ -1,0 +1,335 @@
+"""Instructions that touch memory: loads, stores, atomics and fences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qdsl.analyze.execute.machine import WARP, At, Batch, Step
+from qdsl.analyze.execute.memory import Allocation, Indices
+from qdsl.analyze.execute.numbers import SIGNED, UNSIGNED, Bits, decode, encode, is_float
+from qdsl.analyze.execute.operands import Context, broadcast, element, joined, opcode, packed
+from qdsl.analyze.execute.program import Address, Symbol, type_bits
+from qdsl.analyze.execute.races import Shadow
+
+SECTOR, BANKS = 32, 32                                           # bytes; banks of 4 bytes
+
+
+@opcode("ld", "ldu")
+def load(context: Context) -> Step:
+    kind, modifiers = context.kind, context.modifiers
+    bits = type_bits(kind)
+    if "param" in modifiers:
+        return _parameter(context, bits)
+    puts = context.targets(0)
+    widths = [getattr(part, "bits", bits) for part in getattr(context.operand(0), "parts", (context.operand(0),))]
+    address, size = context.address(1), bits // 8 * len(puts)
+    read = shared_load if "shared" in modifiers else global_load
+    acquire = bool({"acquire"} & modifiers)
+    if {"local", "const"} & modifiers:
+        raise context.unknown("its state space is not known")
+
+    def step(batch: Batch, at: At) -> None:
+        lanes, place = batch.lanes(at), address(batch, at)
+        data = np.ascontiguousarray(read(batch, lanes, place, size)).view(UNSIGNED[bits]).reshape(len(lanes), len(puts))
+        for column, (put, width) in enumerate(zip(puts, widths, strict=True)):
+            value = data[:, column]
+            if kind[0] == "s" and width > bits:
+                value = value.view(SIGNED[bits]).astype(SIGNED[width])
+            put(batch, at, np.ascontiguousarray(value))
+        if acquire:
+            _order(batch, lanes, place, acquire=True, release=False)
+    return step
+
+
+def _parameter(context: Context, bits: int) -> Step:
+    """A parameter, the same in all threads."""
+    operand = context.operand(1)
+    if not isinstance(operand, Address) or not isinstance(operand.base, Symbol):
+        raise context.unknown("an operand is no parameter")
+    if operand.base.name not in context.program.parameters:
+        raise context.unknown(f"no parameter '{operand.base.name}'")
+    name, first, puts = operand.base.name, operand.offset, context.targets(0)
+
+    def step(batch: Batch, at: At) -> None:
+        for number, put in enumerate(puts):
+            start = first + number * bits // 8
+            value = np.frombuffer(batch.values[name][start:start + bits // 8], UNSIGNED[bits])
+            put(batch, at, np.repeat(value, len(batch.lanes(at))))
+    return step
+
+
+@opcode("st")
+def store(context: Context) -> Step:
+    bits, modifiers = type_bits(context.kind), context.modifiers
+    sources, address = context.sources(1, bits), context.address(0)
+    size = bits // 8 * len(sources)
+    if {"local", "const", "param"} & modifiers:
+        raise context.unknown("its state space is not known")
+    write = shared_store if "shared" in modifiers else global_store
+
+    def step(batch: Batch, at: At) -> None:
+        lanes, place = batch.lanes(at), address(batch, at)
+        values = broadcast(batch, at, [source(batch, at) for source in sources])
+        data = values[0][:, None] if len(values) == 1 else np.stack(values, 1)
+        if "release" in modifiers:
+            _order(batch, lanes, place, acquire=False, release=True)
+        write(batch, lanes, place, np.ascontiguousarray(data).view(np.uint8).reshape(len(lanes), size))
+    return step
+
+
+# -- shared memory -------------------------------------------------------------------------------------------------------
+
+
+def shared_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bits:
+    """Bytes as rows of words.  Raises Fault."""
+    place = batch.shared_place(lanes, address, size, "a load")
+    batch.note_shared(lanes, place, size)
+    if batch.options.counts:
+        count_banks(batch, lanes, address, size, "shared load")
+    word = min(size, 8)
+    rows = batch.shared.view(UNSIGNED[8 * word])[(place // word)[:, None] + np.arange(size // word)] if size > 8 else \
+        batch.shared.view(UNSIGNED[8 * word])[place // word][:, None]
+    if batch.asynchronous:
+        check_in_flight(batch, lanes, place, size, "reads")
+    return rows
+
+
+def shared_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> None:
+    """Store rows of bytes.  Raises Fault."""
+    size = data.shape[1]
+    place = batch.shared_place(lanes, address, size, "a store")
+    if batch.asynchronous:
+        check_in_flight(batch, lanes, place, size, "writes")
+    batch.note_shared(lanes, place, size, data)
+    if batch.options.counts:
+        count_banks(batch, lanes, address, size, "shared store")
+    word = min(size, 8)
+    batch.shared.view(UNSIGNED[8 * word])[(place // word)[:, None] + np.arange(size // word)] = \
+        data.view(UNSIGNED[8 * word]).reshape(len(lanes), -1)
+    if batch.options.races and (lost := (batch.shared[place[:, None] + np.arange(size)] != data).any(1)).any():
+        batch.find("race", "threads store different values at one place", int(lanes[int(np.flatnonzero(lost)[0])]))
+
+
+def check_in_flight(batch: Batch, lanes: Indices, place: Indices, size: int, verb: str) -> None:
+    """Note an access of bytes that a copy will write, or a write of bytes that a matrix product will read."""
+    for title in ("copies", "products") if verb == "writes" else ("copies",):
+        flight: Any = batch.asynchronous.get(title)
+        if flight is not None and (hit := flight.touches(place, size)).any():
+            lane = int(lanes[int(np.flatnonzero(hit)[0])])
+            batch.find("asynchronous", f"{verb} shared memory of {title} in flight that were not waited for", lane)
+
+
+# -- global memory -------------------------------------------------------------------------------------------------------
+
+
+def global_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bits:
+    """Bytes as rows of words.  Raises Fault."""
+    if batch.options.counts:
+        count_sectors(batch, lanes, address, size, "load")
+    word = min(size, 8)
+    parts = batch.memory.locate(address, size, "a load")
+    out = np.empty((len(lanes), size // word), UNSIGNED[8 * word])
+    for allocation, chosen, offset in parts:
+        some = lanes if chosen is None else lanes[chosen]
+        if allocation.written is not None:
+            _note_global(batch, allocation, some, offset, size)
+        rows = allocation.words(size)[offset // size].reshape(len(some), -1)
+        if chosen is None:
+            return rows
+        out[chosen] = rows
+    return out
+
+
+def global_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> None:
+    """Store rows of bytes.  Raises Fault."""
+    size = data.shape[1]
+    if batch.options.counts:
+        count_sectors(batch, lanes, address, size, "store")
+    for allocation, chosen, offset in batch.memory.locate(address, size, "a store"):
+        some, rows = (lanes, data) if chosen is None else (lanes[chosen], data[chosen])
+        _note_global(batch, allocation, some, offset, size, rows)
+        words = allocation.words(size)
+        words[offset // size] = rows.view(words.dtype).reshape((len(some), -1) if size > 8 else len(some))
+
+
+def _note_global(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int,
+                 data: Bits | None = None) -> None:
+    """Check an access of an output or workspace against those before it.  data: the bytes that will be written."""
+    write = data is not None
+    spread = (offset[:, None] + np.arange(size)).reshape(-1)
+    if write and allocation.stores is not None:
+        np.add.at(allocation.stores, spread, 1)
+    if allocation.written is None:
+        if write and batch.memory.outputs:
+            batch.find("stores", f"stores to {allocation.byte(offset[0])}, which is no output", int(lanes[0]))
+        return
+    if write:
+        allocation.written[spread] = True
+    elif batch.options.written and not (known := allocation.written[spread]).all():
+        which = int(np.flatnonzero(~known)[0]) // size
+        batch.find("unwritten", f"reads {allocation.byte(offset[which])} before anyone wrote it", int(lanes[which]))
+    if batch.options.races:
+        shadow = batch.global_shadows.setdefault(str(allocation.start), Shadow(len(allocation.data)))
+        who = batch.who(lanes).repeated(size)
+        race = shadow.read(spread, who, batch.clocks.ordered) if data is None else \
+            shadow.write(spread, who, batch.clocks.ordered, allocation.data[spread] != data.reshape(-1))
+        if race.any():
+            which = int(np.flatnonzero(race)[0]) // size
+            batch.find("race", f"{'writes' if write else 'reads'} {allocation.byte(offset[which])} "
+                       "with nothing that orders it after another thread's access", int(lanes[which]))
+
+
+# -- counts ----------------------------------------------------------------------------------------------------------------
+
+
+def _by_warp(batch: Batch, lanes: Indices, values: Indices) -> Indices:
+    """Values as [warps that take part, 32 * columns]; lanes that do not take part repeat one that does."""
+    warp = batch.warp[lanes]
+    first = np.r_[True, warp[1:] != warp[:-1]]
+    group = np.cumsum(first) - 1
+    columns = values.shape[1]
+    table = np.repeat(values[first][:, :1], WARP * columns, 1).reshape(-1, WARP, columns)
+    table[group, lanes % WARP] = values
+    return table.reshape(len(table), -1)
+
+
+def _distinct(table: Indices) -> Indices:
+    ordered = np.sort(table, axis=1)
+    return 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(1)
+
+
+def count_sectors(batch: Batch, lanes: Indices, address: Indices, size: int, what: str) -> None:
+    """32-byte sectors that the requests of warps touch, of global memory."""
+    counts = batch.log.memory
+    sectors = _distinct(_by_warp(batch, lanes, (address // SECTOR)[:, None]))
+    counts[f"{what} requests"] += len(sectors)
+    counts[f"{what} sectors"] += int(sectors.sum())
+    counts[f"{what} bytes"] += len(lanes) * size
+
+
+def count_banks(batch: Batch, lanes: Indices, address: Indices, size: int, what: str) -> None:
+    """Passes over shared memory: of the words of a warp in one bank, as many as differ; 16 bytes go by quarters of a warp."""
+    words = (address // 4)[:, None] + np.arange(max(1, size // 4))
+    table = _by_warp(batch, lanes, words).reshape(-1, WARP, words.shape[1])
+    share = WARP * 4 // max(4, size) if size > 4 else WARP
+    passes = 0
+    for start in range(0, WARP, share):
+        some = np.sort(table[:, start:start + share].reshape(len(table), -1), axis=1)
+        fresh = np.c_[np.ones((len(some), 1), bool), some[:, 1:] != some[:, :-1]]
+        bank = np.zeros((len(some), BANKS), np.int64)
+        rows = np.broadcast_to(np.arange(len(some))[:, None], some.shape)
+        np.add.at(bank, (rows[fresh], some[fresh] % BANKS), 1)
+        passes += int(bank.max(1).sum())
+    batch.log.memory[f"{what} requests"] += len(table)
+    batch.log.memory[f"{what} passes"] += passes
+    batch.log.memory[f"{what} ideal passes"] += len(table) * (WARP // share)
+
+
+# -- atomics and fences ----------------------------------------------------------------------------------------------------
+
+
+def _order(batch: Batch, lanes: Indices, address: Indices, acquire: bool, release: bool) -> None:
+    """What a synchronising access of threads orders; before it, that their programs released."""
+    for lane, place in zip(lanes.tolist(), address.tolist(), strict=True):
+        who = int(batch.number[lane]), int(batch.thread[lane]), int(batch.epoch[lane])
+        if release:
+            batch.clocks.release(place, *who)
+        if acquire:
+            batch.clocks.acquire(place, *who)
+
+
+ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda old, value: old + value, "min": min, "max": max, "and": lambda old, value: old & value,
+    "or": lambda old, value: old | value, "xor": lambda old, value: old ^ value, "exch": lambda old, value: value,
+    "inc": lambda old, value: 0 if old >= value else old + 1,
+    "dec": lambda old, value: value if old == 0 or old > value else old - 1}
+
+
+@opcode("atom", "red")
+def atomic(context: Context) -> Step:
+    """One thread after the other: in order, or in a random order where the batch runs in one."""
+    kind, modifiers, reduce = context.kind, context.modifiers, context.instruction.name == "red"
+    bits, part = type_bits(kind), element(kind)
+    operation = next((name for name in (*ATOMIC, "cas") if name in modifiers), None)
+    if operation is None:
+        raise context.unknown()
+    address, space = context.address(0 if reduce else 1), "shared" in modifiers
+    operands = [context.source(place, bits) for place in range(1 if reduce else 2, len(context.instruction.operands))]
+    put = None if reduce else context.target()
+    narrow = "cta" in modifiers
+    acquire, release = "acquire" in modifiers or "acq_rel" in modifiers, "release" in modifiers or "acq_rel" in modifiers
+
+    def combine(old: Bits, given: list[Bits]) -> Bits:
+        if operation == "cas":
+            return np.where(old == given[0], given[1], old)
+        if is_float(part):
+            x, y = decode(packed(old, kind), part), decode(packed(given[0], kind), part)
+            return joined(encode((x.astype(np.float64) + y) if operation == "add" else
+                                 {"min": np.fmin, "max": np.fmax}[operation](x, y), part), kind)
+        view = SIGNED[bits] if kind[0] == "s" else UNSIGNED[bits]
+        value = ATOMIC[operation](int(old.view(view)[0]), int(given[0].view(view)[0]))
+        return np.array([value & ((1 << bits) - 1)], UNSIGNED[bits])
+
+    def step(batch: Batch, at: At) -> None:
+        lanes, place = batch.lanes(at), address(batch, at)
+        values = broadcast(batch, at, [operand(batch, at) for operand in operands])
+        results = np.zeros(len(lanes), UNSIGNED[bits])
+        order = np.arange(len(lanes)) if batch.options.order == "lockstep" else batch.random.permutation(len(lanes))
+        for number in order:
+            lane, target = lanes[number:number + 1], place[number:number + 1]
+            fenced = _fenced(batch, int(lane[0]))
+            if (release or fenced) and not narrow and not space:
+                _order(batch, lane, target, acquire=False, release=True)
+            if space:
+                where = batch.shared_place(lane, target, bits // 8, "an atomic")
+                words: Any = batch.shared.view(UNSIGNED[bits])
+                index = where // (bits // 8)
+                batch.shared_written[where[:, None] + np.arange(bits // 8)] = True
+            else:
+                ((allocation, _, offset),) = batch.memory.locate(target, bits // 8, "an atomic")
+                words, index = allocation.words(bits // 8), offset // (bits // 8)
+                if allocation.written is not None:
+                    allocation.written[offset[0]:offset[0] + bits // 8] = True
+                if allocation.stores is not None:
+                    allocation.stores[offset[0]:offset[0] + bits // 8] = 1
+            old = words[index]
+            words[index] = combine(old, [value[number:number + 1] for value in values])
+            results[number] = old[0]
+            if not narrow and not space:
+                batch.asynchronous.setdefault("relaxed", {})[int(lane[0])] = int(target[0])
+                if acquire:
+                    _order(batch, lane, target, acquire=True, release=False)
+        if put is not None:
+            put(batch, at, results)
+    return step
+
+
+def _fenced(batch: Batch, lane: int) -> bool:
+    fenced: Any = batch.asynchronous.get("fenced", set())
+    return lane in fenced
+
+
+@opcode("fence", "membar")
+def fence(context: Context) -> Step:
+    """A proxy fence, or one that makes relaxed atomics of the thread before and after it acquire and release."""
+    if "proxy" in context.modifiers:
+        if "async" not in context.modifiers:
+            raise context.unknown()
+
+        def proxy(batch: Batch, at: At) -> None:
+            batch.fences[batch.lanes(at)] += 1
+        return proxy
+    if "cta" in context.modifiers:
+        return lambda batch, at: None
+
+    def step(batch: Batch, at: At) -> None:
+        fenced: Any = batch.asynchronous.setdefault("fenced", set())
+        relaxed: Any = batch.asynchronous.get("relaxed", {})
+        for lane in batch.lanes(at).tolist():
+            fenced.add(lane)
+            if lane in relaxed:
+                _order(batch, np.array([lane]), np.array([relaxed[lane]]), acquire=True, release=False)
+    return step

@@ -1,0 +1,335 @@
+"""Work that goes on behind a thread: copies into shared memory (cp.async) and products of warp groups (wgmma).
+
+Both are done when they are waited for, as late as hardware may; until then the bytes and registers that they use are marked,
+so that a wait that is missing shows in the result and as a finding.  Groups are counted for each thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from qdsl.analyze.execute.access import global_load, shared_store
+from qdsl.analyze.execute.machine import WARP, At, Batch, Step
+from qdsl.analyze.execute.memory import Indices
+from qdsl.analyze.execute.numbers import UNSIGNED, Bits
+from qdsl.analyze.execute.operands import Context, Source, Target, broadcast, opcode
+from qdsl.analyze.execute.program import Immediate, Operand, Register, Vector
+from qdsl.analyze.execute.warps import WIDTHS, Matrix, a_tile, bits_of, elements, fragment, numbers_of, product
+
+WARP_GROUP = 128                                                 # threads
+
+
+class InFlight:
+    """Operations of threads that were started, with the group of each; and the shared bytes that they use."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.groups = np.zeros(batch.count, np.int64)            # that each thread has committed
+        self.pending: list[Any] = []
+        self.bytes = np.zeros(len(batch.shared), np.uint8)
+
+    def touches(self, place: Indices, size: int) -> Any:
+        return self.bytes[place[:, None] + np.arange(size)].any(1)
+
+    def mark(self, spread: Indices, change: int) -> None:
+        np.add.at(self.bytes, spread.reshape(-1), np.uint8(change & 255))
+
+    def commit(self, lanes: Indices) -> None:
+        self.groups[lanes] += 1
+
+    def due(self, lanes: Indices, group: Indices, waiting: Any, late: int) -> Any:
+        """Of operations of lanes in groups, those that a wait for all but the last `late` groups ends."""
+        return waiting[lanes] & (group < self.groups[lanes] - late)
+
+
+def _flight(batch: Batch, title: str) -> InFlight:
+    flight = batch.asynchronous.get(title)
+    if not isinstance(flight, InFlight):
+        flight = batch.asynchronous[title] = InFlight(batch)
+    return flight
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Copy:
+    lanes: Indices
+    to: Indices
+    of: Indices
+    size: int
+    live: Indices
+    group: Indices
+    instruction: Any
+
+
+@opcode("cp")
+def copy(context: Context) -> Step:
+    """cp.async of 4, 8 or 16 bytes: from a source of fewer bytes the rest is zero."""
+    modifiers = context.modifiers
+    if "async" not in modifiers or modifiers & {"bulk", "mbarrier", "reduce"}:
+        raise context.unknown()
+    if "commit_group" in modifiers:
+        return lambda batch, at: _flight(batch, "copies").commit(batch.lanes(at))
+    if modifiers & {"wait_group", "wait_all"}:
+        everything = "wait_all" in modifiers
+        late = 0 if everything else _constant(context, context.operand(0))
+        return lambda batch, at: _finish_copies(batch, batch.lanes(at), late, everything)
+    to, of, size = context.address(0), context.address(1), _constant(context, context.operand(2))
+    count = context.source(3, 32) if len(context.instruction.operands) > 3 else None
+
+    def step(batch: Batch, at: At) -> None:
+        lanes = batch.lanes(at)
+        place = batch.shared_place(lanes, to(batch, at), size, "a copy")
+        flight = _flight(batch, "copies")
+        live = np.full(len(lanes), size) if count is None else np.broadcast_to(count(batch, at), lanes.shape).astype(np.int64)
+        if batch.options.asynchronous:
+            _check_write(batch, lanes, place, size)
+            flight.mark(place[:, None] + np.arange(size), 1)
+        flight.pending.append(_Copy(lanes, to(batch, at), of(batch, at), size, live, flight.groups[lanes], batch.current))
+    return step
+
+
+def _check_write(batch: Batch, lanes: Indices, place: Indices, size: int) -> None:
+    """A copy may not be started into what another still writes, or a product still reads."""
+    for title in ("copies", "products"):
+        flight = batch.asynchronous.get(title)
+        if isinstance(flight, InFlight) and (hit := flight.touches(place, size)).any():
+            batch.find("asynchronous", f"starts a copy into shared memory of {title} in flight that were not waited for",
+                       int(lanes[int(np.flatnonzero(hit)[0])]))
+
+
+def _finish_copies(batch: Batch, lanes: Indices, late: int, everything: bool) -> None:
+    flight = _flight(batch, "copies")
+    waiting = np.zeros(batch.count, bool)
+    waiting[lanes] = True
+    left = []
+    for pending in flight.pending:
+        due = waiting[pending.lanes] if everything else flight.due(pending.lanes, pending.group, waiting, late)
+        if due.any():
+            _copy_now(batch, flight, pending, np.flatnonzero(due))
+        if not due.all():
+            kept = np.flatnonzero(~due)
+            parts = {name: getattr(pending, name)[kept] for name in ("lanes", "to", "of", "live", "group")}
+            left.append(replace(pending, **parts))
+    flight.pending = left
+
+
+def _copy_now(batch: Batch, flight: InFlight, pending: _Copy, chosen: Indices) -> None:
+    lanes, size, wait = pending.lanes[chosen], pending.size, batch.current
+    batch.current = pending.instruction                          # a fault is that of the copy
+    data = np.zeros((len(lanes), size), np.uint8)
+    live = pending.live[chosen]
+    if (reading := np.flatnonzero(live > 0)).size:
+        rows = np.ascontiguousarray(global_load(batch, lanes[reading], pending.of[chosen][reading], size)).view(np.uint8)
+        data[reading] = np.where(np.arange(size) < live[reading][:, None], rows.reshape(-1, size), 0)
+    place = batch.row[lanes] * batch.shared_bytes + pending.to[chosen]
+    if batch.options.asynchronous:
+        flight.mark(place[:, None] + np.arange(size), -1)
+    shared_store(batch, lanes, pending.to[chosen], data)
+    batch.current = wait
+
+
+def _constant(context: Context, operand: Operand) -> int:
+    if not isinstance(operand, Immediate):
+        raise context.unknown("an operand is no constant")
+    return operand.value
+
+
+# -- products of warp groups -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """D [64, N] (+)= A [64, K] @ B [K, N].  signs: of A and B.  transposed: operands with K as their slower dimension."""
+
+    n: int
+    k: int
+    kind: str
+    integer: bool
+    transposed: tuple[bool, bool]
+    negative: bool
+
+
+@dataclass(slots=True)
+class _Product:
+    lanes: Indices                                               # [warp groups, 128]
+    group: Indices                                               # of each warp group
+    run: Callable[[Batch, Indices], None]
+    marks: list[Indices]                                         # shared bytes of each warp group
+    registers: frozenset[int]
+
+
+@opcode("wgmma")
+def warp_group(context: Context) -> Step:
+    modifiers = context.modifiers
+    if "fence" in modifiers:
+        def fence(batch: Batch, at: At) -> None:
+            batch.whole_warps(at)
+            batch.order_registers(batch.lanes(at))
+        return fence
+    if "commit_group" in modifiers:
+        return lambda batch, at: _flight(batch, "products").commit(batch.whole_warps(at).reshape(-1))
+    if "wait_group" in modifiers:
+        late = _constant(context, context.operand(0))
+        return lambda batch, at: _finish_products(batch, batch.whole_warps(at).reshape(-1), late)
+    if "mma_async" not in modifiers:
+        raise context.unknown()
+    return _multiply(context)
+
+
+def _multiply(context: Context) -> Step:
+    size = re.search(r"\.m64n(\d+)k(\d+)\.", context.instruction.opcode)
+    kinds = [part for part in context.instruction.modifiers if part in WIDTHS or part in ("f32", "s32")]
+    if size is None or len(kinds) != 3 or kinds[0] not in ("f32", "s32") or context.modifiers & {"sp", "satfinite"}:
+        raise context.unknown()
+    constants = [_constant(context, operand) for operand in context.instruction.operands[4:]]
+    held = isinstance(context.operand(1), Vector)
+    turned = [*([False] if held else []), *(bool(value) for value in constants[2:]), False, False]
+    shape = _Shape(int(size[1]), int(size[2]), kinds[1], kinds[0] == "s32", (turned[0], turned[1]),
+                   len(constants) >= 2 and constants[0] * constants[1] < 0)
+    accumulators, puts, keep = context.sources(0, 32), context.targets(0), context.source(3, 1)
+    fragments_of_a = context.sources(1, 32) if held else []
+    described = [context.source(place, 64) for place in ((2,) if held else (1, 2))]
+    result, fragments = (frozenset(part.slot for part in getattr(operand, "parts", ()) if isinstance(part, Register))
+                         for operand in context.instruction.operands[:2])
+
+    def step(batch: Batch, at: At) -> None:
+        lanes = batch.whole_warps(at).reshape(-1)
+        if len(lanes) % WARP_GROUP or (lanes[::WARP_GROUP] % WARP_GROUP).any():
+            raise context.unknown("warps of a warp group are missing")
+        groups = lanes.reshape(-1, WARP_GROUP)
+        slots = result | fragments if batch.options.fragments else result
+        batch.check_ordered_registers(lanes, slots)
+        flight = _flight(batch, "products")
+        descriptors = [_descriptor(batch, at, source) for source in described]
+        rows = (() if held else (64,)) + (shape.n,)
+        turns = shape.transposed[1:] if held else shape.transposed
+        places = [_places(batch, groups, words, extent, shape, turn)
+                  for words, extent, turn in zip(descriptors, rows, turns, strict=True)]
+        for place in places:
+            batch.note_matrix(groups, place.reshape(len(groups), -1), WIDTHS[shape.kind] // 8)
+        words = fragment(batch, at, fragments_of_a, (len(groups) * 4, WARP)).reshape(len(groups), 4, WARP, -1) if held else None
+        keeps = np.broadcast_to(keep(batch, at), lanes.shape).reshape(-1, WARP_GROUP)[:, 0]
+
+        def run(batch: Batch, chosen: Indices) -> None:
+            late = batch.options.fragments and held
+            left = fragment(batch, groups[chosen].reshape(-1), fragments_of_a, (len(chosen) * 4, WARP)) if late else \
+                None if words is None else words[chosen].reshape(len(chosen) * 4, WARP, -1)
+            _multiply_now(batch, groups[chosen], shape, left, [place[chosen] for place in places],
+                          accumulators, puts, keeps[chosen])
+        marks = [np.concatenate([place[number].reshape(-1) for place in places]) for number in range(len(groups))]
+        if batch.options.asynchronous:
+            for spread in marks:
+                flight.mark(spread, 1)
+            batch.in_flight |= slots
+        flight.pending.append(_Product(groups, flight.groups[groups[:, 0]], run, marks, slots))
+    return step
+
+
+def _descriptor(batch: Batch, at: At, source: Any) -> Indices:
+    """Descriptors of warp groups, that of their first thread."""
+    (words,) = broadcast(batch, at, [source(batch, at)])
+    return words.reshape(-1, WARP_GROUP)[:, 0].astype(np.uint64)
+
+
+def _places(batch: Batch, groups: Indices, words: Indices, rows: int, shape: _Shape, transposed: bool) -> Indices:
+    """Shared bytes of elements [warp groups, rows, K] by matrix descriptors: the ISA's canonical layouts, swizzled."""
+    size = WIDTHS[shape.kind] // 8
+    per_line = 16 // size                                        # elements of 16 bytes
+    field = [(words >> np.uint64(shift) & np.uint64(0x3FFF)).astype(np.int64)[:, None, None] << 4 for shift in (0, 16, 32)]
+    start, leading, stride = field
+    mode = (words >> np.uint64(62)).astype(np.int64)[:, None, None]
+    width = np.array([16, 128, 64, 32])[mode]                    # bytes of a row of a swizzled tile
+    row, k = np.meshgrid(np.arange(rows), np.arange(shape.k), indexing="ij")
+    if not transposed:
+        swizzled = row // 8 * stride + row % 8 * width + k * size
+        plain = row // 8 * stride + row % 8 * 16 + k // per_line * leading + k % per_line * size
+    else:
+        lines = width // 16
+        line = row // per_line
+        swizzled = row % per_line * size + line % lines * 16 + line // lines * leading + k % 8 * width + k // 8 * stride
+        plain = row % per_line * size + line * stride + k % 8 * 16 + k // 8 * leading
+    address = start + np.where(mode > 0, swizzled, plain)
+    mask = np.array([0, 7, 3, 1])[mode]
+    address = address ^ (address >> 7 & mask) << 4
+    lanes = np.repeat(groups[:, 0], address[0].size)
+    return batch.shared_place(lanes, address.reshape(-1), size, "a matrix operand").reshape(address.shape)
+
+
+def _multiply_now(batch: Batch, groups: Indices, shape: _Shape, words: Bits | None, places: list[Indices],
+                  accumulators: list[Source], puts: list[Target], keep: Any) -> None:
+    """Multiply what operands hold now, and write the accumulators."""
+    at = groups.reshape(-1)
+    count = len(groups)
+    b = _matrix(batch, places[-1], shape.kind).transpose(0, 2, 1)
+    if words is not None:
+        left = a_tile(words, shape.kind, shape.k, batch.options).reshape(count, 64, shape.k)
+    else:
+        left = _matrix(batch, places[0], shape.kind)
+    left = -left if shape.negative else left
+    held = np.stack([numbers_of(value.reshape(count, 4, WARP), shape.integer) for value in
+                     broadcast(batch, at, [source(batch, at) for source in accumulators])], 0)
+    total = np.zeros((count, 64, shape.n))
+    row, column = _accumulator_places(len(puts))
+    total[:, row, column] = held.transpose(1, 0, 2, 3)
+    result = bits_of(product(left, b, np.where(keep[:, None, None], total, 0), shape.kind, batch.options), shape.integer)
+    values: Bits = result[:, row, column].transpose(1, 0, 2, 3)
+    for value, put in zip(values, puts, strict=True):
+        put(batch, at, np.ascontiguousarray(value).reshape(-1))
+
+
+def _accumulator_places(registers: int) -> tuple[Indices, Indices]:
+    """Rows and columns of D in registers [registers, 4 warps, 32 lanes]."""
+    number, warp, lane = np.meshgrid(np.arange(registers), np.arange(4), np.arange(WARP), indexing="ij")
+    return 16 * warp + lane // 4 + 8 * (number % 4 // 2), 8 * (number // 4) + 2 * (lane % 4) + number % 2
+
+
+def _matrix(batch: Batch, places: Indices, kind: str) -> Matrix:
+    """Elements of shared memory at places."""
+    size = WIDTHS[kind] // 8
+    words = batch.shared.view(UNSIGNED[8 * size])[places // size]
+    return elements(words, kind, batch.options).reshape(places.shape)
+
+
+def _finish_products(batch: Batch, lanes: Indices, late: int) -> None:
+    """Do the products that a wait ends, in order.  A wait also orders memory between the lanes of a warp."""
+    flight = _flight(batch, "products")
+    waiting = np.zeros(batch.count, bool)
+    waiting[lanes] = True
+    left = []
+    for pending in flight.pending:
+        due = flight.due(pending.lanes[:, 0], pending.group, waiting, late)
+        if due.any():
+            chosen = np.flatnonzero(due)
+            pending.run(batch, chosen)
+            if batch.options.asynchronous:
+                for number in chosen:
+                    flight.mark(pending.marks[number], -1)
+        if not due.all():
+            kept = np.flatnonzero(~due)
+            left.append(_Product(pending.lanes[kept], pending.group[kept], _some_of(pending.run, kept),
+                                 [pending.marks[number] for number in kept], pending.registers))
+    flight.pending = left
+    batch.in_flight = set().union(*(pending.registers for pending in left))
+    batch.warp_epoch[lanes] += 1
+
+
+def _some_of(run: Callable[[Batch, Indices], None], kept: Indices) -> Callable[[Batch, Indices], None]:
+    return lambda batch, chosen: run(batch, kept[chosen])
+
+
+# -- hints -------------------------------------------------------------------------------------------------------------------
+
+
+@opcode("griddepcontrol", "createpolicy", "prefetch", "prefetchu", "nanosleep", "setmaxnreg", "discard", "applypriority")
+def hint(context: Context) -> Step:
+    """What changes no result; a policy of caches is any number."""
+    if context.instruction.name != "createpolicy":
+        return lambda batch, at: None
+    put = context.target()
+    return lambda batch, at: put(batch, at, np.zeros(len(batch.lanes(at)), np.uint64))

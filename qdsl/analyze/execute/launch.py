@@ -1,0 +1,113 @@
+"""A launch compiled and executed: `execute(call, "sm_90")`, for any kernel of Triton, or `execute_ptx` for PTX itself."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from torch import Tensor
+
+from qdsl.analyze.compile import specialised
+from qdsl.analyze.execute import access, groups, scalar, warps
+from qdsl.analyze.execute.machine import WARP, Batch, Finding, Log, Options
+from qdsl.analyze.execute.memory import GlobalMemory
+from qdsl.analyze.execute.operands import steps_of
+from qdsl.analyze.execute.program import ExecutionError, Program, parse
+from qdsl.analyze.execute.races import Clocks, Shadow
+from qdsl.analyze.gpus import arch_of
+from qdsl.runtime.call import Call
+from qdsl.runtime.private_apis import compile_kernel
+
+THREADS = 8192                                                   # of a batch, about
+OPCODES = (access, groups, scalar, warps)                        # importing them registers what they know
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What came of a launch, whose tensors were changed in place.
+
+    findings: what hardware does not promise to do right.  opcodes: how often threads executed each.  memory: with
+    Options.counts, requests of warps, bytes, 32-byte sectors of global memory, and passes over shared memory.
+    """
+
+    name: str
+    findings: tuple[Finding, ...]
+    opcodes: Mapping[str, int]
+    memory: Mapping[str, int]
+
+    @property
+    def instructions(self) -> int:
+        """Instructions that threads executed."""
+        return sum(self.opcodes.values())
+
+
+def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces: Sequence[Tensor] = (),
+            programs: Sequence[int] | None = None, options: Options | None = None) -> Execution:
+    """Compile a launch for an architecture and run it on its tensors, which lie in the CPU's memory.
+
+    outputs: tensors whose every byte must be stored once.  workspaces: tensors that begin as noise.  programs: numbers of
+    the programs of the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be run.
+    """
+    types, constants, hints = specialised(call)
+    compiled = compile_kernel(call.kernel, types, constants, hints, arch_of(arch).capability, WARP, call.options)
+    names = [parameter.name for parameter in call.kernel.params]
+    given = dict(zip(names, call.arguments, strict=False)) | dict(call.constants)
+    arguments = [(name, given[name]) for name in names if types[name] != "constexpr"]
+    return execute_ptx(compiled.asm["ptx"], arguments, call.grid, compiled.metadata.num_warps, compiled.metadata.shared,
+                       outputs=outputs, workspaces=workspaces, programs=programs, options=options)
+
+
+def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]], grid: Sequence[int], warps: int, shared: int, *,
+                outputs: Sequence[Tensor] = (), workspaces: Sequence[Tensor] = (), programs: Sequence[int] | None = None,
+                options: Options | None = None) -> Execution:
+    """Run the first entry of a PTX module.  arguments: names and values in order; parameters after them are 0.
+
+    warps: of a program.  shared: bytes of dynamic shared memory.  The rest is as for `execute`.
+    """
+    options = options or Options()
+    program = _parsed(ptx)
+    steps = steps_of(program)
+    memory = GlobalMemory([(name, value) for name, value in arguments if isinstance(value, Tensor)], outputs, workspaces)
+    values = _parameters(program, memory, [value for _, value in arguments])
+    x, y, z = (*grid, 1, 1)[:3]
+    numbers = list(range(x * y * z)) if programs is None else list(programs)
+    if options.order == "reverse":
+        numbers.reverse()
+    elif isinstance(options.order, int):
+        np.random.default_rng(options.order).shuffle(numbers)
+    log, clocks, state = Log(), Clocks(), dict[str, Shadow]()
+    size = max(1, THREADS // (WARP * warps))
+    for start in range(0, len(numbers), size):
+        some = numbers[start:start + size]
+        Batch(program, steps, memory, values, (x, y, z), some, warps, shared, options, clocks, log, state).run()
+    if programs is None:
+        for name, place, text in memory.unwritten():
+            log.add(Finding("stores", f"element {place} of '{name}' was {text}", name, ""))
+    opcodes: Counter[str] = Counter()
+    for place, count in log.executed.items():
+        opcodes[program.instructions[place].opcode] += count
+    return Execution(program.name, tuple(log.findings.values()), opcodes, log.memory)
+
+
+@lru_cache(maxsize=32)
+def _parsed(ptx: str) -> Program:
+    return parse(ptx)
+
+
+def _parameters(program: Program, memory: GlobalMemory, values: Sequence[Tensor | int | float]) -> dict[str, bytes]:
+    """Bytes of each parameter; scratch pointers that Triton adds at the end are null."""
+    if len(values) > len(program.parameters):
+        raise ExecutionError(f"{program.name} takes {len(program.parameters)} parameters, not {len(values)}")
+    coded: dict[str, bytes] = {}
+    for place, (name, size) in enumerate(program.parameters.items()):
+        value = values[place] if place < len(values) else 0
+        number = memory.address(value) if isinstance(value, Tensor) else value
+        if isinstance(number, float):
+            coded[name] = struct.pack("<f" if size == 4 else "<d", number)
+        else:
+            coded[name] = (number & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+    return coded

@@ -1,0 +1,414 @@
+"""Threads that run a program: registers, the order in which threads run, barriers, findings and counts.
+
+All threads of a batch of programs go in lockstep.  Threads that branch apart run lowest address first, so that they meet
+again.  In another order one warp of each program runs alone until it waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.analyze.execute.memory import Fault, GlobalMemory, Indices
+from qdsl.analyze.execute.numbers import UNSIGNED, Bits
+from qdsl.analyze.execute.program import ExecutionError, Instruction, Program, Register, registers_of
+from qdsl.analyze.execute.races import Clocks, Shadow, Threads, ordered_in_program
+
+WARP = 32
+At = Indices | None                                              # threads that execute; None is all
+Step = Callable[["Batch", At], None]
+FINDINGS = 100                                                   # of one run
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is checked, and what hardware may choose.
+
+    races: accesses that nothing orders.  written: reads of bytes that nobody wrote.  asynchronous: operands of copies and
+    matrix products in flight.  fragments: so for registers of A, too, which ISA and PTX ask for; ptxas knows when they have been
+    read, and Triton relies on that.  counts: sectors and bank conflicts.  order: 'lockstep', 'reverse' (the last warp and program
+    first), or a number that seeds a random order.  sums: how matrix units add ('exact': rounded once; 'truncated': products
+    lose what lies below the last place of the largest, with two more bits, FP8 of sm_90 with 13 bits in all).
+    flush_f16: matrix units read float16's subnormal numbers as zero.  steps: instructions of a batch.
+    """
+
+    races: bool = True
+    written: bool = True
+    asynchronous: bool = True
+    fragments: bool = False
+    counts: bool = False
+    order: str | int = "lockstep"
+    sums: str = "exact"
+    flush_f16: bool = False
+    steps: int = 5_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that hardware does not promise to do right.  kind: race, unwritten, asynchronous, barrier, stores."""
+
+    kind: str
+    message: str
+    instruction: str
+    source: str
+    program: tuple[int, int, int] = (0, 0, 0)
+    thread: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}; thread {self.thread} of program {self.program}, {self.instruction}"
+
+
+@dataclass(slots=True)
+class Log:
+    """What a run leaves: findings, one of a kind for each instruction, and counts over all batches."""
+
+    findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
+    executed: Counter[int] = field(default_factory=Counter)
+    memory: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+
+    def add(self, finding: Finding) -> None:
+        if len(self.findings) < FINDINGS:
+            self.findings.setdefault((finding.kind, finding.instruction), finding)
+
+
+class Batch:
+    """The threads of some programs of a grid."""
+
+    def __init__(self, program: Program, steps: Sequence[Step], memory: GlobalMemory, values: dict[str, bytes],
+                 grid: tuple[int, int, int], programs: Sequence[int], warps: int, shared: int, options: Options, clocks: Clocks,
+                 log: Log, state: dict[str, Shadow]) -> None:
+        self.program, self.steps, self.memory, self.values = program, steps, memory, values
+        self.grid, self.options, self.clocks, self.log, self.global_shadows = grid, options, clocks, log, state
+        self.per_program = WARP * warps
+        self.count = len(programs) * self.per_program
+        numbers = np.array(programs, np.int64)
+        self.number = np.repeat(numbers, self.per_program)       # of each thread's program in the grid
+        self.row = np.repeat(np.arange(len(programs)), self.per_program)
+        self.thread = np.tile(np.arange(self.per_program, dtype=np.int64), len(programs))
+        self.lane = self.thread % WARP
+        self.warp = np.arange(self.count) // WARP
+        self.registers: list[Bits] = [
+            np.zeros(self.count, bool if bits == 1 else UNSIGNED[bits]) for bits in program.registers]
+        self.shared_bytes = -(-max(shared, program.shared_bytes, 16) // 16) * 16
+        self.shared = np.random.default_rng(1).integers(0, 256, len(programs) * self.shared_bytes, np.uint8)
+        self.shared_written = np.zeros(len(self.shared), bool)
+        self.granule = _granule(program) if options.races else 1
+        self.shared_shadow = Shadow(len(self.shared) // self.granule) if options.races else None
+        self.epoch = np.zeros(self.count, np.int64)              # barriers of each thread's program
+        self.warp_epoch = np.zeros(self.count, np.int64)
+        self.fences = np.zeros(self.count, np.int64)             # proxy fences of each thread
+        self.carry = np.zeros(self.count, bool)
+        self.current: Instruction | None = None
+        self.in_flight: set[int] = set()                         # registers that matrix products will write or still read
+        self.asynchronous: dict[str, Any] = {}                # what groups.py keeps
+        self.has_products = any(instruction.name == "wgmma" for instruction in program.instructions)
+        self.time = 0
+        self.changed: dict[int, Indices] = {}                    # when each warp last wrote a register, and fenced them all
+        self.ordered = np.zeros(self.count // WARP, np.int64)
+        self.proxy_writer = np.full(len(self.shared) // self.granule, -1, np.int64)
+        self.proxy_fence = np.zeros(len(self.shared) // self.granule, np.int64)
+        self.random = np.random.default_rng(options.order if isinstance(options.order, int) else 0)
+        self._touched = [frozenset(register.slot for register in registers_of(instruction.operands))
+                         for instruction in program.instructions]
+        self._written = [frozenset(register.slot for register in registers_of(instruction.operands[:1]))
+                         for instruction in program.instructions]
+        self._special: dict[str, NDArray[np.uint32]] = {}
+
+    # -- what instructions use ---------------------------------------------------------------------------------------------
+
+    def lanes(self, at: At) -> Indices:
+        return np.arange(self.count) if at is None else at
+
+    def special(self, name: str) -> NDArray[np.uint32]:
+        """A special register, a value per thread.  Raises ExecutionError."""
+        if name not in self._special:
+            x, y, _ = self.grid
+            place = {"x": self.number % x, "y": self.number // x % y, "z": self.number // (x * y)}
+            base, _, axis = name.partition(".")
+            ones = np.ones(self.count, np.int64)
+            known = {
+                "%tid": self.thread if axis == "x" else 0 * ones, "%ntid": self.per_program * ones if axis == "x" else ones,
+                "%ctaid": place.get(axis), "%nctaid": dict(zip("xyz", self.grid, strict=True)).get(axis, 0) * ones,
+                "%laneid": self.lane, "%warpid": self.thread // WARP, "%clusterid": place.get(axis), "%cluster_ctaid": 0 * ones,
+                "%cluster_ctarank": 0 * ones, "%nclusterid": dict(zip("xyz", self.grid, strict=True)).get(axis, 0) * ones,
+                "%cluster_nctaid": ones, "%cluster_nctarank": ones, "%lanemask_lt": (1 << self.lane) - 1,
+                "%lanemask_le": (2 << self.lane) - 1, "%lanemask_eq": 1 << self.lane,
+                "%lanemask_gt": 0xFFFF_FFFF - ((2 << self.lane) - 1), "%lanemask_ge": 0xFFFF_FFFF - ((1 << self.lane) - 1),
+            }.get(base)
+            if known is None:
+                raise ExecutionError(f"{self.current}: no register '{name}' is known")
+            self._special[name] = np.asarray(known).astype(np.uint32)
+        return self._special[name]
+
+    def who(self, lanes: Indices) -> Threads:
+        return Threads(self.number[lanes], self.thread[lanes], self.epoch[lanes], self.warp_epoch[lanes])
+
+    def find(self, kind: str, message: str, lane: int) -> None:
+        """Note a finding of a thread of the batch at the current instruction."""
+        x, y, _ = self.grid
+        number = int(self.number[lane])
+        instruction = self.current
+        self.log.add(Finding(kind, message, str(instruction), instruction.source if instruction else "",
+                             (number % x, number // x % y, number // (x * y)), int(self.thread[lane])))
+
+    def whole_warps(self, at: At) -> Indices:
+        """Lanes that execute as [warps, 32].  Raises ExecutionError where some of a warp are missing."""
+        lanes = self.lanes(at)
+        if len(lanes) % WARP == 0:
+            warps = lanes.reshape(-1, WARP)
+            if (warps[:, 0] % WARP == 0).all() and (warps == warps[:, :1] + np.arange(WARP)).all():
+                return warps
+        raise ExecutionError(f"{self.current}: lanes of a warp are missing")
+
+    # -- shared memory -----------------------------------------------------------------------------------------------------
+
+    def shared_place(self, lanes: Indices, address: Indices, size: int, what: str) -> Indices:
+        """Places in the shared memory of all programs.  Raises Fault."""
+        misaligned = address % size != 0
+        outside = (address < 0) | (address + size > self.shared_bytes)
+        if misaligned.any():
+            place = int(misaligned.argmax())
+            raise Fault(f"{what} of {size} shared bytes at {int(address[place])}, which {size} does not divide", place)
+        if outside.any():
+            place = int(outside.argmax())
+            raise Fault(f"{what} of {size} bytes at {int(address[place])} of {self.shared_bytes} shared bytes", place)
+        return self.row[lanes] * self.shared_bytes + address
+
+    def note_shared(self, lanes: Indices, place: Indices, size: int, data: Bits | None = None) -> None:
+        """Check an access of shared memory against those before it.  data: the bytes [lanes, size] that will be written."""
+        write = data is not None
+        if self.options.written:
+            spread = (place[:, None] + np.arange(size)).reshape(-1) if size > 1 else place
+            if write:
+                self.shared_written[spread] = True
+            elif not (known := self.shared_written[spread]).all():
+                lane = int(np.flatnonzero(~known)[0]) // size
+                byte = int(place[lane] % self.shared_bytes)
+                self.find("unwritten", f"reads shared byte {byte} before anyone wrote it", int(lanes[lane]))
+        if self.shared_shadow is not None:
+            times = max(1, size // self.granule)
+            granules = place // self.granule
+            if times > 1:
+                granules = (granules[:, None] + np.arange(times)).reshape(-1)
+            who = self.who(lanes).repeated(times)
+            if data is not None:
+                old = self.shared[place[:, None] + np.arange(size)]
+                changes = (old != data).reshape(len(granules), -1).any(1)
+                race = self.shared_shadow.write(granules, who, ordered_in_program, changes)
+            else:
+                race = self.shared_shadow.read(granules, who, ordered_in_program)
+            if write and self.has_products:
+                self.proxy_writer[granules] = np.repeat(lanes, times)
+                self.proxy_fence[granules] = np.repeat(self.fences[lanes], times)
+            if race.any():
+                which = int(np.flatnonzero(race)[0])
+                byte = int(granules[which] * self.granule % self.shared_bytes)
+                self.find("race", f"{'writes' if write else 'reads'} shared byte {byte} with no barrier after another "
+                          "thread's access", int(lanes[which // times]))
+
+    # -- products of warp groups, which read by another proxy and whose registers need a fence -----------------------------------
+
+    def note_matrix(self, groups: Indices, places: Indices, size: int) -> None:
+        """Check what warp groups [groups, 128] will read at places [groups, elements] of shared memory."""
+        for lanes, place in zip(groups, places, strict=True):
+            granules = np.unique(place // self.granule)
+            first = granules * self.granule
+            if self.granule >= size or not self.options.races:
+                for lane in lanes[[0, WARP]]:                    # two warps stand for all
+                    self.note_shared(np.full(len(first), lane), first, self.granule)
+            writer = self.proxy_writer[granules]
+            missing = (writer >= 0) & (self.fences[writer] <= self.proxy_fence[granules])
+            if self.options.races and missing.any():
+                self.find("race", "a matrix product reads shared memory that was written without fence.proxy.async after it",
+                          int(writer[int(np.flatnonzero(missing)[0])]))
+
+    def order_registers(self, lanes: Indices) -> None:
+        self.ordered[self.warp[lanes]] = self.time
+
+    def check_ordered_registers(self, lanes: Indices, slots: frozenset[int]) -> None:
+        """Registers of a product that were written since the last wgmma.fence."""
+        warps = np.unique(self.warp[lanes])
+        for slot in slots & self.changed.keys():
+            if (self.changed[slot][warps] > self.ordered[warps]).any():
+                self.find("asynchronous", "a matrix product uses a register that was written without wgmma.fence after it",
+                          int(lanes[0]))
+                return
+
+    # -- running -----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run all threads to their end.  Raises ExecutionError: an unknown opcode, a fault, threads that wait for ever."""
+        try:
+            with np.errstate(all="ignore"):
+                _Scheduler(self).run()
+        except Fault as fault:
+            lane = fault.place
+            raise ExecutionError(f"{self.current}: {fault}; thread {int(self.thread[lane])} of program "
+                                 f"{int(self.number[lane])}") from fault
+
+    def execute(self, place: int, at: At) -> None:
+        instruction = self.current = self.program.instructions[place]
+        if self.in_flight and instruction.name != "wgmma" and self.in_flight & self._touched[place]:
+            self.find("asynchronous", "touches a register of a matrix product that was not waited for", int(self.lanes(at)[0]))
+        try:
+            self.steps[place](self, at)
+        except Fault as fault:
+            raise Fault(str(fault), int(self.lanes(at)[fault.place])) from fault
+        if self.has_products and self.options.asynchronous and instruction.name not in ("wgmma", "st"):
+            self.time += 1
+            warps = slice(None) if at is None else np.unique(self.warp[at])
+            for slot in self._written[place]:
+                self.changed.setdefault(slot, np.zeros(len(self.ordered), np.int64))[warps] = self.time
+
+
+def _granule(program: Program) -> int:
+    """Bytes that every access of shared memory covers whole."""
+    sizes = [16]
+    for instruction in program.instructions:
+        if instruction.name in ("ld", "st", "atom", "red") and "shared" in instruction.modifiers:
+            bits = next(int(part[1:]) for part in reversed(instruction.modifiers) if part[1:].isdigit() and part[0] in "busf")
+            vector = next((int(part[1:]) for part in instruction.modifiers if part in ("v2", "v4", "v8")), 1)
+            sizes.append(bits // 8 * vector)
+        elif instruction.name == "cp" and "shared" in instruction.modifiers:
+            sizes.append(4)
+    return min(sizes)
+
+
+class _Scheduler:
+    """Chooses which threads run next; follows branches, ends and barriers itself."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.counter = np.zeros(batch.count, np.int64)           # the next instruction of each thread
+        self.alive = np.ones(batch.count, bool)
+        self.waits = np.full(batch.count, -1, np.int64)          # the barrier where a thread waits
+        self.uniform: int | None = 0 if batch.options.order == "lockstep" else None      # all threads are there
+        self.unit = batch.thread // (4 * WARP if batch.has_products else WARP)       # what runs alone: a warp, or a warp group
+        units = int(self.unit.max()) + 1
+        self.turns = None if batch.options.order == "lockstep" else list(range(units))[::-1] if batch.options.order == "reverse" \
+            else batch.random.permutation(units).tolist()
+
+    def run(self) -> None:
+        batch, instructions = self.batch, self.batch.program.instructions
+        executed = batch.log.executed
+        for _ in range(batch.options.steps):
+            place, at = self.next_threads()
+            if place < 0:
+                return
+            if place >= len(instructions):
+                raise ExecutionError("threads run past the last instruction of the entry")
+            instruction = instructions[place]
+            active = self.active(instruction, at)
+            executed[place] += batch.count if active is None else len(active)
+            if instruction.name == "bra":
+                self.branch(instruction, place, at, active)
+            elif instruction.name in ("ret", "exit"):
+                self.leave(place, at, active)
+            elif instruction.name in ("bar", "barrier") and "warp" not in instruction.modifiers:
+                batch.current = instruction
+                self.barrier(instruction, place, at, active)
+            else:
+                if active is None or len(active):
+                    batch.execute(place, active)
+                self.advance(place, at)
+        raise ExecutionError(f"{batch.current}: more than {batch.options.steps} instructions; does a loop never end?")
+
+    def next_threads(self) -> tuple[int, At]:
+        """The next instruction and the threads that are there; -1 when all have ended."""
+        if self.uniform is not None:
+            return self.uniform, None
+        ready = self.alive & (self.waits < 0)
+        if not ready.any():
+            return -1, None                                      # none waits: a barrier opens when the last thread comes or ends
+        if self.turns is not None:
+            ready &= self.unit == next(turn for turn in self.turns if (ready & (self.unit == turn)).any())
+        place = int(self.counter[ready].min())
+        here = ready & (self.counter == place)
+        return place, None if here.all() else np.flatnonzero(here)
+
+    def active(self, instruction: Instruction, at: At) -> At:
+        """Those of the threads whose predicate holds."""
+        if instruction.predicate is None:
+            return at
+        holds = self.batch.registers[instruction.predicate.slot]
+        holds = holds if at is None else holds[at]
+        holds = ~holds if instruction.negated else holds
+        if holds.all():
+            return at
+        return np.flatnonzero(holds) if at is None else at[holds]
+
+    def advance(self, place: int, at: At) -> None:
+        if self.uniform is not None:
+            self.uniform = place + 1
+        else:
+            self.counter[slice(None) if at is None else at] = place + 1
+            self.meet()
+
+    def meet(self) -> None:
+        """Go on as one where all threads are at one instruction."""
+        if self.turns is None and (self.counter == self.counter[0]).all() and self.alive.all() and (self.waits < 0).all():
+            self.uniform = int(self.counter[0])
+
+    def part(self, place: int) -> None:
+        if self.uniform is not None:
+            self.counter[:] = place
+            self.uniform = None
+
+    def branch(self, instruction: Instruction, place: int, at: At, active: At) -> None:
+        target = self.batch.program.labels[instruction.operands[-1].name]  # type: ignore[union-attr]
+        if self.uniform is not None and (active is None or not len(active)):
+            self.uniform = target if active is None else place + 1
+            return
+        self.part(place)
+        self.counter[slice(None) if at is None else at] = place + 1
+        self.counter[slice(None) if active is None else active] = target
+        self.meet()
+
+    def leave(self, place: int, at: At, active: At) -> None:
+        self.part(place)
+        self.counter[slice(None) if at is None else at] = place + 1
+        self.alive[slice(None) if active is None else active] = False
+        self.release()
+
+    def barrier(self, instruction: Instruction, place: int, at: At, active: At) -> None:
+        """bar.sync: every live thread of a program waits here for the others."""
+        batch = self.batch
+        if instruction.modifiers[:1] not in (("sync",), ("cta",)) or len(instruction.operands) != 1:
+            raise ExecutionError(f"{instruction}: only bar.sync of all threads is known")
+        batch.whole_warps(active)                                # aligned: every lane of a warp is at the same barrier
+        if self.uniform is not None and active is None:
+            batch.epoch += 1
+            self.uniform = place + 1
+            return
+        self.part(place)
+        self.counter[slice(None) if at is None else at] = place + 1
+        self.waits[slice(None) if active is None else active] = place
+        self.release()
+
+    def release(self) -> None:
+        """Let programs go on whose live threads all wait."""
+        batch = self.batch
+        waiting = (self.waits >= 0).reshape(-1, batch.per_program)
+        complete: Any = (waiting | ~self.alive.reshape(waiting.shape)).all(1) & waiting.any(1)
+        if complete.any():
+            mine = complete[batch.row]
+            ended = mine & ~self.alive
+            if ended.any():
+                batch.find("barrier", "waits for threads that have ended", int(np.flatnonzero(mine & self.alive)[0]))
+            batch.epoch[mine] += 1
+            self.waits[mine] = -1
+        self.meet()
+
+
+def register(operand: object, instruction: Instruction) -> Register:
+    """An operand that must be a register.  Raises ExecutionError."""
+    if not isinstance(operand, Register):
+        raise ExecutionError(f"{instruction}: an operand is no register")
+    return operand
+

@@ -1,0 +1,205 @@
+"""Operands as functions: what reads a value of the threads that execute, and what writes one.
+
+An array in a register is never changed in place, so that registers may share one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qdsl.analyze.execute.machine import At, Batch, Step
+from qdsl.analyze.execute.memory import Indices
+from qdsl.analyze.execute.numbers import UNSIGNED, Bits
+from qdsl.analyze.execute.program import (
+    Address,
+    ExecutionError,
+    Immediate,
+    Instruction,
+    Negated,
+    Operand,
+    Program,
+    Register,
+    Symbol,
+    Vector,
+    type_bits,
+)
+
+Source = Callable[[Batch, At], Bits]
+Target = Callable[[Batch, At, Bits], None]
+Maker = Callable[["Context"], Step]
+_TYPE = re.compile(r"(?:pred|bf16x2|bf16|f16x2|[us]16x2|f32x2|tf32|e4m3x2|e5m2x2|e4m3|e5m2|[busf](?:8|16|32|64|128))")
+MAKERS: dict[str, Maker] = {}
+
+
+def opcode(*names: str) -> Callable[[Maker], Maker]:
+    """Registers what makes the steps of instructions by their name."""
+    def add(maker: Maker) -> Maker:
+        MAKERS.update(dict.fromkeys(names, maker))
+        return maker
+    return add
+
+
+@dataclass(frozen=True)
+class Context:
+    """An instruction on its way to a step, with the program around it."""
+
+    instruction: Instruction
+    program: Program
+    types: tuple[str, ...] = field(init=False)
+    modifiers: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "types", tuple(part for part in self.instruction.modifiers if _TYPE.fullmatch(part)))
+        object.__setattr__(self, "modifiers", frozenset(self.instruction.modifiers))
+
+    @property
+    def kind(self) -> str:
+        """The last type among the modifiers.  Raises ExecutionError."""
+        if not self.types:
+            raise self.unknown()
+        return self.types[-1]
+
+    @property
+    def rounding(self) -> str:
+        return next((part for part in ("rn", "rz", "rm", "rp", "rna") if part in self.modifiers), "rn")
+
+    def operand(self, place: int) -> Operand:
+        operands = self.instruction.operands
+        if place >= len(operands):
+            raise self.unknown("it lacks operands")
+        return operands[place]
+
+    def only(self, *known: str) -> None:
+        """Refuse modifiers that are neither types nor known."""
+        if strange := self.modifiers - set(self.types) - set(known):
+            raise self.unknown(f"'.{min(strange)}' is not known")
+
+    def unknown(self, why: str = "it is not known") -> ExecutionError:
+        return ExecutionError(f"{self.instruction}: {why}")
+
+    # -- reading -----------------------------------------------------------------------------------------------------------
+
+    def source(self, place: int | Operand, bits: int) -> Source:
+        """Reads an operand as unsigned integers of so many bits, as booleans for 1; constants have one element."""
+        operand = self.operand(place) if isinstance(place, int) else place
+        if isinstance(operand, Negated):
+            inner = self.source(operand.register, 1)
+            return lambda batch, at: ~inner(batch, at)
+        if isinstance(operand, Immediate):
+            number = operand.value & ((1 << bits) - 1)
+            constant = np.array([bool(number)] if bits == 1 else [number], bool if bits == 1 else UNSIGNED[bits])
+            return lambda batch, at: constant
+        if isinstance(operand, Symbol):
+            return self._symbol(operand.name, bits)
+        if isinstance(operand, Register):
+            slot = operand.slot
+            if operand.bits == bits:
+                return lambda batch, at: batch.registers[slot] if at is None else batch.registers[slot][at]
+            if bits == 1 or operand.bits == 1:
+                raise self.unknown("a predicate stands where a number should, or the reverse")
+            dtype = UNSIGNED[bits]
+            return lambda batch, at: (batch.registers[slot] if at is None else batch.registers[slot][at]).astype(dtype)
+        raise self.unknown(f"operand {operand} is of another kind")
+
+    def _symbol(self, name: str, bits: int) -> Source:
+        if name.startswith("%"):
+            dtype = UNSIGNED[bits]
+            return lambda batch, at: (batch.special(name) if at is None else batch.special(name)[at]).astype(dtype)
+        if name in self.program.shared:
+            return self.source(Immediate(self.program.shared[name]), bits)
+        if name in ("WARP_SZ",):
+            return self.source(Immediate(32), bits)
+        raise self.unknown(f"no variable '{name}' is known")
+
+    def sources(self, place: int, bits: int) -> list[Source]:
+        """Those of a vector, or of one operand."""
+        operand = self.operand(place)
+        return [self.source(part, bits) for part in (operand.parts if isinstance(operand, Vector) else (operand,))]
+
+    def address(self, place: int) -> Callable[[Batch, At], Indices]:
+        """Reads [base + offset] as int64."""
+        operand = self.operand(place)
+        if not isinstance(operand, Address):
+            raise self.unknown("an operand is no address")
+        base = operand.base
+        read = self.source(base, base.bits if isinstance(base, Register) else 64)
+        offset = operand.offset
+
+        def addresses(batch: Batch, at: At) -> Indices:
+            (value,) = broadcast(batch, at, [read(batch, at)])
+            return value.astype(np.int64) + offset
+        return addresses
+
+    # -- writing -----------------------------------------------------------------------------------------------------------
+
+    def target(self, place: int | Operand = 0) -> Target:
+        """Writes an operand; values have the register's width, or another that is cut or extended by zeros."""
+        operand = self.operand(place) if isinstance(place, int) else place
+        if isinstance(operand, Symbol) and operand.name == "_":
+            return lambda batch, at, value: None
+        if not isinstance(operand, Register):
+            raise self.unknown("the first operand is no register")
+        slot, dtype = operand.slot, (np.dtype(bool) if operand.bits == 1 else UNSIGNED[operand.bits])
+
+        def put(batch: Batch, at: At, value: Bits) -> None:
+            if value.dtype != dtype:
+                same = value.dtype.itemsize == dtype.itemsize and value.dtype != bool
+                value = value.view(dtype) if same else value.astype(dtype)
+            if at is None:
+                batch.registers[slot] = value if len(value) == batch.count else np.repeat(value, batch.count)
+            else:
+                register = batch.registers[slot].copy()
+                register[at] = value
+                batch.registers[slot] = register
+        return put
+
+    def targets(self, place: int = 0) -> list[Target]:
+        operand = self.operand(place)
+        return [self.target(part) for part in (operand.parts if isinstance(operand, Vector) else (operand,))]
+
+
+def steps_of(program: Program) -> list[Step]:
+    """A step per instruction.  Raises ExecutionError, which names an instruction that is not known."""
+    return [_step(instruction, program) for instruction in program.instructions]
+
+
+def _step(instruction: Instruction, program: Program) -> Step:
+    if instruction.name in ("bra", "ret", "exit", "bar", "barrier") and "warp" not in instruction.modifiers:
+        return _scheduled
+    context = Context(instruction, program)
+    if instruction.name not in MAKERS:
+        raise context.unknown()
+    return MAKERS[instruction.name](context)
+
+
+def _scheduled(batch: Batch, at: At) -> None:
+    """What the scheduler does itself."""
+
+
+def packed(value: Bits, kind: str) -> Bits:
+    """The parts of packed pairs as [threads, 2]; others as they are."""
+    if not kind.endswith("x2"):
+        return value
+    half = UNSIGNED[type_bits(kind[:-2]) if not kind.startswith("e") else 8]
+    return np.ascontiguousarray(value)[:, None].view(half)
+
+
+def joined(parts: Bits, kind: str) -> Bits:
+    """The reverse of `packed`."""
+    if not kind.endswith("x2"):
+        return parts
+    return np.ascontiguousarray(parts).view(UNSIGNED[2 * 8 * parts.dtype.itemsize])[:, 0]
+
+
+def element(kind: str) -> str:
+    return kind.removesuffix("x2")
+
+
+def broadcast(batch: Batch, at: At, values: Sequence[Bits]) -> list[Bits]:
+    """Values of all threads, also where one is a constant."""
+    count = batch.count if at is None else len(at)
+    return [value if len(value) == count else np.repeat(value, count) for value in values]

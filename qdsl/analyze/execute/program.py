@@ -1,0 +1,300 @@
+"""A PTX module as a typed program: parameters, shared variables, and the instructions of its entry.
+
+The grammar is that of NVIDIA's "Parallel Thread Execution ISA"; what the printers of Triton and LLVM write is covered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+class ExecutionError(ValueError):
+    """PTX that cannot be read or run, or an access that faults; the message names the line of PTX and of the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A register by its place among all of the program.  bits: 1 for a predicate."""
+
+    slot: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Immediate:
+    """A constant; that of a float by its bits."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A name that is no register: a label, a parameter, a variable in memory, a special register."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """[base + offset], offset in bytes."""
+
+    base: Register | Symbol | Immediate
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """{a, b, ...}."""
+
+    parts: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Negated:
+    """!p."""
+
+    register: Register
+
+
+Operand = Register | Immediate | Symbol | Address | Vector | Negated
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction.  line: of the PTX, from 1.  source: file and line of the kernel's source, "" where PTX does not say."""
+
+    opcode: str
+    operands: tuple[Operand, ...]
+    predicate: Register | None
+    negated: bool
+    line: int
+    source: str
+
+    @property
+    def name(self) -> str:
+        return self.opcode.partition(".")[0]
+
+    @property
+    def modifiers(self) -> tuple[str, ...]:
+        return tuple(re.split(r"\.|::", self.opcode)[1:])
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"line {self.line}: {self.opcode}{where}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """An entry.  parameters: name to bytes, in order.  shared: places of shared variables; `dynamic` is that of the last."""
+
+    name: str
+    parameters: Mapping[str, int]
+    shared: Mapping[str, int]
+    shared_bytes: int
+    registers: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    labels: Mapping[str, int]
+
+    @cached_property
+    def opcodes(self) -> frozenset[str]:
+        return frozenset(instruction.opcode for instruction in self.instructions)
+
+
+_STATEMENT = re.compile(r"(?:@(?P<negated>!?)(?P<predicate>%?[\w$]+)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>.*)", re.S)
+_LABEL = re.compile(r"([$%]?[\w$]+):(?!:)\s*")
+_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(?P<type>\w+)(?:\s+\.ptr(?:\s+\.\w+)*?(?:\s+\.align\s+\d+)?)?\s+"
+                        r"(?P<name>[\w$]+)(?:\[(?P<count>\d+)\])?$")
+_VARIABLE = re.compile(r"(?:\.\w+\s+)*?\.shared\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+(?P<name>[\w$]+)"
+                       r"(?:\[(?P<count>\d*)\])?$")
+_FLOAT = {"0f": 32, "0F": 32, "0d": 64, "0D": 64}
+
+
+def parse(text: str) -> Program:
+    """The first entry of a PTX module.  Raises ExecutionError where the text cannot be read or ends early."""
+    return _Parser(text).program()
+
+
+def type_bits(name: str) -> int:
+    """Bits of a type such as 'b32', 'f16x2' or 'pred'.  Raises ExecutionError."""
+    match = re.fullmatch(r"(?:pred|bf16|bf16x2|[busf](\d+)(?:x(\d))?)", name)
+    if not match:
+        raise ExecutionError(f"no type '.{name}' is known")
+    fixed = {"pred": 1, "bf16": 16, "bf16x2": 32}
+    return fixed[name] if name in fixed else int(match[1]) * int(match[2] or 1)
+
+
+class _Parser:
+    """Reads statements one by one; registers are looked up in nested blocks, as inline assembly opens them."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.scopes: list[dict[str, Register]] = [{}]
+        self.registers: list[int] = []
+        self.instructions: list[Instruction] = []
+        self.labels: dict[str, int] = {}
+        self.parameters: dict[str, int] = {}
+        self.shared: dict[str, int] = {}
+        self.shared_bytes = 0
+        self.files: dict[str, str] = {}
+        self.source = ""
+
+    def program(self) -> Program:
+        for name, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?=\s*$)', self.text, re.M):
+            self.files[name] = path.rpartition("/")[2]
+        for name, path in re.findall(r'^\s*\.file\s+(\d+)\s+"[^"]*"\s+"([^"]*)"', self.text, re.M):
+            self.files[name] = path.rpartition("/")[2]
+        self.text = re.sub(r"//[^\n]*|/\*.*?\*/", lambda comment: "\n" * comment[0].count("\n"), self.text, flags=re.S)
+        head = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", self.text, re.S)
+        if not head:
+            raise ExecutionError("the PTX has no entry, or ends within its head")
+        for variable in re.findall(r"\.shared\b[^;]*(?=;)", self.text[:head.start()]):
+            self.variable(" ".join(variable.split()), 1)
+        for parameter in filter(None, (part.strip() for part in head[2].split(","))):
+            match = _PARAMETER.match(" ".join(parameter.split()))
+            if not match:
+                raise ExecutionError(f"cannot read the parameter '{parameter}'")
+            self.parameters[match["name"]] = type_bits(match["type"]) // 8 * int(match["count"] or 1)
+        self.body(head.end())
+        for instruction in self.instructions:
+            if instruction.name == "bra" and not self.target(instruction):
+                raise ExecutionError(f"{instruction}: no label '{instruction.operands[-1]}'")
+        return Program(head[1], self.parameters, self.shared, self.shared_bytes, tuple(self.registers),
+                       tuple(self.instructions), self.labels)
+
+    def target(self, instruction: Instruction) -> bool:
+        label = instruction.operands[-1] if instruction.operands else None
+        return isinstance(label, Symbol) and label.name in self.labels
+
+    def body(self, place: int) -> None:
+        """Everything between the braces of the entry."""
+        line = 1 + self.text.count("\n", 0, place)
+        for part, number in self.parts(place, line):
+            if part == "{":
+                self.scopes.append({})
+            elif part == "}":
+                if len(self.scopes) == 1:
+                    return
+                self.scopes.pop()
+            elif part.endswith(":"):
+                self.labels[part[:-1]] = len(self.instructions)
+            else:
+                self.statement(part, number)
+        raise ExecutionError(f"the PTX ends within its entry, after line {1 + self.text.count(chr(10))}")
+
+    def parts(self, place: int, line: int) -> Iterator[tuple[str, int]]:
+        """Braces, labels with their colon, directives of debugging, and statements without semicolon; each with its line."""
+        text = self.text
+        while True:
+            blank = re.compile(r"\s*").match(text, place)
+            assert blank
+            line += blank[0].count("\n")
+            place = blank.end()
+            if place >= len(text):
+                return
+            if text[place] in "{}":
+                yield text[place], line
+                place += 1
+            elif label := _LABEL.match(text, place):
+                yield label[1] + ":", line
+                line += label[0].count("\n")
+                place = label.end()
+            elif text.startswith((".loc", ".file", ".section", ".pragma"), place):
+                end = text.find("\n", place)
+                if text.startswith(".loc", place):
+                    words = text[place:end].split()
+                    self.source = f"{self.files.get(words[1], words[1])}:{words[2]}"
+                place = len(text) if end < 0 else end
+            else:
+                end = text.find(";", place)
+                if end < 0:
+                    return
+                yield text[place:end].strip(), line
+                line += text.count("\n", place, end)
+                place = end + 1
+
+    def statement(self, text: str, line: int) -> None:
+        if match := _REGISTERS.match(text):
+            bits = type_bits(match[1])
+            for name in match[2].split(","):
+                if counted := re.match(r"\s*([%\w$]+)<(\d+)>", name):
+                    for number in range(int(counted[2])):
+                        self.register(f"{counted[1]}{number}", bits)
+                else:
+                    self.register(name.strip(), bits)
+        elif text[0] == ".":
+            self.variable(text, line)
+        elif match := _STATEMENT.fullmatch(text):
+            predicate = self.operand(match["predicate"], line) if match["predicate"] else None
+            if predicate is not None and not isinstance(predicate, Register):
+                raise ExecutionError(f"line {line}: '{match['predicate']}' is no register")
+            operands = tuple(self.operand(operand, line) for operand in _split(match["operands"]))
+            negated = match["negated"] == "!"
+            self.instructions.append(Instruction(match["opcode"], operands, predicate, negated, line, self.source))
+        else:
+            raise ExecutionError(f"line {line}: cannot read '{text[:60]}'")
+
+    def register(self, name: str, bits: int) -> None:
+        self.scopes[-1][name] = Register(len(self.registers), bits)
+        self.registers.append(bits)
+
+    def variable(self, text: str, line: int) -> None:
+        match = _VARIABLE.match(text)
+        if not match:
+            raise ExecutionError(f"line {line}: cannot read '{text[:60]}'")
+        align = int(match["align"] or 1)
+        place = -(-self.shared_bytes // align) * align
+        self.shared[match["name"]] = place
+        self.shared_bytes = place + type_bits(match["type"]) // 8 * int(match["count"] or 0 if match["count"] is not None else 1)
+
+    def operand(self, text: str, line: int) -> Operand:
+        if text[0] == "{":
+            return Vector(tuple(self.operand(part, line) for part in _split(text[1:-1])))
+        if text[0] == "[":
+            match = re.fullmatch(r"\[\s*([^\s+\-\]]+)\s*([+-]?)\s*(-?\w*)\s*\]", text)
+            inner = self.operand(match[1], line) if match else None
+            if match is None or not isinstance(inner, Register | Symbol | Immediate):
+                raise ExecutionError(f"line {line}: cannot read the address '{text}'")
+            return Address(inner, (-1 if match[2] == "-" else 1) * int(match[3] or "0", 0))
+        if text[0] == "!":
+            inner = self.operand(text[1:], line)
+            if not isinstance(inner, Register):
+                raise ExecutionError(f"line {line}: '{text}' is no register")
+            return Negated(inner)
+        for scope in reversed(self.scopes):
+            if text in scope:
+                return scope[text]
+        if "|" in text:                                          # a result, and whether a lane took part
+            return Vector(tuple(self.operand(part, line) for part in text.split("|")))
+        if text[:2] in _FLOAT:
+            return Immediate(int(text[2:], 16))
+        if text[0].isdigit() or text[0] == "-":
+            return Immediate(int(text.rstrip("U"), 0))
+        return Symbol(text)
+
+
+def _split(text: str) -> list[str]:
+    """Operands at commas that are in no brackets."""
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(text + ","):
+        depth += (letter in "{[(") - (letter in "}])")
+        if letter == "," and not depth:
+            parts.append(text[start:place].strip())
+            start = place + 1
+    return [part for part in parts if part]
+
+
+def registers_of(operands: Sequence[Operand]) -> Iterator[Register]:
+    """Registers in operands, also within vectors, addresses and negations."""
+    for operand in operands:
+        if isinstance(operand, Register):
+            yield operand
+        elif isinstance(operand, Vector):
+            yield from registers_of(operand.parts)
+        elif isinstance(operand, Negated):
+            yield operand.register
+        elif isinstance(operand, Address) and isinstance(operand.base, Register):
+            yield operand.base

@@ -1,0 +1,131 @@
+"""Accesses that nothing orders, by happens-before: shadows of memory, one entry per granule of bytes.
+
+Threads of a program are ordered by its barriers, lanes of a warp also by bar.warp.sync, and programs by atomics: a release
+at an address, after a barrier, then an acquire there, then a barrier.  How threads happen to run changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Who accesses: number of the program in the grid, thread in it, its barriers and those of its warp until now."""
+
+    program: Indices
+    thread: Indices
+    epoch: Indices
+    warp_epoch: Indices
+
+    def repeated(self, times: int) -> Threads:
+        return self if times == 1 else Threads(*(np.repeat(part, times) for part in (
+            self.program, self.thread, self.epoch, self.warp_epoch)))
+
+
+class Shadow:
+    """Last writer, and last readers, of each granule.
+
+    Of readers since the last write two are kept: the last one, and another of another warp, or else of another lane.
+    """
+
+    def __init__(self, granules: int) -> None:
+        self.writer = _Accesses(granules)
+        self.readers = (_Accesses(granules), _Accesses(granules))
+
+    def read(self, place: Indices, who: Threads, ordered: Callable[[_Entry, Threads], Flags]) -> Flags:
+        """Marks a read; whether a write before it is unordered."""
+        race = ~ordered(self.writer.at(place), who)
+        last, other = self.readers
+        held = last.at(place)
+        differs = (held.thread >= 0) & ((held.program != who.program) | (held.thread // 32 != who.thread // 32)
+                                        | (held.thread != who.thread) & (other.thread[place] < 0))
+        moved = place[differs]
+        if len(moved):
+            other.copy(moved, last)
+        last.mark(place, who)
+        return race
+
+    def write(self, place: Indices, who: Threads, ordered: Callable[[_Entry, Threads], Flags], changes: Flags) -> Flags:
+        """Marks a write; whether an access before it is unordered.  A write that changes nothing races with reads alone:
+        compilers let threads that hold the same value store it."""
+        race = ~ordered(self.writer.at(place), who) & changes
+        for readers in self.readers:
+            race |= ~ordered(readers.at(place), who) & changes
+            readers.thread[place] = -1
+        self.writer.mark(place, who)
+        return race
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    program: NDArray[np.int32]
+    thread: NDArray[np.int32]
+    epoch: NDArray[np.int32]
+    warp_epoch: NDArray[np.int32]
+
+
+class _Accesses:
+    """One access per granule; thread is -1 where there was none."""
+
+    def __init__(self, granules: int) -> None:
+        self.thread = np.full(granules, -1, np.int32)
+        self.program, self.epoch, self.warp_epoch = (np.zeros(granules, np.int32) for _ in range(3))
+
+    def at(self, place: Indices) -> _Entry:
+        return _Entry(self.program[place], self.thread[place], self.epoch[place], self.warp_epoch[place])
+
+    def mark(self, place: Indices, who: Threads) -> None:
+        self.program[place], self.thread[place] = who.program, who.thread
+        self.epoch[place], self.warp_epoch[place] = who.epoch, who.warp_epoch
+
+    def copy(self, place: Indices, of: _Accesses) -> None:
+        for name in ("program", "thread", "epoch", "warp_epoch"):
+            getattr(self, name)[place] = getattr(of, name)[place]
+
+
+def ordered_in_program(before: _Entry, who: Threads) -> Flags:
+    """Whether an access of the same program came before, by a barrier, a barrier of the warp, or in the same thread."""
+    same_warp = before.thread // 32 == who.thread // 32
+    return ((before.thread < 0) | (before.epoch < who.epoch) | (before.thread == who.thread)
+            | same_warp & (before.warp_epoch < who.warp_epoch))
+
+
+class Clocks:
+    """What programs know of each other, by releases and acquires of atomics.
+
+    seen[p][q]: the barriers of q before a release that p has acquired; threads of q that had not met the last one by then
+    are not ordered, but the one that released.  What a thread acquires the others of its program know after a barrier.
+    """
+
+    def __init__(self) -> None:
+        self.released: dict[int, dict[int, tuple[int, int]]] = {}
+        self.seen: dict[int, dict[int, tuple[int, int, int, int]]] = {}
+
+    def release(self, address: int, program: int, thread: int, epoch: int) -> None:
+        known = {q: (e, t) for q, (e, t, since, by) in self.seen.get(program, {}).items() if since < epoch or by == thread}
+        self.released.setdefault(address, {}).update(known | {program: (epoch, thread)})
+
+    def acquire(self, address: int, program: int, thread: int, epoch: int) -> None:
+        mine = self.seen.setdefault(program, {})
+        for q, (e, t) in self.released.get(address, {}).items():
+            if q != program and mine.get(q, (-1, 0, 0, 0))[0] < e:
+                mine[q] = (e, t, epoch, thread)
+
+    def ordered(self, before: _Entry, who: Threads) -> Flags:
+        """Whether an access came before, in whichever program."""
+        fine = (before.thread < 0) | (before.program == who.program) & ordered_in_program(before, who)
+        for place in np.flatnonzero(~fine & (before.program != who.program)):
+            known = self.seen.get(int(who.program[place]), {}).get(int(before.program[place]))
+            if known:
+                epoch, thread, since, by = known
+                visible = since < who.epoch[place] or by == who.thread[place]
+                fine[place] = visible and (before.epoch[place] < epoch or before.thread[place] == thread)
+        return fine

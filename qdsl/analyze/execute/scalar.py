@@ -1,0 +1,562 @@
+"""Instructions of single threads that touch no memory: moves, integers, floats, comparisons, conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qdsl.analyze.execute import numbers
+from qdsl.analyze.execute.machine import At, Batch, Step
+from qdsl.analyze.execute.numbers import FLOATS, ROUNDINGS, SIGNED, UNSIGNED, Bits, decode, encode, is_float
+from qdsl.analyze.execute.operands import Context, Source, broadcast, element, joined, opcode, packed
+from qdsl.analyze.execute.program import Vector, type_bits
+
+Floats = numbers.Floats
+
+
+# -- moves and bits ------------------------------------------------------------------------------------------------------
+
+
+@opcode("mov")
+def mov(context: Context) -> Step:
+    bits = type_bits(context.kind)
+    to, of = context.operand(0), context.operand(1)
+    if isinstance(to, Vector):
+        value, parts = context.source(1, bits), context.targets(0)
+        width = bits // len(parts)
+
+        def unpack(batch: Batch, at: At) -> None:
+            whole = value(batch, at)
+            for place, put in enumerate(parts):
+                put(batch, at, (whole >> UNSIGNED[bits].type(width * place)).astype(UNSIGNED[width]))
+        return unpack
+    if isinstance(of, Vector):
+        sources, put = context.sources(1, bits // len(of.parts)), context.target()
+
+        def pack(batch: Batch, at: At) -> None:
+            values = broadcast(batch, at, [source(batch, at) for source in sources])
+            put(batch, at, np.stack(values, 1).view(UNSIGNED[bits])[:, 0])
+        return pack
+    return _map(context, [context.source(1, bits)], lambda value: value)
+
+
+def _map(context: Context, sources: list[Source], function: Callable[..., Bits], place: int = 0) -> Step:
+    """A step that writes a function of some operands."""
+    put = context.target(place)
+    if len(sources) == 1:
+        (first,) = sources
+        return lambda batch, at: put(batch, at, function(first(batch, at)))
+    if len(sources) == 2:
+        first, second = sources
+        return lambda batch, at: put(batch, at, function(first(batch, at), second(batch, at)))
+    return lambda batch, at: put(batch, at, function(*(source(batch, at) for source in sources)))
+
+
+@opcode("cvta")
+def cvta(context: Context) -> Step:
+    return _map(context, [context.source(1, 64)], lambda value: value)
+
+
+BITWISE: dict[str, Callable[[Any, Any], Any]] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+@opcode("and", "or", "xor")
+def bitwise(context: Context) -> Step:
+    bits = type_bits(context.kind)
+    return _map(context, [context.source(1, bits), context.source(2, bits)], BITWISE[context.instruction.name])
+
+
+@opcode("not")
+def invert(context: Context) -> Step:
+    return _map(context, [context.source(1, type_bits(context.kind))], np.invert)
+
+
+@opcode("shl", "shr")
+def shift(context: Context) -> Step:
+    bits, left, signed = type_bits(context.kind), context.instruction.name == "shl", context.kind[0] == "s"
+
+    def function(value: Bits, by: Bits) -> Bits:
+        far = by >= bits
+        by = np.where(far, bits - 1, by).astype(value.dtype)
+        if signed:
+            return (value.view(SIGNED[bits]) >> by.view(SIGNED[bits])).view(UNSIGNED[bits])
+        return np.where(far, value.dtype.type(0), value << by if left else value >> by)
+    return _map(context, [context.source(1, bits), context.source(2, 32)], function)
+
+
+@opcode("shf")
+def funnel_shift(context: Context) -> Step:
+    left, clamp = "l" in context.modifiers, "clamp" in context.modifiers
+
+    def function(low: Bits, high: Bits, by: Bits) -> Bits:
+        both = high.astype(np.uint64) << np.uint64(32) | low
+        by = (np.minimum(by, 32) if clamp else by & 31).astype(np.uint64)
+        return ((both << by) >> np.uint64(32) if left else both >> by).astype(np.uint32)
+    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], function)
+
+
+def _ones(count: Bits, bits: int) -> Bits:
+    """So many low bits set."""
+    some = (np.uint64(1) << np.minimum(count, 63).astype(np.uint64)) - np.uint64(1)
+    return np.where(count >= bits, np.uint64((1 << bits) - 1), some).astype(UNSIGNED[bits])
+
+
+@opcode("bfe")
+def extract(context: Context) -> Step:
+    bits, signed = type_bits(context.kind), context.kind[0] == "s"
+
+    def function(value: Bits, start: Bits, length: Bits) -> Bits:
+        start, length = (start & 255).astype(np.int64), (length & 255).astype(np.int64)
+        wide = value.view(SIGNED[bits]) if signed else value
+        last = np.minimum(start + length - 1, bits - 1)
+        field = np.where(start < bits, value >> np.minimum(start, bits - 1).astype(value.dtype), 0).astype(value.dtype)
+        mask = _ones(length, bits)
+        if not signed:
+            return field & mask
+        negative = (wide >> np.clip(last, 0, bits - 1).astype(wide.dtype) & 1 == 1) & (length > 0)
+        kept = np.where(length >= bits - start, bits - start, length)
+        mask = _ones(np.clip(kept, 0, bits), bits)
+        return np.where(negative, field | ~mask, field & mask)
+    return _map(context, [context.source(1, bits), context.source(2, 32), context.source(3, 32)], function)
+
+
+@opcode("bfi")
+def insert(context: Context) -> Step:
+    bits = type_bits(context.kind)
+
+    def function(value: Bits, into: Bits, start: Bits, length: Bits) -> Bits:
+        start, length = (start & 255).astype(np.int64), (length & 255).astype(np.int64)
+        mask = _ones(length, bits)
+        by = np.minimum(start, bits - 1).astype(value.dtype)
+        mask = np.where(start < bits, mask << by, 0).astype(value.dtype)
+        return (into & ~mask) | ((value << by) & mask)
+    return _map(context, [context.source(place, bits if place < 3 else 32) for place in (1, 2, 3, 4)], function)
+
+
+@opcode("lop3")
+def logic(context: Context) -> Step:
+    def function(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
+        out = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
+        for row in range(8):
+            if int(table[0]) >> row & 1:
+                out |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+        return out
+    return _map(context, [context.source(place, 32) for place in (1, 2, 3, 4)], function)
+
+
+@opcode("popc", "clz", "brev", "bfind")
+def count_bits(context: Context) -> Step:
+    bits = type_bits(context.kind)
+
+    def function(value: Bits) -> Bits:
+        digits = np.unpackbits(np.ascontiguousarray(value[:, None]).view(np.uint8), axis=1, bitorder="little")
+        if context.instruction.name == "popc":
+            return digits.sum(1).astype(np.uint32)
+        if context.instruction.name == "brev":
+            return np.packbits(digits[:, ::-1], axis=1, bitorder="little").view(UNSIGNED[bits])[:, 0]
+        top = np.where(digits.any(1), bits - 1 - digits[:, ::-1].argmax(1), -1)
+        return (top if context.instruction.name == "bfind" else bits - 1 - top).astype(np.int32).view(np.uint32)
+    if context.instruction.name == "bfind" and (context.kind[0] == "s" or "shiftamt" in context.modifiers):
+        raise context.unknown()
+    return _map(context, [context.source(1, bits)], function)
+
+
+@opcode("prmt")
+def permute_bytes(context: Context) -> Step:
+    if context.modifiers - {"b32"}:
+        raise context.unknown()
+
+    def function(a: Bits, b: Bits, selector: Bits) -> Bits:
+        both = b.astype(np.uint64) << np.uint64(32) | a
+        out: Any = np.uint32(0)
+        for place in range(4):
+            nibble = selector >> np.uint32(4 * place) & np.uint32(15)
+            byte = (both >> (nibble & np.uint32(7)).astype(np.uint64) * np.uint64(8)).astype(np.uint32) & np.uint32(255)
+            byte = np.where(nibble & 8, np.where(byte & 128, np.uint32(255), np.uint32(0)), byte)
+            out = out | byte << np.uint32(8 * place)
+        return out
+    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], function)
+
+
+@opcode("selp")
+def select(context: Context) -> Step:
+    bits = type_bits(context.kind)
+    return _map(context, [context.source(3, 1), context.source(1, bits), context.source(2, bits)], np.where)
+
+
+# -- integers and floats ---------------------------------------------------------------------------------------------------
+
+
+def _flushed(x: Floats, kind: str) -> Floats:
+    return np.where(np.abs(x) < 2.0 ** FLOATS[kind].lowest, np.copysign(x.dtype.type(0), x), x)
+
+
+def _floats(context: Context, count: int, function: Callable[..., Floats]) -> Step:
+    """A float function of operands: flushed to zero, rounded, clamped as the modifiers say.
+
+    The function returns numbers that are exact, rounded to odd in float64, or rounded as the type has it.  Of two types in a
+    name the second is that of all operands but the last.
+    """
+    kind, rounding = context.types[0], context.rounding
+    part, kinds = element(kind), [context.kind] * (count - 1) + [context.types[0]]
+    flush, clamp = "ftz" in context.modifiers, "sat" in context.modifiers
+
+    def whole(*values: Bits) -> Bits:
+        inputs = [decode(packed(value, of), element(of)) for value, of in zip(values, kinds, strict=True)]
+        if flush:
+            inputs = [_flushed(value, element(of)) for value, of in zip(inputs, kinds, strict=True)]
+        result = function(*inputs)
+        if clamp:
+            result = np.where(np.isnan(result), 0, np.clip(result, 0, 1)).astype(result.dtype)
+        coded = encode(result, part, rounding)
+        if flush:
+            coded = encode(_flushed(decode(coded, part), part), part)
+        return joined(coded, kind)
+    return _map(context, [context.source(place, type_bits(of)) for place, of in enumerate(kinds, 1)], whole)
+
+
+def _integers(context: Context, count: int, function: Callable[..., Any]) -> Step:
+    """An integer function of operands that wraps; signed where the type is."""
+    kind = context.kind
+    bits, part = type_bits(kind), element(kind)
+    signed = SIGNED[type_bits(part)] if part[0] == "s" else None
+
+    def whole(*values: Bits) -> Bits:
+        inputs = [packed(value, kind) if signed is None else packed(value, kind).view(signed) for value in values]
+        result = function(*inputs)
+        return joined(result.view(UNSIGNED[type_bits(part)]), kind)
+    return _map(context, [context.source(place, bits) for place in range(1, count + 1)], whole)
+
+
+def _less(a: Floats, b: Floats) -> Floats:
+    """The minimum of two: a number rather than NaN, and -0 below +0."""
+    return np.where((a == b) & np.signbit(a), a, np.where((a == b), b, np.fmin(a, b)))
+
+
+def _minimum(a: Floats, b: Floats) -> Floats:
+    return _less(a, b)
+
+
+def _maximum(a: Floats, b: Floats) -> Floats:
+    return -_less(-a, -b)
+
+
+EXACT_SUMS: dict[str, Callable[..., Floats]] = {
+    "add": numbers.sum_to_odd, "sub": lambda a, b: numbers.sum_to_odd(a, -b), "mul": lambda a, b: a.astype(np.float64) * b}
+SIMPLE: dict[str, tuple[Callable[..., Any], Callable[..., Floats]]] = {
+    "add": (np.add, np.add), "sub": (np.subtract, np.subtract), "mul": (np.multiply, np.multiply),
+    "min": (np.minimum, _minimum), "max": (np.maximum, _maximum)}
+
+
+@opcode("add", "sub", "mul", "min", "max")
+def simple(context: Context) -> Step:
+    name, kind = context.instruction.name, context.kind
+    if not is_float(element(kind)):
+        if name == "mul" and {"wide", "hi"} & context.modifiers:
+            return _wide(context, added=False)
+        if "sat" in context.modifiers:
+            return _saturating(context)
+        if "cc" in context.modifiers:
+            return _carrying(context, carry_in=False)
+        return _integers(context, 2, SIMPLE[name][0])
+    if "NaN" in context.modifiers:
+        propagate = {"min": np.minimum, "max": np.maximum}[name]
+        return _floats(context, 2, lambda a, b: np.where(np.isnan(a) | np.isnan(b), propagate(a, b), SIMPLE[name][1](a, b)))
+    if context.rounding != "rn" and name in EXACT_SUMS:
+        if kind == "f64":
+            raise context.unknown("f64 is rounded to the nearest alone")
+        return _floats(context, 2, EXACT_SUMS[name])
+    return _floats(context, 2, SIMPLE[name][1])
+
+
+def _saturating(context: Context) -> Step:
+    limits = np.iinfo(np.int32)
+    operation = np.add if context.instruction.name == "add" else np.subtract
+    return _integers(context, 2, lambda a, b: np.clip(operation(a, b, dtype=np.int64), limits.min, limits.max).astype(np.int32))
+
+
+@opcode("addc", "subc")
+def with_carry(context: Context) -> Step:
+    return _carrying(context, carry_in=True)
+
+
+def _carrying(context: Context, carry_in: bool) -> Step:
+    """Sums and differences of 32 bits with a carry from or to the next."""
+    if type_bits(context.kind) != 32:
+        raise context.unknown()
+    a, b, put = context.source(1, 32), context.source(2, 32), context.target()
+    minus, out = context.instruction.name.startswith("sub"), "cc" in context.modifiers
+
+    def step(batch: Batch, at: At) -> None:
+        carry = (batch.carry if at is None else batch.carry[at]).astype(np.int64) if carry_in else np.int64(0)
+        left, right = (source(batch, at).astype(np.int64) for source in (a, b))
+        total = left - right - carry if minus else left + right + carry
+        put(batch, at, (total & 0xFFFF_FFFF).astype(np.uint32))
+        if out:
+            batch.carry = batch.carry.copy()
+            batch.carry[batch.lanes(at)] = total < 0 if minus else total >> 32 > 0
+    return step
+
+
+def _wide(context: Context, added: bool) -> Step:
+    """The whole product of two integers (wide) or its upper half (hi), with a third added."""
+    kind = context.kind
+    bits, signed, high = type_bits(kind), kind[0] == "s", "hi" in context.modifiers
+    if bits == 64:
+        if not high:
+            raise context.unknown()
+        return _map(context, [context.source(place, 64) for place in ((1, 2, 3) if added else (1, 2))],
+                    lambda a, b, c=None: _high64(a, b, signed) + (0 if c is None else c))
+    wide = (SIGNED if signed else UNSIGNED)[2 * bits]
+    narrow = SIGNED[bits] if signed else UNSIGNED[bits]
+
+    def function(a: Bits, b: Bits, *rest: Bits) -> Bits:
+        product = (a.view(narrow).astype(wide) * b.view(narrow).astype(wide)).view(UNSIGNED[2 * bits])
+        result = (product >> product.dtype.type(bits)).astype(UNSIGNED[bits]) if high else product
+        return result + rest[0] if rest else result
+    last = [context.source(3, bits if high else 2 * bits)] if added else []
+    return _map(context, [context.source(1, bits), context.source(2, bits), *last], function)
+
+
+def _high64(a: Bits, b: Bits, signed: bool) -> Bits:
+    """The upper half of products of 64 bits."""
+    low, half = np.uint64(0xFFFF_FFFF), np.uint64(32)
+    a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
+    middle = a_high * b_low + (a_low * b_low >> half)
+    other = a_low * b_high + (middle & low)
+    high = a_high * b_high + (middle >> half) + (other >> half)
+    if signed:
+        high = high - np.where(a.view(np.int64) < 0, b, np.uint64(0)) - np.where(b.view(np.int64) < 0, a, np.uint64(0))
+    return high
+
+
+@opcode("mad")
+def multiply_add(context: Context) -> Step:
+    if is_float(context.kind):
+        return fma(context)
+    if {"wide", "hi"} & context.modifiers:
+        return _wide(context, added=True)
+    if context.modifiers & {"sat", "cc"}:
+        raise context.unknown()
+    return _integers(context, 3, lambda a, b, c: a * b + c)
+
+
+@opcode("fma")
+def fma(context: Context) -> Step:
+    context.only("rn", "rz", "rm", "rp", "ftz", "sat", "relu")
+    part = element(context.types[0])
+    relu = "relu" in context.modifiers
+    if part == "f64" and context.rounding != "rn":
+        raise context.unknown("f64 is rounded to the nearest alone")
+
+    def function(a: Floats, b: Floats, c: Floats) -> Floats:
+        value = numbers.fused(a, b, c, part)
+        return np.where(value < 0, 0, value) if relu else value
+    return _floats(context, 3, function)
+
+
+@opcode("div", "rem")
+def divide(context: Context) -> Step:
+    kind, remainder = context.kind, context.instruction.name == "rem"
+    if is_float(kind):
+        if kind == "f64":
+            return _floats(context, 2, np.divide)
+        return _floats(context, 2, numbers.quotient)             # .approx and .full may miss by 2 ulp
+
+    def function(a: Bits, b: Bits) -> Bits:
+        one = np.where(b == 0, b.dtype.type(1), b)
+        rest = np.fmod(a, one)
+        value = rest if remainder else (a - rest) // one
+        return np.where(b == 0, a if remainder else a.dtype.type(-1 if kind[0] == "s" else np.iinfo(a.dtype).max), value)
+    return _integers(context, 2, function)
+
+
+@opcode("abs", "neg")
+def sign(context: Context) -> Step:
+    kind, negate = context.kind, context.instruction.name == "neg"
+    part = element(kind)
+    if not is_float(part):
+        return _integers(context, 1, np.negative if negate else np.abs)
+    bits = type_bits(kind)
+    width = type_bits(part)
+    mask = sum(1 << width * place + width - 1 for place in range(bits // width))
+    top = UNSIGNED[bits].type(mask)
+    return _map(context, [context.source(1, bits)], lambda value: value ^ top if negate else value & ~top)
+
+
+@opcode("dp4a", "dp2a")
+def dot_of_bytes(context: Context) -> Step:
+    kinds = [np.int8 if kind == "s32" else np.uint8 for kind in context.types[-2:]]
+    if context.instruction.name == "dp2a":
+        raise context.unknown()
+
+    def function(a: Bits, b: Bits, c: Bits) -> Bits:
+        left, right = (np.ascontiguousarray(value)[:, None].view(kind).astype(np.int64)
+                       for value, kind in zip((a, b), kinds, strict=True))
+        return ((left * right).sum(1) + c).astype(np.uint64).astype(np.uint32)
+    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], function)
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "ex2": np.exp2, "lg2": np.log2, "rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "cos": np.cos,
+    "tanh": np.tanh}
+
+
+@opcode("ex2", "lg2", "rcp", "rsqrt", "sin", "cos", "tanh", "sqrt")
+def function_of_one(context: Context) -> Step:
+    """Rounded to the nearest; what hardware approximates (.approx) may miss that by some ulp."""
+    if context.instruction.name == "sqrt":
+        return _floats(context, 1, np.sqrt if context.kind == "f64" else numbers.square_root)
+    if context.instruction.name == "rcp" and "approx" not in context.modifiers and context.kind != "f64":
+        return _floats(context, 1, lambda x: numbers.quotient(np.ones_like(x), x))
+    function = FUNCTIONS[context.instruction.name]
+    return _floats(context, 1, lambda x: function(x.astype(np.float64)))
+
+
+@opcode("copysign")
+def copy_sign(context: Context) -> Step:
+    return _floats(context, 2, lambda signs, values: np.copysign(values, signs))
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------------------
+
+
+COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+
+
+@opcode("setp", "set")
+def compare(context: Context) -> Step:
+    """A predicate, or for `set` a number, by a comparison; both of p|q where two are written."""
+    parts = context.instruction.modifiers
+    test, kind = parts[0], context.kind
+    bits = type_bits(kind)
+    combine = BITWISE.get(parts[1])
+
+    def holds(a: Bits, b: Bits) -> Any:
+        if not is_float(kind):
+            if kind[0] == "s":
+                a, b = a.view(SIGNED[bits]), b.view(SIGNED[bits])
+            return COMPARE[UNSIGNED_NAMES.get(test, test)](a, b)
+        x, y = decode(a, kind), decode(b, kind)
+        if "ftz" in context.modifiers:
+            x, y = _flushed(x, kind), _flushed(y, kind)
+        nan = np.isnan(x) | np.isnan(y)
+        if test in ("num", "nan"):
+            return nan == (test == "nan")
+        unordered = len(test) == 3
+        result = COMPARE[test[:2]](x, y)
+        return result | nan if unordered else result & ~nan
+
+    if test not in (*COMPARE, *UNSIGNED_NAMES, "num", "nan", *(name + "u" for name in COMPARE)):
+        raise context.unknown()
+    first, second = context.source(1, bits), context.source(2, bits)
+    other = context.source(3, 1) if combine else None
+    if context.instruction.name == "set":
+        kind_of_result = context.types[0]
+        true = {"f32": np.uint32(0x3F80_0000)}.get(kind_of_result, np.uint32(0xFFFF_FFFF))
+        put = context.target()
+
+        def number(batch: Batch, at: At) -> None:
+            put(batch, at, np.where(holds(first(batch, at), second(batch, at)), true, np.uint32(0)))
+        return number
+    puts = context.targets(0)
+
+    def step(batch: Batch, at: At) -> None:
+        result = holds(first(batch, at), second(batch, at))
+        for put, value in zip(puts, (result, ~result), strict=False):
+            put(batch, at, value if combine is None or other is None else combine(value, other(batch, at)))
+    return step
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------------
+
+
+TO_WHOLE = {"rni": "rn", "rzi": "rz", "rmi": "rm", "rpi": "rp"}
+
+
+@opcode("cvt")
+def convert(context: Context) -> Step:
+    if len(context.types) != 2:
+        raise context.unknown()
+    to, of = context.types
+    context.only("rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "satfinite", "relu")
+    if to.endswith("x2"):
+        return _to_pair(context, to, of)
+    bits_of = type_bits(of) if of != "tf32" else 32
+    whole = next((TO_WHOLE[part] for part in TO_WHOLE if part in context.modifiers), None)
+
+    def function(value: Bits) -> Bits:
+        if is_float(of):
+            x = decode(value, of)
+            x = _flushed(x, of) if "ftz" in context.modifiers else x
+            x = ROUNDINGS[whole](x) if whole else x
+            return _of_float(x, to, context)
+        number = value.view(SIGNED[bits_of]) if of[0] == "s" else value
+        if is_float(to):
+            return encode(number.astype(np.float64) if to == "f64" else _integer_to_odd(number), to, context.rounding)
+        width = type_bits(to)
+        if "sat" in context.modifiers:
+            limits = np.iinfo(SIGNED[width] if to[0] == "s" else UNSIGNED[width])
+            number = np.array([min(max(int(n), limits.min), limits.max) for n in number], object)
+        return number.astype(SIGNED[width] if to[0] == "s" else UNSIGNED[width])
+    put = context.target()
+    register = context.operand(0)
+    width = getattr(register, "bits", 32)
+    read = context.source(1, bits_of)
+
+    def step(batch: Batch, at: At) -> None:
+        value = function(read(batch, at))
+        if 8 * value.dtype.itemsize < width:                     # a narrow result in a wide register keeps its sign
+            value = value.astype(SIGNED[width] if value.dtype.kind == "i" else UNSIGNED[width])
+        put(batch, at, value)
+    return step
+
+
+def _of_float(x: Floats, to: str, context: Context) -> Bits:
+    """A float as another, or as the nearest integer that there is; NaN is 0."""
+    if is_float(to):
+        if "relu" in context.modifiers:
+            x = np.where(x < 0, x.dtype.type(0), x)
+        if "sat" in context.modifiers:
+            x = np.where(np.isnan(x), 0, np.clip(x, 0, 1)).astype(x.dtype)
+        return encode(x, to, context.rounding, "satfinite" in context.modifiers)
+    width, signed = type_bits(to), to[0] == "s"
+    dtype = SIGNED[width] if signed else UNSIGNED[width]
+    limits = np.iinfo(dtype)
+    wide = np.where(np.isnan(x), 0, x).astype(np.float64)
+    low, high = wide <= limits.min, wide >= float(limits.max)
+    inside = np.where(low | high, 0, wide).astype(np.int64 if signed else np.uint64).astype(dtype)
+    return np.where(low, dtype.type(limits.min), np.where(high, dtype.type(limits.max), inside))
+
+
+def _integer_to_odd(number: Bits) -> Floats:
+    """Integers as float64 that are exact, or rounded to odd beyond 53 bits."""
+    if number.dtype.itemsize < 8:
+        return number.astype(np.float64)
+    low = (number & number.dtype.type(0x7FF)).astype(np.float64)
+    return numbers.sum_to_odd((number - low.astype(number.dtype)).astype(np.float64), low)
+
+
+def _to_pair(context: Context, to: str, of: str) -> Step:
+    """Two floats as a packed pair, the first operand in the upper half; or a packed pair as another."""
+    part, saturate = element(to), "satfinite" in context.modifiers or element(to) in ("e4m3", "e5m2")
+    put = context.target()
+
+    def coded(x: Floats) -> Bits:
+        if "relu" in context.modifiers:
+            x = np.where(x < 0, x.dtype.type(0), x)
+        return encode(x, part, context.rounding, saturate)
+    if of == "f32":
+        high, low = context.source(1, 32), context.source(2, 32)
+
+        def two(batch: Batch, at: At) -> None:
+            values = broadcast(batch, at, [low(batch, at), high(batch, at)])
+            put(batch, at, joined(coded(decode(np.stack(values, 1), "f32")), to))
+        return two
+    bits = 16 if of[0] == "e" else 32
+    read = context.source(1, bits)
+    return lambda batch, at: put(batch, at, joined(coded(decode(packed(read(batch, at), of), element(of))), to))
