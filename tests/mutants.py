@@ -45,6 +45,7 @@ EQUAL: dict[str, dict[str, str]] = {
         "mlx.scales: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
         "mlx.biases: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
     },
+    "int8_channel": {"eetq.weight.stored: q = q - 128 -> q = q + 128": "modulo 256"},
     "quanto": {
         "quanto.scale: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
         "quanto.shift: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
