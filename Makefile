@@ -53,7 +53,8 @@ mutants: .venv/ready         ## mistakes in the code of core modules, ten in eac
 live: .venv-live/ready       ## with the packages of producers, in an environment of their own; then compares docs/compatibility.md
 	.venv-live/bin/python -m pytest --junitxml=build/live.xml tests/test_compressed_tensors.py tests/test_transformers.py \
 		tests/test_bitsandbytes.py tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py \
-		tests/test_gguf_models_live.py tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py tests/test_mlx.py
+		tests/test_gguf_models_live.py tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py \
+		tests/test_mlx.py tests/test_other_programs_live.py
 	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest \
 		--junitxml=build/live-llama.xml tests/test_mixes.py tests/test_programs_live.py
 	.venv-live/bin/python -m tests.support.compatibility 'make live' build/live.xml build/live-llama.xml

@@ -37,13 +37,14 @@ WORDS = ("strategy",)                                            # never a param
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
            "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", "mxfp4": "modules_to_not_convert",
            "bitnet": "modules_to_not_convert", "hqq": "skip_modules", "blockwise_int8": "ignored_layers",
+           "eetq": "modules_to_not_convert",
            OWN: "modules_to_not_convert"}
 
 # Which packages load a producer's settings; those of models with diffusers' own key know fewer.
 READERS = {"fp8": "transformers, vLLM", NESTED: "compressed-tensors, transformers with it, vLLM", "gptq": "gptqmodel, vLLM",
            "awq": "gptqmodel, vLLM", "modelopt": "vLLM, TensorRT-LLM", "bitsandbytes": "transformers with bitsandbytes",
            "torchao": "transformers with torchao, vLLM", "mxfp4": "transformers, vLLM", "bitnet": "transformers",
-           MLX: "mlx-lm"}
+           MLX: "mlx-lm", "eetq": "transformers with EETQ's kernels"}
 OF_DIFFUSERS = {"bitsandbytes": "diffusers with bitsandbytes", "torchao": "diffusers with torchao"}
 PROGRAMS, PROGRAMS_OF_DIFFUSERS = ("transformers", "vLLM"), ("diffusers",)        # of which it is said that they do not read it
 # Settings of producers whose other settings vLLM 0.32 loads; tests/data/compatibility.yaml has its errors.
