@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from qdsl.analyze.compile import specialised
+from qdsl.analyze.compile import build
 from qdsl.analyze.execute import ExecutionError, Options, execute_ptx
+from qdsl.analyze.execute.launch import arguments_of
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight, configure, launch
 from qdsl.runtime.call import Call
-from qdsl.runtime.private_apis import compile_kernel
 from tests.support.ptx_mutants import mutants
 
 N, K = 41, 512
@@ -48,10 +48,8 @@ class Launch:
         weight = format.dequantize(packed, torch.float32).double()
         self.exact = x.double() @ weight.t() if rows else weight
         self.allowed = 4e-3 * (x.double().abs() @ weight.abs().t()) if rows else weight.abs() * 2.0 ** -8
-        types, constants, hints = specialised(self.call)
-        self.compiled = compile_kernel(self.call.kernel, types, constants, hints, arch_of(arch).capability, 32, self.call.options)
-        given = dict(zip((parameter.name for parameter in self.call.kernel.params), self.call.arguments, strict=False))
-        self.arguments = [(title, value) for title, value in given.items() if types[title] != "constexpr"]
+        self.compiled = build(self.call, arch_of(arch))
+        self.arguments = arguments_of(self.call)
 
     def run(self, ptx: str) -> tuple[str, set[int]]:
         """What is wrong with a text, and the lines that threads executed."""

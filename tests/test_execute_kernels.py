@@ -33,6 +33,27 @@ def test_kernels_are_right_as_compiled(share: int) -> None:
     assert [line for line in executed if not line["error"] <= 1 or line["findings"]] == []
 
 
+def test_kernels_of_anybody() -> None:
+    """Functions, matrix units of all types, b transposed; a sum in parts is a race unless its atomics acquire and release."""
+    executed = lines("tests.execute_others")
+    assert len(executed) == 18 + 9
+    for line in executed:
+        what = line["what"].split()
+        assert line["findings"] == (["race"] if "relaxed" in what else []), line
+        assert line["error"] <= {"softmax": 1e-7, "split_sum": 2e-5, "product": 0.0}[what[0]], line
+
+
+def test_the_command_line_executes() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    words = "analyze q4_0 --execute --arch sm_90 --kernel dequantize --kernel linear --shape 40 256 --json"
+    done = subprocess.run([sys.executable, "-m", "qdsl", *words.split()], cwd=ROOT, capture_output=True, text=True,
+                          env=environment)
+    assert done.returncode == 0, done.stderr
+    dequantize, linear = json.loads(done.stdout)["trials"]
+    assert dequantize["error"] == 0 and linear["error"] < 4e-3 and linear["findings"] == []
+    assert dequantize["memory"]["store bytes"] == 40 * 256 * 2
+
+
 def test_mutants_of_kernels_are_caught() -> None:
     """A barrier, wait or fence less, a mask one too wide, a lane or a place in shared memory that is another."""
     mutants = lines("tests.execute_mutants")

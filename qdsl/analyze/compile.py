@@ -54,17 +54,22 @@ class Compiled:
     loads: int
 
 
-def compiled(call: Call, arch: Arch) -> Compiled:
-    """Compile a launch, whose tensors may be on any device, meta too.  Raises AnalyzeError."""
+def build(call: Call, arch: Arch) -> Any:
+    """Triton's compiled kernel of a launch, whose tensors may be on any device, meta too.  Raises AnalyzeError."""
     if not isinstance(call.kernel, triton.JITFunction):
         raise AnalyzeError("kernels that Triton interprets cannot be compiled: unset TRITON_INTERPRET")
     types, constants, hints = specialised(call)
     try:
-        made = compile_kernel(call.kernel, types, constants, hints, arch.capability, WARP, call.options)
+        return compile_kernel(call.kernel, types, constants, hints, arch.capability, WARP, call.options)
     except Exception as error:
         said = str(getattr(error, "error_message", None) or error)       # without the source, where Triton shows some
         reason = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
         raise AnalyzeError(f"{call.kernel.__name__} does not compile for {arch.name}: {reason}") from error
+
+
+def compiled(call: Call, arch: Arch) -> Compiled:
+    """A launch compiled and disassembled.  Raises AnalyzeError."""
+    made = build(call, arch)
     text, usage = _disassembled(made.asm["cubin"])
     return Compiled(made.metadata.name, made.metadata.num_warps, made.metadata.num_stages, usage["REG"], usage["STACK"],
                     made.metadata.shared, text, loop_step(made.asm["ttgir"]), loop_loads(made.asm["ptx"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -16,13 +17,20 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
             param: Params = None,
             kernel: Annotated[list[str] | None, typer.Option("--kernel", help="linear, the default, or dequantize.")] = None,
             rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of x.")] = 1,
-            shape: Annotated[tuple[int, int], typer.Option("--shape", min=1, help="N and K of the weight.")] = (4096, 4096),
+            shape: Annotated[tuple[int, int] | None, typer.Option("--shape", min=1, help="N and K of the weight.")] = None,
             x: Annotated[str, typer.Option("--x", help="The type of x and of what comes out: bf16 or f16.")] = "bf16",
             arch: Annotated[list[str] | None, typer.Option("--arch", help="sm_80, sm_89, sm_90 or sm_100.")] = None,
             gpu: Annotated[list[str] | None, typer.Option("--gpu", help="a100, rtx4090, h100, h200 or b200.")] = None,
+            execute: Annotated[bool, typer.Option("--execute",
+                                                  help="Run what was compiled on a CPU, with random weights.")] = False,
+            programs: Annotated[str | None, typer.Option("--programs",
+                                                         help="With --execute: FIRST:END of the grid alone.")] = None,
             dump: Annotated[bool, typer.Option("--dump", help="Print the hot loop, disassembled.")] = False,
             as_json: Json = False) -> None:
-    """Count what a format's kernels do per weight, and predict their speed; no GPU is needed."""
+    """Count what a format's kernels do per weight, and predict their speed; no GPU is needed.
+
+    With --execute run what was compiled, instruction by instruction, and check its results and its accesses of memory.
+    """
     from qdsl.analyze import AnalyzeError, launches, survey, text
 
     kinds = kernel or ["linear"]
@@ -34,10 +42,15 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
     except AnalyzeError as error:
         fail(f"{error}", 2)
     params = dict(map(read_param, param or []))
+    if programs and not execute:
+        fail("--programs needs --execute", 2)
+    if execute:
+        _execute(spec, storage, params, kinds, rows, shape, x, archs, programs, as_json)
+        return
     kernels: list[dict[str, Any]] = []
     with reported():
         try:
-            packed = launches.weight(launches.module(spec), shape, storage, params)
+            packed = launches.weight(launches.module(spec), shape or (4096, 4096), storage, params)
             for surveyed in survey.survey(packed, kinds, rows, x, archs, gpus):
                 kernels += survey.data(surveyed, listing=dump)
                 if not as_json:
@@ -48,3 +61,36 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
         except survey.REFUSALS as error:
             fail(f"{error}", 1 if isinstance(error, AnalyzeError) else 2)
     typer.echo(json.dumps({"schema": 1, "kernels": kernels}) if as_json else text.LEGEND)
+
+
+def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds: list[str], rows: int,
+             shape: tuple[int, int] | None, x: str, archs: list[str], programs: str | None, as_json: bool) -> None:
+    """The output of --execute; exit code 3 where a checker finds something, or dequantize is not exact."""
+    from qdsl.analyze import launches
+    from qdsl.analyze.execute import ExecutionError, trial
+    from qdsl.analyze.survey import REFUSALS
+
+    chosen = _range(programs) if programs else None
+    trials = []
+    with reported():
+        try:
+            module = launches.module(spec)
+            for kind, arch in ((kind, arch) for kind in kinds for arch in archs):
+                trials.append(trial.trial(module, kind, arch, storage=storage, params=params, shape=shape or trial.SHAPE,
+                                          rows=rows,
+                                          x=x, programs=chosen))
+                if not as_json:
+                    typer.echo("\n".join([*trial.block(trials[-1]), ""]))
+        except (*REFUSALS, ExecutionError) as error:
+            fail(f"{error}", 1)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "trials": [asdict(result) for result in trials]}))
+    if not all(result.is_right for result in trials):
+        raise typer.Exit(3)
+
+
+def _range(text: str) -> range:
+    first, _, end = text.partition(":")
+    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
+        fail(f"--programs is FIRST:END, not '{text}'", 2)
+    return range(int(first), int(end))

@@ -151,6 +151,7 @@ class _Shape:
     k: int
     kind: str
     integer: bool
+    saturate: bool
     transposed: tuple[bool, bool]
     negative: bool
 
@@ -185,13 +186,13 @@ def warp_group(context: Context) -> Step:
 def _multiply(context: Context) -> Step:
     size = re.search(r"\.m64n(\d+)k(\d+)\.", context.instruction.opcode)
     kinds = [part for part in context.instruction.modifiers if part in WIDTHS or part in ("f32", "s32")]
-    if size is None or len(kinds) != 3 or kinds[0] not in ("f32", "s32") or context.modifiers & {"sp", "satfinite"}:
+    if size is None or len(kinds) != 3 or kinds[0] not in ("f32", "s32") or "sp" in context.modifiers:
         raise context.unknown()
     constants = [_constant(context, operand) for operand in context.instruction.operands[4:]]
     held = isinstance(context.operand(1), Vector)
     turned = [*([False] if held else []), *(bool(value) for value in constants[2:]), False, False]
-    shape = _Shape(int(size[1]), int(size[2]), kinds[1], kinds[0] == "s32", (turned[0], turned[1]),
-                   len(constants) >= 2 and constants[0] * constants[1] < 0)
+    shape = _Shape(int(size[1]), int(size[2]), kinds[1], kinds[0] == "s32", "satfinite" in context.modifiers,
+                   (turned[0], turned[1]), len(constants) >= 2 and constants[0] * constants[1] < 0)
     accumulators, puts, keep = context.sources(0, 32), context.targets(0), context.source(3, 1)
     fragments_of_a = context.sources(1, 32) if held else []
     described = [context.source(place, 64) for place in ((2,) if held else (1, 2))]
@@ -277,7 +278,8 @@ def _multiply_now(batch: Batch, groups: Indices, shape: _Shape, words: Bits | No
     total = np.zeros((count, 64, shape.n))
     row, column = _accumulator_places(len(puts))
     total[:, row, column] = held.transpose(1, 0, 2, 3)
-    result = bits_of(product(left, b, np.where(keep[:, None, None], total, 0), shape.kind, batch.options), shape.integer)
+    result = bits_of(product(left, b, np.where(keep[:, None, None], total, 0), shape.kind, batch.options), shape.integer,
+                     shape.saturate)
     values: Bits = result[:, row, column].transpose(1, 0, 2, 3)
     for value, put in zip(values, puts, strict=True):
         put(batch, at, np.ascontiguousarray(value).reshape(-1))

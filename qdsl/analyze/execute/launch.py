@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from qdsl.analyze.compile import specialised
+from qdsl.analyze.compile import build, specialised
 from qdsl.analyze.execute import access, groups, scalar, warps
 from qdsl.analyze.execute.machine import WARP, Batch, Finding, Log, Options
 from qdsl.analyze.execute.memory import GlobalMemory
@@ -20,7 +21,6 @@ from qdsl.analyze.execute.program import ExecutionError, Program, parse
 from qdsl.analyze.execute.races import Clocks, Shadow
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime.call import Call
-from qdsl.runtime.private_apis import compile_kernel
 
 THREADS = 8192                                                   # of a batch, about
 OPCODES = (access, groups, scalar, warps)                        # importing them registers what they know
@@ -54,13 +54,16 @@ def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces
     outputs: tensors whose every byte must be stored once.  workspaces: tensors that begin as noise.  programs: numbers of
     the programs of the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be run.
     """
-    types, constants, hints = specialised(call)
-    compiled = compile_kernel(call.kernel, types, constants, hints, arch_of(arch).capability, WARP, call.options)
-    names = [parameter.name for parameter in call.kernel.params]
-    given = dict(zip(names, call.arguments, strict=False)) | dict(call.constants)
-    arguments = [(name, given[name]) for name in names if types[name] != "constexpr"]
-    return execute_ptx(compiled.asm["ptx"], arguments, call.grid, compiled.metadata.num_warps, compiled.metadata.shared,
+    compiled = build(call, arch_of(arch))
+    return execute_ptx(compiled.asm["ptx"], arguments_of(call), call.grid, compiled.metadata.num_warps, compiled.metadata.shared,
                        outputs=outputs, workspaces=workspaces, programs=programs, options=options)
+
+
+def arguments_of(call: Call) -> list[tuple[str, Any]]:
+    """Names and values of the arguments that a compiled kernel still takes: those that are no part of it."""
+    types, _, _ = specialised(call)
+    given = dict(zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False))
+    return [(name, value) for name, value in given.items() if types[name] != "constexpr"]
 
 
 def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]], grid: Sequence[int], warps: int, shared: int, *,

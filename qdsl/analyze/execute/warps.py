@@ -156,9 +156,10 @@ def product(a: Matrix, b: Matrix, c: Matrix, kind: str, options: Options) -> Mat
     return total
 
 
-def bits_of(result: Matrix, integer: bool) -> Bits:
-    """Sums as 32-bit words; integers wrap."""
+def bits_of(result: Matrix, integer: bool, saturate: bool) -> Bits:
+    """Sums as 32-bit words; integers wrap, or are clamped."""
     if integer:
+        result = np.clip(result, -(2.0 ** 31), 2.0 ** 31 - 1) if saturate else result
         return result.astype(np.int64).astype(np.int32).view(np.uint32)
     return encode(result, "f32")
 
@@ -174,7 +175,7 @@ def multiply(context: Context) -> Step:
     kinds = [part for part in context.instruction.modifiers if part in WIDTHS or part in ("f32", "s32")]
     if shape is None or len(kinds) != 4 or kinds[0] not in ("f32", "s32") or kinds[0] != kinds[3]:
         raise context.unknown()
-    context.only("sync", "aligned", shape[0].strip(".").split(".")[0], "row", "col", "e4m3", "e5m2", "tf32")
+    context.only("sync", "aligned", shape[0].strip(".").split(".")[0], "row", "col", "satfinite")
     k, integer, (kind_a, kind_b) = int(shape[1]), kinds[0] == "s32", kinds[1:3]
     a, b, c = (context.sources(place, 32) for place in (1, 2, 3))
     puts = context.targets(0)
@@ -187,7 +188,7 @@ def multiply(context: Context) -> Step:
         total = np.empty((warps, 16, 8))
         for place in range(4):
             total[:, GROUP + 8 * (place // 2), 2 * MEMBER + place % 2] = numbers_of(held[..., place], integer)
-        result = bits_of(product(left, right, total, kind_a, batch.options), integer)
+        result = bits_of(product(left, right, total, kind_a, batch.options), integer, "satfinite" in context.modifiers)
         for place, put in enumerate(puts):
             put(batch, at, np.ascontiguousarray(result[:, GROUP + 8 * (place // 2), 2 * MEMBER + place % 2]).reshape(-1))
     return step
