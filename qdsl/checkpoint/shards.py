@@ -134,8 +134,8 @@ def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
             continue
         axes = {axis.dim for tensor in stored for axis in tensor.axes}
         if "?" in axes:                                          # an entropy code
-            has_groups = dim == "N" and "N*K" not in axes and start % GROUP_ROWS == 0 and (stop % GROUP_ROWS == 0 or stop == whole)
-            return step, "cut" if has_groups else "decoded and encoded again"
+            ends_groups = not any(border % GROUP_ROWS and border != whole for border in (start, stop))
+            return step, "cut" if dim == "N" and "N*K" not in axes and ends_groups else "decoded and encoded again"
         changes = [f"{key}={value}" for key, value in params.items() if value != layer.params[key]]
         changes += [f"storage {storage}"] if storage != layer.storage else []
         return step, f"packed again with {', '.join(changes)}" if changes else "cut"
