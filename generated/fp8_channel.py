@@ -8,9 +8,10 @@
 
     safetensors: 8.00098 bits per weight
     torchao: 8.00098 bits per weight
+    quanto: 8.00098 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec fp8_channel (sha256 1244fe9145ba3bb5) by qdsl 0.1.0.
+Built from the spec fp8_channel (sha256 e2f60a23deb81153) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -58,6 +59,22 @@ def pack_torchao(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao."""
     return {
         "qdata": q,
+        "scale": s.unsqueeze(-1),
+    }
+
+
+def unpack_quanto(data: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """Fields of data float8_e4m3fn [N, K]; scale scale_type [N, 1]."""
+    return {
+        "q": data,
+        "s": scale.squeeze(1),
+    }
+
+
+def pack_quanto(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """data, scale of the fields; the inverse of unpack_quanto."""
+    return {
+        "data": q,
         "scale": s.unsqueeze(-1),
     }
 
@@ -350,6 +367,131 @@ def _narrow_torchao(
 
 
 @triton.jit
+def _dequantize_quanto(data, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    data += n.to(tl.int64) * K
+    scale += n
+    s = device.scale(tl.load(scale, n < N, 0))
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q = device.e4m3(tl.load(data + k, live, 0))
+    w = q * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_quanto(data, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    data += n.to(tl.int64) * K
+    scale += n
+    s = device.scale(tl.load(scale, n < N, 0))
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q = device.e4m3(tl.load(data + k, live, 0))
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += q * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_quanto(data, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(data, row, K // 64, 2 * chunk, 2 * more), lanes.words(data, row, K // 64, 2 * chunk, 2 * more
+        + 1)
+
+
+@triton.jit
+def _numbers_quanto(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
+
+
+
+
+@triton.jit
+def _few_quanto(
+    data, scale, x, bias, out, M, N, K, tiles,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 128
+    UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 0, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_quanto(data, row, K, chunk), SIZE)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_quanto, words, columns, u, j, flip, 8, 0, SIZE, F)
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        row = lanes.rows(first + 16 * r, N, start)
+        s_g = lanes.of_row(scale, row, 0)
+        sum *= s_g
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
+def _narrow_quanto(
+    data, scale, x, x_scale, bias, out, M, N, K,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):
+    """out[m, n] = sum over k of x_scale[0, m] * x[m, k] * w[n, k], plus bias[n], with w = s * q.
+
+    x is E4M3, or float16 where codes of w are uint8.  A program multiplies BN rows of w with BM rows of x.
+    """
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
+    x += m * K + tl.arange(0, 128)[:, None]
+    w = data + (n * K + tl.arange(0, 128)[None, :])
+    acc = narrow.zeros(BN, BM, False)
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+    sum = acc.to(tl.float32)
+    s_g = many.of_rows(scale, n, 1, 0, 1, 0)
+    sum *= s_g
+    many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+
+
+@triton.jit
 def _dequantize_planar(q, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -535,6 +677,16 @@ VARIANT = Variant(
                     lanes=Lanes(_few_torchao, blocks=(), least=128, codes="qdata", special=127,
                         narrow=Narrow(_narrow_torchao, "e4m3", "qdata"))),
         ),
+        "quanto": Storage(
+            tensors={
+                "data": Stored("e4m3", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
+                "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
+            },
+            unpack=unpack_quanto, pack=pack_quanto,
+            kernels=Kernels(_dequantize_quanto, _linear_quanto, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_quanto, blocks=(), least=128, codes="data", special=127,
+                        narrow=Narrow(_narrow_quanto, "e4m3", "data"))),
+        ),
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
@@ -552,7 +704,8 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="fp8_channel", title="FP8 E4M3 codes with one scale per output row",
-    source="compressed-tensors float-quantized (channel), ModelOpt FP8 per channel", formula="q * s",
+    source="compressed-tensors float-quantized (channel), ModelOpt FP8 per channel, optimum-quanto qfloat8",
+    formula="q * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16", "e8m0")},
     detect={"config": [{"quant_method": "compressed-tensors", "format": ["float-quantized", "naive-quantized", "null"],
@@ -567,7 +720,7 @@ FORMAT = Format(
         "with": {"_data": {"mm_config": "null", "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="1244fe9145ba3bb5",
+    digest="e2f60a23deb81153",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

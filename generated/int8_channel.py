@@ -9,9 +9,11 @@
 
     safetensors: 8.00098 bits per weight
     torchao: 8.00098 bits per weight
+    quanto: 8.00098 bits per weight
+    eetq: 8 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec int8_channel (sha256 b348a77755653bf1) by qdsl 0.1.0.
+Built from the spec int8_channel (sha256 d445c3632e5af87c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -72,6 +74,42 @@ def pack_torchao(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     if z is not None:
         tensors["zero_point"] = z.unsqueeze(-1)
     return tensors
+
+
+def unpack_quanto(data: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """Fields of data int8 [N, K]; scale scale_type [N, 1]."""
+    return {
+        "q": data,
+        "s": scale.squeeze(1),
+    }
+
+
+def pack_quanto(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """data, scale of the fields; the inverse of unpack_quanto."""
+    return {
+        "data": q,
+        "scale": s.unsqueeze(-1),
+    }
+
+
+def unpack_eetq(weight: Tensor, weight_scales: Tensor) -> dict[str, Tensor]:
+    """Fields of weight int8 [N/2, 128*K/64]; weight_scales scale_type [N]."""
+    r = as_type(weight, torch.uint8).unflatten(-1, (-1, 128))
+    return {
+        "q": ((r.view(torch.int8).unflatten(-1, (2, 4, 8, 2)).permute(0, 2, 1, 3, 5, 4).flatten(0, 1).flatten(1) + 128
+            & 255) ^ 128) - 128,
+        "s": weight_scales,
+    }
+
+
+def pack_eetq(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """weight, weight_scales of the fields; the inverse of unpack_eetq."""
+    r = (q - 128
+        & 255).unflatten(-1, (-1, 4, 2, 8)).unflatten(0, (-1, 2)).permute(0, 2, 1, 3, 5, 4).view(torch.uint8).flatten(2)
+    return {
+        "weight": as_type(r, torch.int8).flatten(1),
+        "weight_scales": s,
+    }
 
 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
@@ -421,6 +459,96 @@ def _narrow_torchao(
 
 
 @triton.jit
+def _dequantize_quanto(data, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    data += n.to(tl.int64) * K
+    z = 0
+    scale += n
+    s = tl.load(scale, n < N, 0).to(tl.float32)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q = tl.load(data + k, live, 0).to(tl.int32)
+    w = (q - z) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_quanto(data, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    data += n.to(tl.int64) * K
+    z = 0
+    scale += n
+    s = tl.load(scale, n < N, 0).to(tl.float32)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q = tl.load(data + k, live, 0).to(tl.int32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_eetq(weight, weight_scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    weight += 128 * (n // 2).to(tl.int64) * (K // 64)
+    z = 0
+    weight_scales += n
+    s = tl.load(weight_scales, n < N, 0).to(tl.float32)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q_word = tl.load(weight + 128 * (k // 64) + 64 * (n % 2) + 16 * (k % 64 // 16) + 2 * (k % 64 % 8)
+        + k % 64 // 8 % 2, live, 0).to(tl.int32)
+    q = (((q_word) + 128 & 255).to(tl.int32) ^ 128) - 128
+    w = (q - z) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_eetq(weight, weight_scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    weight += 128 * (n // 2).to(tl.int64) * (K // 64)
+    z = 0
+    weight_scales += n
+    s = tl.load(weight_scales, n < N, 0).to(tl.float32)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q_word = tl.load(weight + 128 * (k // 64) + 64 * (n % 2) + 16 * (k % 64 // 16) + 2 * (k % 64 % 8)
+            + k % 64 // 8 % 2, live, 0).to(tl.int32)
+        q = (((q_word) + 128 & 255).to(tl.int32) ^ 128) - 128
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
 def _dequantize_planar(q, s, z, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -636,6 +764,22 @@ VARIANT = Variant(
                     lanes=Lanes(_few_torchao, blocks=(), least=128, double=True,
                         narrow=Narrow(_narrow_torchao, "i8", "qdata", sums=True))),
         ),
+        "quanto": Storage(
+            tensors={
+                "data": Stored("i8", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
+                "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
+            },
+            unpack=unpack_quanto, pack=pack_quanto, where=("z",), options={"divisor": 127},
+            kernels=Kernels(_dequantize_quanto, _linear_quanto, rows="N", units="K", last="k"),
+        ),
+        "eetq": Storage(
+            tensors={
+                "weight": Stored("i8", "N/2", "128*K/64", aliases=("qweight",), seen=("K", "N")),
+                "weight_scales": Stored("scale_type", "N", bits=("s[1@0]",)),
+            },
+            unpack=unpack_eetq, pack=pack_eetq, where=("z",), options={"divisor": 128, "ties": "away", "by": "exact"},
+            kernels=Kernels(_dequantize_eetq, _linear_eetq, rows="N", units="K", last="k"),
+        ),
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
@@ -654,14 +798,15 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="int8_channel", title="INT8 codes with one scale per output row and an optional zero point",
-    source="compressed-tensors int-quantized (channel)", formula="(q - z) * s",
+    source="compressed-tensors int-quantized (channel), torchao Int8Tensor, optimum-quanto qint8",
+    formula="(q - z) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
     detect={"config": [{"quant_method": "compressed-tensors", "format": ["int-quantized", "naive-quantized", "null"],
         "type": "int", "num_bits": 8, "strategy": "channel", "symmetric": {"weight_zero_point": [False, True]},
         "storage": "safetensors",
         "with": {"input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
-        "dynamic": True}}},
+        "dynamic": True}}}, {"quant_method": "eetq", "storage": "eetq", "with": {"weights": "int8"}},
         {"quant_method": "quark", "global_quant_config.weight.dtype": "int8",
         "global_quant_config.weight.qscheme": "per_channel", "storage": "safetensors"},
         {"quant_method": "torchao", "storage": "torchao",
@@ -670,7 +815,7 @@ FORMAT = Format(
         "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}},
         {"_type": "IntxUnpackedToInt8Tensor", "_data.block_size": [1, "K"], "storage": "torchao"}]},
-    digest="b348a77755653bf1",
+    digest="d445c3632e5af87c",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

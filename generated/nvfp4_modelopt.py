@@ -10,9 +10,10 @@
     modelopt: 4.5 bits per weight
     torchao: 4.5 bits per weight
     torchao_swizzled: 4.5 bits per weight
+    mlx: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec nvfp4_modelopt (sha256 0b1ba88bc43a3fce) by qdsl 0.1.0.
+Built from the spec nvfp4_modelopt (sha256 8606534c0c19b995) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -106,6 +107,25 @@ def pack_torchao_swizzled(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, T
     if g is not None:
         tensors["per_tensor_scale"] = g
     return tensors
+
+
+def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """Fields of weight uint32 [N, K/8]; scales uint8 [N, K/16]."""
+    r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
+    return {
+        "s": scales.view(torch.float8_e4m3fn),
+        "q": spread(r, 4).flatten(1),
+    }
+
+
+def pack_mlx(s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight, scales of the fields; the inverse of unpack_mlx."""
+    q_split = q.unflatten(-1, (-1, 4, 2))
+    r = joined(q_split, 4).squeeze(-1)
+    return {
+        "weight": as_type(r, torch.uint32).squeeze(-1),
+        "scales": s.view(torch.uint8),
+    }
 
 
 def unpack_planar(q: Tensor, g: Tensor | None, s: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -307,6 +327,53 @@ def _linear_torchao_swizzled(qdata, scale, per_tensor_scale, x, bias, out, N, K,
         for h in tl.static_range(2):
             q = device.e2m1(q_word >> 4 * h & 15)
             x_k = tl.load(x + 16 * t + 2 * i + h, live, 0).to(tl.float32)
+            acc += s * g * q * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_mlx(weight, scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    scales += n.to(tl.int64) * (K // 16)
+    g = 1
+    weight += n.to(tl.int64) * (K // 8)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 8)
+    s = device.e4m3(tl.load(scales + t // 2, live, 0))
+    q_word = tl.load(weight + t, live, 0)
+    for h in tl.static_range(8):
+        q = device.e2m1(q_word >> 4 * h & 15)
+        w = s * g * q
+        tl.store(out + 8 * t + h, w, live)
+
+
+@triton.jit
+def _linear_mlx(weight, scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    scales += n.to(tl.int64) * (K // 16)
+    g = 1
+    weight += n.to(tl.int64) * (K // 8)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 8, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 8)
+        s = device.e4m3(tl.load(scales + t // 2, live, 0))
+        q_word = tl.load(weight + t, live, 0)
+        for h in tl.static_range(8):
+            q = device.e2m1(q_word >> 4 * h & 15)
+            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
             acc += s * g * q * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
@@ -521,6 +588,14 @@ VARIANT = Variant(
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
             kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K/2", last="k"),
         ),
+        "mlx": Storage(
+            tensors={
+                "weight": Stored("u32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
+                "scales": Stored("u8", "N", "K/16", bits=("s[1@0, 1@1]",)),
+            },
+            unpack=unpack_mlx, pack=pack_mlx, where=("g",), options={"amax": 2688},
+            kernels=Kernels(_dequantize_mlx, _linear_mlx, rows="N", units="K/8", last="k"),
+        ),
         "planar": Storage(
             tensors={
                 "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
@@ -546,7 +621,8 @@ FORMAT = Format(
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": {}}}}},
         {"quant_method": "torchao", "storage": "torchao_swizzled",
-        "with": {"quant_type": {"default": {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": {}}}}}],
+        "with": {"quant_type": {"default": {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": {}}}}},
+        {"quant_method": "mlx", "mode": "nvfp4", "storage": "mlx", "with": {"group_size": 16, "bits": 4}}],
         "header": [{"_type": "NVFP4Tensor", "_data.block_size": 16, "_data.is_swizzled_scales": False,
         "storage": "torchao",
         "with": {"_data": {"orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "use_triton_kernel": False,
@@ -555,7 +631,7 @@ FORMAT = Format(
         "storage": "torchao_swizzled",
         "with": {"_data": {"orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "use_triton_kernel": False,
         "act_quant_kwargs": "null"}, "_tensor_data_names": "tensors"}}]},
-    digest="0b1ba88bc43a3fce",
+    digest="8606534c0c19b995",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import gcd, lcm
+from math import gcd, lcm, prod
 
 _AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\((?:(?P<some>\d+)\*)?)?(?P<dim>N\*K|N|K|1|\?|[a-z][a-z0-9_]*)"
                    r"(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\)(?:/(?P<over>[a-z0-9_*]+))?)\Z")
@@ -104,6 +104,15 @@ def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], give
     own = given if len(given) == len(axes) else [0] * len(axes)
     found = [extent if axis.dim == "?" else axis.extent(n, k, sizes) for axis, extent in zip(axes, own, strict=True)]
     return None if None in found else tuple(extent for extent in found if extent is not None)
+
+
+def seen_shape(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], count: int) -> tuple[int, ...] | None:
+    """The shape in which files show `count` elements: '?' is what the other axes leave.  None where there is no such shape."""
+    known = extents([each for each in axes if each.dim != "?"], n, k, sizes)
+    if known is None or count % max(1, prod(known)) or (len(known) == len(axes) and count != prod(known)):
+        return None
+    others = iter(known)
+    return tuple(count // max(1, prod(known)) if each.dim == "?" else next(others) for each in axes)
 
 
 def granule(axes: Sequence[Axis], dim: str, sizes: Mapping[str, int], other: int) -> int:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from qdsl.numbers import number
-from qdsl.shapes import Axis, axis, extents
+from qdsl.shapes import Axis, axis, extents, seen_shape
 
 FLOATS = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
@@ -358,7 +358,8 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
             bad = next(a for a in stored.axes if a.extent(*shape, sizes) is None)
             raise Misfit(2, f"{label}: {bad.wrong(*shape, sizes)}")
         records = stored.axes and stored.axes[-1].dim == "1" and wanted[-1] > 1 and prod(tensor.shape) == prod(wanted)
-        fit = [_squeezed(wanted), *([_squeezed((prod(wanted),))] if told else [])]
+        shown_as = seen_shape(stored.seen, *shape, sizes, prod(wanted)) if stored.seen else None
+        fit = [_squeezed(each) for each in (wanted, shown_as, (prod(wanted),) if told else None) if each is not None]
         if not records and _squeezed(tensor.shape) not in fit:
             shown = "".join(f", {key} = {value}" for key, value in sizes.items())
             raise Misfit(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "

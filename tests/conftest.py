@@ -37,7 +37,9 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_report_header() -> str:
-    import torch
-    import triton
-
+    try:
+        import torch
+        import triton
+    except ImportError:
+        return "no torch: tests of the compiler alone"
     return f"torch {torch.__version__}, triton {triton.__version__}, kernels {'on a GPU' if CUDA else 'in the interpreter'}"

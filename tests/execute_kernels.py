@@ -110,7 +110,8 @@ def result(job: Job) -> dict[str, Any]:
             findings = run(calls, job, out)
             exact, allowed = expected(job.case, packed, x, bias)
             error = ((out.double() - exact).abs() / allowed).nan_to_num(torch.inf).max().item()
-    return {"job": str(job), "kernel": calls[-1].kernel.__name__, "error": error, "findings": [str(finding) for finding in findings]}
+    return {"job": str(job), "kernel": calls[-1].kernel.__name__, "error": error,
+            "findings": [str(finding) for finding in findings]}
 
 
 def every(share: int, shares: int) -> Iterator[dict[str, Any]]:

@@ -194,7 +194,7 @@ def read_gguf(data: bytes) -> None:
     be read lie in the file, aligned, and apart from each other.
     """
     try:
-        header = gguf.parse(data, len(data), Path("x.gguf"))
+        header = gguf.parse(BytesIO(data), len(data), Path("x.gguf"))
     except CheckpointError as error:
         assert str(error).isprintable() and len(str(error)) < 2000
         return

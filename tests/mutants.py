@@ -45,7 +45,15 @@ EQUAL: dict[str, dict[str, str]] = {
         "mlx.scales: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
         "mlx.biases: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
     },
+    "int8_channel": {"eetq.weight.stored: q = q - 128 -> q = q + 128": "modulo 256"},
+    "quanto": {
+        "quanto.scale: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
+        "quanto.shift: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
+    },
     "int_group": {
+        "dims.E: 8 // bits -> 9 // bits": "only bits that divide 8 are packed so",
+        "onnx_matmul_nbits.B: u8[n<N, t<K / E word] -> u8[n<N, t<ceil(K / E) word]": ALSO_ELSEWHERE,
+        "onnx_matmul_nbits.scales: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
         "dims.P: lcm(bits, 32) / bits -> ceil(lcm(bits, 32) / bits)": "bits divides every multiple of itself",
         "gptq_v1.qzeros.stored: bits in (2, 4, 8), word = word - (((2 ** 32) - 1) / ((2 ** bits) - 1)) -> "
         "bits in (2, 4, 8), word = word - ceil(((2 ** 32) - 1) / ((2 ** bits) - 1))":
@@ -109,6 +117,7 @@ EQUAL: dict[str, dict[str, str]] = {
         NESTED.format("empty=1, least=0.001953125", "empty=1, least=0.001953125, precision=own"): OWN,
         "modelopt.weight: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
         "torchao.qdata: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE,
+        "mlx.weight: u32[n<N, t<K / 8 word] -> u32[n<N, t<ceil(K / 8) word]": ALSO_ELSEWHERE,
     },
     "nvfp4_ct": {
         NESTED.format("empty=0.125, precision=own, zeros=positive", "empty=0.125, zeros=positive"): OWN,

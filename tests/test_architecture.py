@@ -194,6 +194,38 @@ UNDOCUMENTED = {"_C", "_ops", "_schema", "_overloadname", "_cdata", "_current_le
                 "_functorch", "_inductor", "_dynamo", "_subclasses", "knobs"}
 
 
+# Names with an underscore that are torch's and documented, or used as widely, and those of libraries that one module names.
+OF_TORCH = {"_parameters", "_buffers", "_modules", "_version", "_apply", "_load_from_state_dict", "_hooks"}
+OF_FILES = {"_class_name", "_name_or_path", "_token", "_token_id", "_bias"} # keys of configs, and ends of keys
+OF_LIBRARIES: dict[str, set[str]] = {
+    "transformers/moe.py": {"_apply_gate"},
+    "lora.py": {"_create_new_module", "_create_and_replace"},
+    "vllm/experts.py": {"_map_global_expert_id_to_local_expert_id"},
+    "omni/config.py": {"_get_weights_iterator", "_get_source_quant_config"},
+    "sglang/config.py": {"_get_quantization_config", "_get_all_weights"},
+}
+
+
+@cache
+def own_names() -> frozenset[str]:
+    """Functions, methods and attributes that modules of qdsl define."""
+    nodes = [node for path in MODULES if path.name != "private_apis.py" for node in ast.walk(ast.parse(path.read_text()))]
+    names = {node.name for node in nodes if isinstance(node, FUNCTIONS)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return frozenset(names | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+                              and ast.unparse(node.value) == "self"})
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if "models" in path.parts and path.stem != "private_apis"], ids=named)
+def test_undocumented_names_of_libraries_are_in_one_module(path: Path) -> None:
+    """tests/test_private_names.py tests those of models/private_apis.py, tests of engines and adapters the others."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    words = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    words |= {str(node.value) for node in nodes if isinstance(node, ast.Constant) and str(node.value).isidentifier()}
+    private = {word for word in words if word.startswith("_") and not word.startswith("_qdsl") and not word.endswith("_")}
+    assert private - own_names() - OF_TORCH - OF_FILES == OF_LIBRARIES.get(str(path.relative_to(PACKAGE / "models")), set())
+
+
 @pytest.mark.parametrize("path", [path for path in MODULES if path != PRIVATE_APIS], ids=named)
 def test_undocumented_names_of_torch_and_triton_are_in_one_module(path: Path) -> None:
     """tests/test_private_apis.py tests what stands there.  Generated modules import neither, as the test above says."""

@@ -137,6 +137,9 @@ def test_the_command(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data["together"]["formats"]["transformer"] == "fix4" and data["vram"] == 19_000_000
     small = CliRunner().invoke(app, ["plan", "pipe", "--vram", "1 MiB"])
     assert small.exit_code == 1 and "all in memory: nothing fits" in small.stdout
+    assert "one at a time: nothing fits" in small.stdout
+    single = CliRunner().invoke(app, ["plan", "pipe/transformer", "--vram", "1 MiB"])
+    assert "all in memory: nothing fits" in single.stdout and "one at a time" not in single.stdout
     wrong = CliRunner().invoke(app, ["plan", "pipe", "--vram", "much"])
     assert wrong.exit_code == 2 and "error: 'much' is no size" in wrong.stderr
 

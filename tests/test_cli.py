@@ -185,6 +185,8 @@ def test_a_file_that_cannot_be_read_is_a_message(folder: Path) -> None:
     (("verify", "folder"), 1, "no .safetensors file"),
     (("plan", "folder", "--vram", "20"), 2, "without a unit"), (("serve-check", "folder"), 1, "no .safetensors file"),
     (("generate", "none", "x", "--steps", "3"), 2, "--steps is for"),
+    (("generate", "none", "x", "--format", "q40"), 2, "no spec"),
+    (("analyze", "q4_0", "--storage", "gguff"), 2, "no storage 'gguff'"),
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else None)
 def test_failures_have_one_form(folder: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
     """With --json one object on standard output, and nothing else; without, a message on standard error."""

@@ -75,7 +75,7 @@ def test_layers_of_a_file(kind: str, prefix: str, tmp_path: Path) -> None:
     """Weights are ComfyUI's; norms and biases of 8 bits are plain numbers, and so is its marker."""
     tensors = FILES[kind](torch.randn(96, 64))
     others = {f"{prefix}norm.scale": torch.ones(64).to(FP8), f"{prefix}conv.weight": torch.ones(8, 4, 2, 2).to(FP8),
-              f"{prefix}scaled_fp8": torch.empty(2, dtype=FP8)}
+              **({} if kind == "cast" else {f"{prefix}scaled_fp8": torch.empty(2, dtype=FP8)})}
     path = write_layers(tmp_path / "model.safetensors", {prefix + LAYER: {**tensors, "bias": torch.ones(96).to(FP8)}}, **others)
     with Folder(path) as folder:
         found = layers(folder)
@@ -109,18 +109,21 @@ def test_formats_of_comfyui_that_are_not_read(tmp_path: Path) -> None:
     assert (layer.format, layer.why) == ("", "quantized in a way that is not known: format = nvfp4")
 
 
-@pytest.mark.parametrize("damage", ["bytes", "json", "scale"])
+@pytest.mark.parametrize("damage", ["bytes", "json", "scale", "scale_weight"])
 def test_damaged_files(damage: str, tmp_path: Path) -> None:
-    """Text that is no JSON, a scale that is missing though a format is said, and bytes that may be anything."""
-    tensors = new(torch.randn(96, 64))
+    """Text that is no JSON, a scale that is missing though the file states one, and bytes that may be anything."""
+    tensors, others = new(torch.randn(96, 64)), {}
     if damage == "scale":
         del tensors["weight_scale"]
+    elif damage == "scale_weight":
+        tensors, others = cast(torch.randn(96, 64)), {"scaled_fp8": torch.empty(0, dtype=FP8)}
     elif damage == "json":
         tensors["comfy_quant"] = tensors["comfy_quant"][:-1]
     else:
         tensors = {"weight": tensors["weight"].view(torch.uint8)}
-    [layer] = read(write_layers(tmp_path / "model.safetensors", {LAYER: tensors})).layers
-    assert layer.format == "" and {"bytes": "not known: weight U8", "json": "JSON", "scale": "needs a scale"}[damage] in layer.why
+    [layer] = read(write_layers(tmp_path / "model.safetensors", {LAYER: tensors}, **others)).layers
+    what = {"bytes": "not known: weight U8", "json": "JSON", "scale": "needs a scale", "scale_weight": "needs a scale"}
+    assert layer.format == "" and what[damage] in layer.why
 
 
 def test_commands_on_files(tmp_path: Path) -> None:

@@ -438,6 +438,20 @@ def test_zero_points_of_old_compressed_tensors(tmp_path: Path, bits: int) -> Non
         assert same_bits(int_group.dequantize(weights_), int_group.dequantize(made))
 
 
+@pytest.mark.parametrize(("storage", "name"), [("gptq_v1", "gptq"), ("gptq_v2", "gptq_v2")])
+def test_gptq_becomes_awq_and_the_same_bytes_again(storage: str, name: str, tmp_path: Path) -> None:
+    """The index of columns in order, which AWQ has not, is written again."""
+    packed = int_group.convert(weight(), storage)
+    index = {"up.g_idx": torch.arange(64, dtype=torch.int32) // 32}
+    path = folders.folder(tmp_path / "in", folders.named({"up": packed}) | index,
+                          config={"quantization_config": {**folders.GPTQ, "checkpoint_format": name}})
+    convert(path, tmp_path / "awq", "awq")
+    convert(tmp_path / "awq", tmp_path / "again", storage)
+    with Folder(path) as one, Folder(tmp_path / "again") as other:
+        assert set(one.names()) == set(other.names())
+        assert all(same_bits(one.tensor(name), other.tensor(name)) for name in one.names())
+
+
 def test_an_index_that_nobody_filled_is_written_in_order(tmp_path: Path) -> None:
     """Some writers of GPTQ leave zeros where columns are in order; readers that allocate the index take what the file has."""
     made = weight()
@@ -1019,6 +1033,21 @@ def test_a_pattern_leaves_layers_as_they_are(tmp_path: Path) -> None:
         assert formats == {"model.up": "fp8_block", "model.down": "int_group"}
     wrong = command("convert", path, "--to", "awq", "--ignore", "(", "-o", tmp_path / "out")
     assert wrong.exit_code == 2 and "--ignore '(' is no regular expression" in wrong.stderr
+
+
+@pytest.mark.parametrize(("to", "params", "why"), [
+    ("int_group.gptq_v2", {"symmetric": True, "bits": 3}, "gptq with bits 3"),
+    ("ocp_mxfp4.modelopt", {}, "modelopt with quant_algo MXFP4"),
+    ("ocp_mxfp6.compressed_tensors", {}, "compressed-tensors with format mxfp6-pack-quantized"),
+    ("int_group.awq_gemv", {}, "awq with version gemv")])
+def test_what_vllm_loads_no_more(to: str, params: dict[str, Any], why: str, tmp_path: Path) -> None:
+    """The report names the setting, and the other readers."""
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "model.safetensors", {"model.up.weight": torch.randn(64, 128).bfloat16()}, {})
+    (tmp_path / "in" / "config.json").write_text("{}")
+    report = run.quantize(tmp_path / "in", aim.aimed(to, True, params, ()), tmp_path / "out")
+    assert report["not_read_by"][""]["vLLM"] == f"its loaders know no {why}"
+    assert report["readers"][""].startswith("qdsl, ") and "vLLM" not in report["readers"][""]
 
 
 def test_packed_words_of_compressed_tensors_are_symmetric_by_default(tmp_path: Path) -> None:

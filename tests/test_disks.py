@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,21 @@ def test_a_full_disk(job: str, inputs: Path, disk: Path) -> None:
     assert not shown(disk / "work") and not any(name.endswith(".part") for name in files(disk / "work"))
     succeed(*arguments)
     assert shown(disk / "work")
+
+
+@pytest.mark.parametrize("job", ["convert", "quantize", "merge-index"])
+def test_a_limit_on_the_size_of_files(job: str, inputs: Path, tmp_path: Path) -> None:
+    """As a full disk, for users who cannot mount one."""
+    arguments = prepared(job, inputs, tmp_path / "work")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LEFT if job != "merge-index" else 1, limits[1]))
+    try:
+        result = command(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 1 and result.stderr.startswith(f"error: [Errno 27] File too large: '{tmp_path}/work/out")
+    assert not shown(tmp_path / "work")
+    succeed(*arguments)
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from qdsl.checkpoint.folder import Folder
-from qdsl.entropy import bits, df11
+from qdsl.entropy import bits, df11, huffman_windows
 from qdsl.entropy.bfloat16 import FIX4, HLANE
 from qdsl.entropy.huffman import END, Code, canonical_code, df11_code
 from qdsl.entropy.lookup import StreamError, code_of, tables_of
@@ -136,6 +137,26 @@ def test_any_group_round_trips(count: int, threads: int, kinds: int, seed: int) 
     tensors = df11.encode([patterns[:cut], patterns[cut:]], threads)
     assert np.array_equal(df11.decode(tensors, threads), patterns)
     assert tensors["split_positions"].tolist() == [cut]
+
+
+@pytest.mark.parametrize("count", [0, 9, 1 << 31])
+def test_a_byte_does_not_hold_so_many_symbols(count: int) -> None:
+    tensors = {name: np.zeros((1, 256) if name == "tables" else 1, np.uint8) for name in huffman_windows.NAMES}
+    with pytest.raises(StreamError, match=f"^{count} symbols in a stream of 1 bytes"):
+        huffman_windows.windows(tensors, count)
+
+
+def test_a_gap_is_wrong_where_no_lane_begins() -> None:
+    """It is noticed where all windows are begun at, and there alone."""
+    symbols = np.random.default_rng(0).choice(8, 2000).astype(np.uint8)
+    tensors = huffman_windows.encode(symbols, np.bincount(symbols, minlength=256), 8)
+    stream = huffman_windows.windows(tensors, len(symbols), 8)
+    gaps = stream.gaps.copy()
+    gaps[1] += 1
+    wrong = replace(stream, gaps=gaps)
+    assert np.array_equal(wrong.decode(), symbols) and np.array_equal(stream.decode(every=True), symbols)
+    with pytest.raises(StreamError):
+        wrong.decode(every=True)
 
 
 @pytest.mark.parametrize("more", [1, 2, 20, 40])

@@ -71,39 +71,48 @@ def dot(a: int, b: int, c: int, left: bool, right: bool) -> int:
 # Instruction, widths and signs of operands, width of the result, what it is.
 INTEGER: list[tuple[str, str, int, Callable[..., int]]] = [
     *((f"{name}.{kind}", f"{kind} {kind}", int(kind[1:]), function) for name, function in (
-        ("add", lambda a, b: a + b), ("sub", lambda a, b: a - b), ("min", min), ("max", max)) for kind in ("s16", "u16", "s32", "u32", "s64", "u64")),
+        ("add", lambda a, b: a + b), ("sub", lambda a, b: a - b), ("min", min), ("max", max)) for kind in ("s16", "u16", "s32",
+            "u32", "s64", "u64")),
     *((f"mul.lo.{kind}", f"{kind} {kind}", int(kind[1:]), lambda a, b: a * b) for kind in ("s16", "s32", "u32", "s64")),
     *((f"mul.wide.{kind}", f"{kind} {kind}", 2 * int(kind[1:]), lambda a, b: a * b) for kind in ("s16", "u16", "s32", "u32")),
     *((f"mul.hi.{kind}", f"{kind} {kind}", int(kind[1:]), lambda a, b, bits=int(kind[1:]): a * b >> bits)
       for kind in ("s16", "u16", "s32", "u32", "s64", "u64")),
     *((f"mad.lo.{kind}", f"{kind} {kind} {kind}", int(kind[1:]), lambda a, b, c: a * b + c) for kind in ("s32", "u32", "s64")),
-    *((f"mad.wide.{kind}", f"{kind} {kind} {wide}", 64, lambda a, b, c: a * b + c) for kind, wide in (("s32", "s64"), ("u32", "u64"))),
+    *((f"mad.wide.{kind}", f"{kind} {kind} {wide}", 64, lambda a, b, c: a * b + c) for kind, wide in (("s32", "s64"), ("u32",
+        "u64"))),
     ("mad.hi.s32", "s32 s32 s32", 32, lambda a, b, c: (a * b >> 32) + c),
-    *((f"div.{kind}", f"{kind} {kind}", int(kind[1:]), lambda a, b: truncated(a, b) if b else -1) for kind in ("s32", "u32", "s64", "u64")),
-    *((f"rem.{kind}", f"{kind} {kind}", int(kind[1:]), lambda a, b: a - truncated(a, b) * b if b else a) for kind in ("s32", "u32", "s64")),
+    *((f"div.{kind}", f"{kind} {kind}", int(kind[1:]), lambda a, b: truncated(a, b) if b else -1) for kind in ("s32", "u32",
+        "s64", "u64")),
+    *((f"rem.{kind}", f"{kind} {kind}", int(kind[1:]), lambda a, b: a - truncated(a, b) * b if b else a) for kind in ("s32",
+        "u32", "s64")),
     *((f"abs.{kind}", kind, int(kind[1:]), abs) for kind in ("s16", "s32", "s64")),
     *((f"neg.{kind}", kind, int(kind[1:]), lambda a: -a) for kind in ("s16", "s32", "s64")),
     *((f"{name}.b{bits}", f"u{bits} u{bits}", bits, function) for name, function in (
         ("and", lambda a, b: a & b), ("or", lambda a, b: a | b), ("xor", lambda a, b: a ^ b)) for bits in (16, 32, 64)),
     *((f"not.b{bits}", f"u{bits}", bits, lambda a: ~a) for bits in (16, 32, 64)),
     *((f"shl.b{bits}", f"u{bits} u32", bits, lambda a, b, bits=bits: a << b if b < bits else 0) for bits in (16, 32, 64)),
-    *((f"shr.{kind}", f"{kind} u32", int(kind[1:]), lambda a, b, bits=int(kind[1:]): a >> min(b, bits)) for kind in ("s16", "u16", "s32", "u32", "s64", "u64")),
+    *((f"shr.{kind}", f"{kind} u32", int(kind[1:]), lambda a, b, bits=int(kind[1:]): a >> min(b, bits)) for kind in ("s16",
+        "u16", "s32", "u32", "s64", "u64")),
     ("shf.l.wrap.b32", "u32 u32 u32", 32, lambda a, b, c: (b << 32 | a) << (c & 31) >> 32),
     ("shf.r.wrap.b32", "u32 u32 u32", 32, lambda a, b, c: (b << 32 | a) >> (c & 31)),
     ("shf.l.clamp.b32", "u32 u32 u32", 32, lambda a, b, c: (b << 32 | a) << min(c, 32) >> 32),
     ("shf.r.clamp.b32", "u32 u32 u32", 32, lambda a, b, c: (b << 32 | a) >> min(c, 32)),
-    *((f"bfe.{kind}", f"{kind.replace('s', 'u')} u32 u32", int(kind[1:]), lambda a, b, c, bits=int(kind[1:]), s=kind[0] == "s": field(a, b, c, bits, s))
+    *((f"bfe.{kind}", f"{kind.replace('s', 'u')} u32 u32", int(kind[1:]), lambda a, b, c, bits=int(kind[1:]),
+       s=kind[0] == "s": field(a, b, c, bits, s))
       for kind in ("u32", "s32", "u64", "s64")),
-    *((f"bfi.b{bits}", f"u{bits} u{bits} u32 u32", bits, lambda a, b, c, e, bits=bits: placed(a, b, c, e, bits)) for bits in (32, 64)),
+    *((f"bfi.b{bits}", f"u{bits} u{bits} u32 u32", bits, lambda a, b, c, e, bits=bits: placed(a, b, c, e, bits)) for bits in (32,
+        64)),
     *((f"popc.b{bits}", f"u{bits}", 32, lambda a: a.bit_count()) for bits in (32, 64)),
     *((f"clz.b{bits}", f"u{bits}", 32, lambda a, bits=bits: bits - a.bit_length()) for bits in (32, 64)),
     *((f"brev.b{bits}", f"u{bits}", bits, lambda a, bits=bits: int(f"{a:0{bits}b}"[::-1], 2)) for bits in (32, 64)),
     ("bfind.u32", "u32", 32, lambda a: a.bit_length() - 1),
     ("prmt.b32", "u32 u32 u32", 32, bytes_chosen),
-    *((f"dp4a.{a}.{b}", "u32 u32 s32", 32, lambda x, y, z, a=a, b=b: dot(x, y, z, a == "s32", b == "s32")) for a in ("s32", "u32") for b in ("s32", "u32")),
+    *((f"dp4a.{a}.{b}", "u32 u32 s32", 32, lambda x, y, z, a=a, b=b: dot(x, y, z, a == "s32", b == "s32")) for a in ("s32",
+        "u32") for b in ("s32", "u32")),
     ("add.sat.s32", "s32 s32", 32, lambda a, b: max(-1 << 31, min(a + b, (1 << 31) - 1))),
     *((f"cvt.{to}.{of}", of, int(to[1:]), lambda a: a) for to, of in (
-        ("s64", "s32"), ("u64", "u32"), ("u16", "u32"), ("u32", "u16"), ("s32", "s16"), ("s16", "s32"), ("u32", "u64"), ("s64", "s16"))),
+        ("s64", "s32"), ("u64", "u32"), ("u16", "u32"), ("u32", "u16"), ("s32", "s16"), ("s16", "s32"), ("u32", "u64"), ("s64",
+            "s16"))),
     ("cvt.sat.s16.s32", "s32", 16, lambda a: max(-1 << 15, min(a, (1 << 15) - 1))),
     ("cvt.sat.u16.s32", "s32", 16, lambda a: max(0, min(a, (1 << 16) - 1))),
 ]
@@ -136,7 +145,8 @@ def test_carries_pass_from_one_word_to_the_next() -> None:
         body = (f"mov.b64 {{{{%r1, %r2}}}}, {{a}}; mov.b64 {{{{%r3, %r4}}}}, {{b}}; {name}.cc.u32 %r5, %r1, %r3; "
                 f"{name}c.u32 %r6, %r2, %r4; mov.b64 {{d}}, {{{{%r5, %r6}}}};")
         results = evaluate(body, [64, 64], 64, columns)
-        assert [int(result) for result in results] == [function(int(a), int(b)) % (1 << 64) for a, b in zip(*columns, strict=True)]
+        assert [int(result) for result in results] == [function(int(a), int(b)) % (1 << 64) for a, b in zip(*columns,
+            strict=True)]
 
 
 # -- floats ----------------------------------------------------------------------------------------------------------------
@@ -149,7 +159,7 @@ NAN = {"f32": 0x7FFFFFFF, "f16": 0x7FFF, "bf16": 0x7FFF, "e4m3": 0x7F, "e5m2": 0
 
 def number(code: int, kind: str) -> Fraction | float:
     """What a bit pattern means; -0.0, infinities and NaN as floats."""
-    bits, precision, least, most, infinite = TYPES[kind]
+    bits, precision, least, _, infinite = TYPES[kind]
     fraction, exponent = code & (1 << precision - 1) - 1, code >> precision - 1 & (1 << bits - precision) - 1
     sign = -1 if code >> bits - 1 else 1
     if exponent == (1 << bits - precision) - 1:
@@ -159,13 +169,13 @@ def number(code: int, kind: str) -> Fraction | float:
             return math.nan
     if not exponent and not fraction:
         return sign * 0.0
-    del most
-    return sign * (Fraction(fraction + (1 << precision - 1 if exponent else 0)) * Fraction(2) ** (max(exponent, 1) - 1 + least - precision + 1))
+    return sign * (Fraction(fraction + (1 << precision - 1 if exponent else 0)) * Fraction(2) ** (max(exponent,
+        1) - 1 + least - precision + 1))
 
 
 def coded(value: Fraction | float, kind: str, rounding: str = "rn", saturate: bool = False) -> int:
     """The bit pattern of a number rounded once."""
-    bits, precision, least, most, infinite = TYPES[kind]
+    bits, precision, least, _, infinite = TYPES[kind]
     if isinstance(value, float) and math.isnan(value):
         return NAN[kind]
     negative = math.copysign(1, value) < 0 if isinstance(value, float) else value < 0
@@ -176,11 +186,12 @@ def coded(value: Fraction | float, kind: str, rounding: str = "rn", saturate: bo
         code = largest if saturate else top
     else:
         exact = abs(Fraction(value))
-        exponent = exact.numerator.bit_length() - exact.denominator.bit_length()
+        exponent = exact.numerator.bit_length() - exact.denominator.bit_length() if exact else least
         exponent = max(least, exponent - (exact < Fraction(2) ** exponent))
         scaled = exact / Fraction(2) ** (exponent - precision + 1)
         whole = scaled.numerator // scaled.denominator
-        up = {"rn": round(scaled) > whole, "rz": False, "rm": negative and whole != scaled, "rp": not negative and whole != scaled,
+        up = {"rn": round(scaled) > whole, "rz": False, "rm": negative and whole != scaled,
+              "rp": not negative and whole != scaled,
               "rna": scaled - whole >= Fraction(1, 2)}[rounding]
         whole += up
         code = whole + (exponent - least << precision - 1)
@@ -195,15 +206,19 @@ def floats(kind: str, count: int = 160) -> Any:
     bits, precision, *_ = TYPES[kind]
     top = 1 << bits - 1
     one = coded(Fraction(1), kind)
-    corners = [0, 1, (1 << precision - 1) - 1, 1 << precision - 1, one, one + 1, top - 1, ((1 << bits - precision) - 1) << precision - 1]
-    some = [int(RANDOM.integers(0, 1 << min(bits, 62))) for _ in range(count)] + [one + int(RANDOM.integers(-999, 999)) % (1 << precision) for _ in range(count)]
-    return RANDOM.permutation(np.array([value % (1 << bits) for value in corners + [top | corner for corner in corners] + some], f"u{bits // 8}"))
+    corners = [0, 1, (1 << precision - 1) - 1, 1 << precision - 1, one, one + 1, top - 1,
+               ((1 << bits - precision) - 1) << precision - 1]
+    some = [int(RANDOM.integers(0, 1 << min(bits, 62))) for _ in range(count)] + [one + int(RANDOM.integers(-999,
+        999)) % (1 << precision) for _ in range(count)]
+    return RANDOM.permutation(np.array([value % (1 << bits) for value in corners + [top | corner for corner in corners] + some],
+                                       f"u{bits // 8}"))
 
 
 def zero(a: Any, b: Any, rounding: str) -> float:
     """The sign of a sum that is zero."""
     both = math.copysign(1, a) < 0 and math.copysign(1, b) < 0
-    return -0.0 if both or (rounding == "rm" and not (a == b == 0 and math.copysign(1, a) > 0 and math.copysign(1, b) > 0)) else 0.0
+    return -0.0 if both or (rounding == "rm" and not (a == b == 0 and math.copysign(1, a) > 0 and math.copysign(1,
+        b) > 0)) else 0.0
 
 
 def total(a: Any, b: Any, rounding: str = "rn") -> Any:
@@ -215,8 +230,9 @@ def total(a: Any, b: Any, rounding: str = "rn") -> Any:
 
 def times(a: Any, b: Any) -> Any:
     if not all(map(math.isfinite, (a, b))) or not a or not b:
-        return math.copysign(1, a) * math.copysign(1, b) * (math.nan if math.isnan(a) or math.isnan(b) or (not a or not b) and not (
-            math.isfinite(a) and math.isfinite(b)) else 0.0 if math.isfinite(a) and math.isfinite(b) else math.inf)
+        return math.copysign(1, a) * math.copysign(1, b) * (math.nan if math.isnan(a) or math.isnan(b)
+                                                            or ((not a or not b) and not (
+            math.isfinite(a) and math.isfinite(b))) else 0.0 if math.isfinite(a) and math.isfinite(b) else math.inf)
     return Fraction(a) * Fraction(b)
 
 
@@ -236,8 +252,10 @@ def least(a: Any, b: Any) -> Any:
 
 
 ARITHMETIC = [*((f"{name}.{rounding}.{kind}", kind, rounding) for name, kind, rounding in product(
-    ("add", "sub", "mul"), ("f32",), ("rn", "rz", "rm", "rp"))), *((f"{name}.rn.{kind}", kind, "rn") for name, kind in product(("add", "mul"), ("f16", "bf16"))),
-    *((f"fma.{rounding}.f32", "f32", rounding) for rounding in ("rn", "rz", "rm", "rp")), ("fma.rn.f16", "f16", "rn"), ("fma.rn.bf16", "bf16", "rn"),
+    ("add", "sub", "mul"), ("f32",), ("rn", "rz", "rm", "rp"))), *((f"{name}.rn.{kind}", kind, "rn") for name,
+                                                                   kind in product(("add", "mul"), ("f16", "bf16"))),
+    *((f"fma.{rounding}.f32", "f32", rounding) for rounding in ("rn", "rz", "rm", "rp")), ("fma.rn.f16", "f16",
+                                                                                           "rn"), ("fma.rn.bf16", "bf16", "rn"),
     *((f"div.{rounding}.f32", "f32", rounding) for rounding in ("rn", "rz", "rm", "rp")), ("fma.rn.f64", "f64", "rn"),
     *((f"{name}.{kind}", kind, "rn") for name in ("min", "max") for kind in ("f32", "f16", "bf16"))]
 
@@ -252,7 +270,8 @@ def test_arithmetic_rounds_once(name: str, kind: str, rounding: str) -> None:
         a, b, *c = (number(int(column[place]), kind) for column in columns)
         value = {"add": lambda a=a, b=b: total(a, b, rounding), "sub": lambda a=a, b=b: total(a, -b, rounding),
                  "mul": lambda a=a, b=b: times(a, b), "div": lambda a=a, b=b: divided(a, b), "min": lambda a=a, b=b: least(a, b),
-                 "max": lambda a=a, b=b: -least(-a, -b), "fma": lambda a=a, b=b, c=c: total(times(a, b), c[0], rounding)}[operation]()
+                 "max": lambda a=a, b=b: -least(-a, -b), "fma": lambda a=a, b=b, c=c: total(times(a, b), c[0],
+                                                                                            rounding)}[operation]()
         assert int(result) == coded(value, kind, rounding), (a, b, *c)
 
 
@@ -265,7 +284,8 @@ def test_halves_meet_floats_without_a_conversion(kind: str) -> None:
         widths = [8 * column.dtype.itemsize for column in columns]
         letters = ", ".join(f"{{{letter}}}" for letter in "abc"[:len(columns)])
         for place, result in enumerate(evaluate(f"{name}.rn.f32.{kind} {{d}}, {letters};", widths, 32, columns)):
-            given = [number(int(column[place]), of) for column, of in zip(columns, (*[kind] * (len(columns) - 1), "f32"), strict=True)]
+            given = [number(int(column[place]), of) for column, of in zip(columns, (*[kind] * (len(columns) - 1), "f32"),
+                                                                          strict=True)]
             assert int(result) == coded(function(*given), "f32"), given
 
 
@@ -280,8 +300,10 @@ def test_fma_where_64_bit_extended_floats_round_twice() -> None:
         assert int(result) == coded(x * y + z, "f32")
 
 
-CONVERSIONS = [("f16", "f32", "rn"), ("bf16", "f32", "rn"), ("bf16", "f32", "rz"), ("f16", "f32", "rz"), ("f32", "f16", ""), ("f32", "bf16", ""),
-               ("f32", "f64", "rn"), ("f64", "f32", ""), ("f32", "f64", "rz"), ("f16", "f32", "rp"), ("f16", "f64", "rn"), ("f32", "f64", "rm")]
+CONVERSIONS = [("f16", "f32", "rn"), ("bf16", "f32", "rn"), ("bf16", "f32", "rz"), ("f16", "f32", "rz"), ("f32", "f16", ""),
+               ("f32", "bf16", ""),
+               ("f32", "f64", "rn"), ("f64", "f32", ""), ("f32", "f64", "rz"), ("f16", "f32", "rp"), ("f16", "f64",
+                   "rn"), ("f32", "f64", "rm")]
 
 
 @pytest.mark.parametrize(("to", "of", "rounding"), CONVERSIONS)
@@ -324,18 +346,22 @@ def test_pairs_of_halves(to: str, rounding: str) -> None:
 @pytest.mark.parametrize("to", ["s32", "u32", "s16", "s64"])
 def test_floats_become_integers(to: str, mode: str) -> None:
     """Rounded to a whole number, then clamped; NaN is 0."""
-    column = np.concatenate([floats("f32"), np.array([0x3F000000, 0x3FC00000, 0x40200000, 0xBF000000, 0x4F000000, 0xCF000000], np.uint32)])
+    column = np.concatenate([floats("f32"), np.array([0x3F000000, 0x3FC00000, 0x40200000, 0xBF000000, 0x4F000000, 0xCF000000],
+                                                     np.uint32)])
     bits = int(to[1:])
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if to[0] == "s" else (0, (1 << bits) - 1)
     whole = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}[mode]
     for code, result in zip(column, evaluate(f"cvt.{mode}.{to}.f32 {{d}}, {{a}};", [32], bits, [column]), strict=True):
         value = number(int(code), "f32")
-        wanted = 0 if math.isnan(value) else (high if value > 0 else low) if math.isinf(value) else max(low, min(whole(value), high))
+        wanted = 0 if math.isnan(value) else (high if value > 0 else low) if math.isinf(value) else max(low, min(whole(value),
+            high))
         assert int(result) == wanted % (1 << bits), value
 
 
-@pytest.mark.parametrize(("of", "to", "rounding"), [("s32", "f32", "rn"), ("u32", "f32", "rz"), ("s64", "f32", "rn"), ("u64", "f32", "rp"),
-                                                    ("s16", "f32", "rn"), ("s32", "bf16", "rn"), ("u16", "f16", "rn"), ("s64", "f64", "rn")])
+@pytest.mark.parametrize(("of", "to", "rounding"), [("s32", "f32", "rn"), ("u32", "f32", "rz"), ("s64", "f32", "rn"), ("u64",
+    "f32", "rp"),
+                                                    ("s16", "f32", "rn"), ("s32", "bf16", "rn"), ("u16", "f16", "rn"), ("s64",
+                                                        "f64", "rn")])
 def test_integers_become_floats(of: str, to: str, rounding: str) -> None:
     bits = int(of[1:])
     column = samples(bits)
@@ -384,10 +410,12 @@ def lanes_of(instruction: str, values: np.ndarray[Any, Any]) -> list[int]:
 
 def test_shuffles() -> None:
     values = np.arange(100, 132)
-    for mode, by, clamp, source in (("bfly", 5, 0x1F, lambda i: i ^ 5), ("idx", 9, 0x1F, lambda i: 9), ("up", 3, 0, lambda i: i - 3 if i >= 3 else i),
+    for mode, by, clamp, source in (("bfly", 5, 0x1F, lambda i: i ^ 5), ("idx", 9, 0x1F, lambda i: 9), ("up", 3, 0,
+        lambda i: i - 3 if i >= 3 else i),
                                     ("down", 4, 0x1F, lambda i: i + 4 if i + 4 < 32 else i), ("bfly", 2, 0x1C1F, lambda i: i ^ 2),
                                     ("idx", 1, 0x181F, lambda i: i & 24 | 1), ("up", 1, 0x1800, lambda i: i - 1 if i % 8 else i)):
-        assert lanes_of(f"shfl.sync.{mode}.b32 {{d}}, {{a}}, {by}, {clamp}, -1;", values) == [100 + source(i) for i in range(32)], mode
+        assert lanes_of(f"shfl.sync.{mode}.b32 {{d}}, {{a}}, {by}, {clamp}, -1;",
+                        values) == [100 + source(i) for i in range(32)], mode
 
 
 def test_reductions_and_votes() -> None:
@@ -400,7 +428,8 @@ def test_reductions_and_votes() -> None:
     assert lanes_of("setp.gt.s32 %p1, {a}, 0; vote.sync.any.pred %p2, %p1, -1; selp.b32 {d}, 1, 0, %p2;", values) == [1] * 32
 
 
-@pytest.mark.parametrize(("kind", "k", "dtype"), [("f16", 16, torch.float16), ("bf16", 16, torch.bfloat16), ("f16", 8, torch.float16),
+@pytest.mark.parametrize(("kind", "k", "dtype"), [("f16", 16, torch.float16), ("bf16", 16, torch.bfloat16), ("f16", 8,
+    torch.float16),
                                                  ("s8", 32, torch.int8), ("e4m3", 32, torch.float8_e4m3fn)])
 def test_products_of_matrices(kind: str, k: int, dtype: torch.dtype) -> None:
     """Every element where the ISA's tables put it: by its number among a lane's, not by register."""
@@ -415,7 +444,8 @@ def test_products_of_matrices(kind: str, k: int, dtype: torch.dtype) -> None:
         return torch.stack([torch.cat(row) for row in rows]).view(torch.int32)
 
     half = 4 * per
-    words = fragment(a, 16 * k // 32, lambda lane, i: (lane // 4 + 8 * (i // per % 2), lane % 4 * per + i % per + half * (i // (2 * per))))
+    words = fragment(a, 16 * k // 32, lambda lane, i: (lane // 4 + 8 * (i // per % 2),
+                                                       lane % 4 * per + i % per + half * (i // (2 * per))))
     other = fragment(b, 8 * k // 32, lambda lane, i: (lane % 4 * per + i % per + half * (i // per), lane // 4))
     sums = fragment(c, 4, lambda lane, i: (lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2))
     out = torch.zeros(32, 4, dtype=torch.int32)
@@ -424,9 +454,11 @@ def test_products_of_matrices(kind: str, k: int, dtype: torch.dtype) -> None:
         width = tensor.shape[1]
         body += [f"mul.wide.u32 %d30, %r60, {4 * width}; add.s64 %d30, %d30, %d{place};",
                  *(f"ld.global.b32 %r{first + i}, [%d30 + {4 * i}];" for i in range(width))]
-    names = [", ".join(f"%r{first + i}" for i in range(count)) for first, count in ((30, 4), (1, words.shape[1]), (10, other.shape[1]), (20, 4))]
+    names = [", ".join(f"%r{first + i}" for i in range(count)) for first, count in ((30, 4), (1, words.shape[1]), (10,
+        other.shape[1]), (20, 4))]
     ends = ("s32", "s32") if integer else ("f32", "f32")
-    body += [f"mma.sync.aligned.m16n8k{k}.row.col.{ends[0]}.{kind}.{kind}.{ends[1]} {{{names[0]}}}, {{{names[1]}}}, {{{names[2]}}}, {{{names[3]}}};",
+    body += [f"mma.sync.aligned.m16n8k{k}.row.col.{ends[0]}.{kind}.{kind}.{ends[1]} "
+             f"{{{names[0]}}}, {{{names[1]}}}, {{{names[2]}}}, {{{names[3]}}};",
              "mul.wide.u32 %d30, %r60, 16; add.s64 %d30, %d30, %d3;", f"st.global.v4.b32 [%d30], {{{names[0]}}};"]
     assert run("\n".join(body), words, other, sums, out, outputs=(out,)).findings == ()
     assert size in (1, 2)
@@ -437,8 +469,10 @@ def test_products_of_matrices(kind: str, k: int, dtype: torch.dtype) -> None:
 # -- what is not known -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("instruction", ["frobnicate.b32 %r1, %r2;", "mma.sp.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 %r1, %r2, %r3, %r4;",
-                                         "cp.async.bulk.commit_group;", "cvt.rn.satfinite.e2m1x2.f32 %h1, %r1, %r2;", "setp.xx.s32 %p1, %r1, %r2;"])
+@pytest.mark.parametrize("instruction", ["frobnicate.b32 %r1, %r2;",
+                                         "mma.sp.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 %r1, %r2, %r3, %r4;",
+                                         "cp.async.bulk.commit_group;", "cvt.rn.satfinite.e2m1x2.f32 %h1, %r1, %r2;",
+                                         "setp.xx.s32 %p1, %r1, %r2;"])
 def test_an_instruction_that_is_not_known_is_named(instruction: str) -> None:
     with pytest.raises(ExecutionError, match=r"line \d+: " + instruction.partition(" ")[0].rstrip(";").replace(".", r"\.")):
         run(instruction)

@@ -31,6 +31,7 @@ from qdsl.generated import (
     ocp_mxfp4,
     ocp_mxfp6,
     ocp_mxfp8,
+    quanto,
 )
 from qdsl.runtime import FormatError, PackedWeight, launch
 from tests.support.formats import ROOT, SHIPPED, canonical, module, raw, same_bits
@@ -47,7 +48,9 @@ BY_NAME = (("gptq", int_group), ("autogptq", int_group), ("awq", int_group), ("c
            ("ao_nvfp4", nvfp4_modelopt), ("ct_mxfp4", ocp_mxfp4), ("modelopt_mxfp4", ocp_mxfp4), ("ao_mx_e2m1", ocp_mxfp4),
            ("gptoss", ocp_mxfp4), ("hf_fp8_expert_fp4", ocp_mxfp4), ("ct_mxfp6", ocp_mxfp6), ("ao_mx_e2m3", ocp_mxfp6),
            ("ao_mx_e3m2", ocp_mxfp6), ("ct_mxfp8", ocp_mxfp8), ("ao_mx_e4m3", ocp_mxfp8), ("ao_mx_e5m2", ocp_mxfp8),
-           ("mlx_affine", mlx), ("mlx_mxfp4", ocp_mxfp4), ("mlx_mxfp8", ocp_mxfp8))
+           ("mlx_affine", mlx), ("mlx_mxfp4", ocp_mxfp4), ("mlx_mxfp8", ocp_mxfp8),
+           ("mlx_nvfp4", nvfp4_modelopt), ("onnx_", int_group), ("quanto_qint8", int8_channel),
+           ("quanto_qfloat8", fp8_channel), ("eetq_", int8_channel), ("quanto_", quanto))
 # How producers quantize where it is not the format's default.  transformers rounds an inverse first.
 RULES: tuple[tuple[str, dict[str, str | bool]], ...] = (
     ("ct_pack*_sym", {"symmetric": True}),

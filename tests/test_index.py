@@ -274,13 +274,14 @@ def test_multiples_leave_a_division() -> None:
     assert str(ix.mod(ix.name("n") * 8 + 5, 32)) == "8 * (n % 4) + 5"
 
 
-def test_a_unit_is_divided_by_a_group_that_it_divides() -> None:
+@pytest.mark.parametrize("unit", [2, 8])
+def test_a_unit_is_divided_by_a_group_that_it_divides(unit: int) -> None:
     """What the docstring of _div_by_name says, and only where it is so."""
-    place = ix.name("t") * 8 + ix.name("i")
-    facts = Facts({"i": (0, 7), "group": (1, None)}, {"group": 32})
-    assert str(ix.div(place, ix.name("group"), facts)) == "t // (group // 8)"
-    for worse in (Facts({"i": (0, 8)}, {"group": 32}), Facts({"i": (0, 7)}), Facts({"i": (-1, 7)}, {"group": 32})):
-        assert str(ix.div(place, ix.name("group"), worse)) == "(8 * t + i) // group"
+    place = ix.name("t") * unit + ix.name("i")
+    facts = Facts({"i": (0, unit - 1), "group": (1, None)}, {"group": 32})
+    assert str(ix.div(place, ix.name("group"), facts)) == f"t // (group // {unit})"
+    for worse in (Facts({"i": (0, unit)}, {"group": 32}), Facts({"i": (0, unit - 1)}), Facts({"i": (-1, 1)}, {"group": 32})):
+        assert str(ix.div(place, ix.name("group"), worse)) == f"({unit} * t + i) // group"
 
 
 def test_a_unit_is_in_one_group_where_a_group_may_be_the_whole_axis() -> None:

@@ -272,6 +272,12 @@ def test_forged_pieces_are_encoded_again(key: str, text: str, inputs: Path, tmp_
 # Checksums
 
 
+def test_a_tensor_without_elements_has_a_checksum(tmp_path: Path) -> None:
+    folders.folder(tmp_path / "plain", {"model.layers.0.up.weight": torch.ones(128, 128), "unused": torch.ones(0)})
+    succeed("quantize", tmp_path / "plain", "-f", "fp8_block", "-o", tmp_path / "out", "-j", "1")
+    assert command("verify", tmp_path / "out").stdout == "all tensors fit their checksums\n"
+
+
 @pytest.mark.parametrize("job", ["convert", "compress", "quantize folder"])
 def test_a_folder_is_verified_by_its_checksums(job: str, inputs: Path, tmp_path: Path) -> None:
     """A flipped bit in any tensor is named, by the command, by `qdsl.open` and by `load_weights_`."""

@@ -6,12 +6,15 @@ import math
 import os
 import re
 import tempfile
+from typing import Any
 
 import pytest
 import torch
 
-from qdsl.runtime import PackedWeight, configure, launch
+from qdsl.generated import fp8_channel, q4_0
+from qdsl.runtime import PackedWeight, cdiv, configure, launch
 from qdsl.runtime.call import Call
+from qdsl.shapes import axis
 from tests.support.covering import covering, kernels
 from tests.support.formats import Case, cases, random_packed, smallest
 from tests.support.interpreter import INTERPRETED, guarded, run_program
@@ -101,7 +104,7 @@ def fp8_rows(shape: tuple[int, int]) -> tuple[PackedWeight, torch.Tensor]:
     return packed, case.module.dequantize(part, torch.float32)
 
 
-@pytest.mark.parametrize("shape", [(16 * launch.ROWS_OF_X + 1, 16, 128), (65535, 16, 32896), (65, 1 << 25, 128)],
+@pytest.mark.parametrize("shape", [(16 * launch.SECOND_AXIS + 1, 16, 128), (65535, 16, 32896), (65, 1 << 25, 128)],
                          ids=["grid", "x", "product"])
 @pytest.mark.parametrize("mode", ["plain", "invariant", "quantized"])
 def test_last_row_of_x(mode: str, shape: tuple[int, int, int]) -> None:
@@ -113,7 +116,7 @@ def test_last_row_of_x(mode: str, shape: tuple[int, int, int]) -> None:
     x[-1, -8:] = 1 / 1024
     calls = [*(launch.quantized_calls(x, packed, None, out) if mode == "quantized" else
                launch.linear_calls(x, packed, None, out, invariant=mode == "invariant"))]
-    assert all(call.grid[1:] <= (launch.ROWS_OF_X,) for call in calls)
+    assert all(call.grid[1:] <= (launch.SECOND_AXIS,) for call in calls)
     for call in calls[-1 - (mode == "quantized"):]:
         with guarded(packed, *(value for value in call.arguments if isinstance(value, torch.Tensor))):
             run_program(call)
@@ -121,3 +124,14 @@ def test_last_row_of_x(mode: str, shape: tuple[int, int, int]) -> None:
     wanted = (x[-1:].double() @ weight.double().t())[0]
     assert live.any() and torch.allclose(out[-1, -16:][live].double(), wanted[live], rtol=2 ** -9)
     assert mode == "quantized" or not out[0].any()               # of x's codes only the last program's are made
+
+
+@pytest.mark.parametrize("columns", [1 << 20, 1 << 31])
+@pytest.mark.parametrize("format", [q4_0, fp8_channel], ids=["blocks", "rows"])
+def test_the_grid_of_a_long_row(format: Any, columns: int) -> None:
+    """A grid's second axis does not count the 16 million columns of one tile; tiles become longer."""
+    packed = format.FORMAT.empty((4, columns))
+    (call,) = launch.dequantize_calls(packed, torch.empty(packed.shape, dtype=torch.bfloat16, device="meta"))
+    units = axis(packed.layout.kernels.units).extent(*packed.shape, packed.sizes)
+    assert units is not None and call.grid[1] <= launch.SECOND_AXIS and call.grid[1] == cdiv(units, call.constants["BK"])
+    assert call.grid[0] == cdiv(4, call.constants["BN"])

@@ -596,25 +596,44 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
 
 
 def quark(exclude: list[str], layers: dict[str, object], **weight: object) -> dict[str, Any]:
-    """A config as AMD Quark writes it."""
+    """A config as AMD Quark 0.13 writes it."""
+    whole = {"bias": None, "input_tensors": None, "output_tensors": None, "target_device": None, "weight": {
+        "block_size": None, "ch_axis": 0, "group_size": None, "is_dynamic": False, "is_scale_quant": False,
+        "mx_element_dtype": None, "observer_cls": "PerChannelMinMaxObserver",
+        "round_method": "half_even", "scale_format": None, "scale_type": "float",
+        "symmetric": True, "zero_point_type": "int32", **weight}}
+    export = {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder", "weight_format": "real_quantized",
+              "weight_merge_groups": None}
     return {"quantization_config": {
-        "quant_method": "quark", "exclude": exclude, "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
-        "global_quant_config": {"input_tensors": None, "weight": weight}, "layer_quant_config": layers}}
+        "algo_config": None, "exclude": exclude, "export": export, "global_quant_config": whole, "kv_cache_post_rope": False,
+        "kv_cache_quant_config": {}, "layer_quant_config": layers, "layer_type_quant_config": {}, "quant_method": "quark",
+        "quant_mode": "eager_mode", "softmax_quant_spec": None, "version": "0.13"}}
 
 
-@pytest.mark.parametrize(("format", "dtype", "scheme", "weight", "scale"), [
-    ("fp8_tensor", "fp8_e4m3", "per_tensor", torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.ones(())),
-    ("fp8_channel", "fp8_e4m3", "per_channel", torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.ones(64)),
-    ("int8_channel", "int8", "per_channel", torch.zeros(64, 64, dtype=torch.int8), torch.ones(64, 1)),
-    ("ocp_mxfp4", "fp4", "per_group", torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 2, dtype=torch.uint8)),
-], ids=["fp8_tensor", "fp8_channel", "int8_channel", "ocp_mxfp4"])
-def test_quark(tmp_path: Path, format: str, dtype: str, scheme: str, weight: Tensor, scale: Tensor) -> None:
+BYTE_CODES, SIX_BITS = torch.zeros(64, 64, dtype=torch.int8), torch.zeros(64, 48, dtype=torch.uint8)
+QUARK = {
+    "fp8_tensor": ("fp8_e4m3", "per_tensor", {"weight": BYTE_CODES.to(torch.float8_e4m3fn), "weight_scale": torch.ones(())}),
+    "fp8_channel": ("fp8_e4m3", "per_channel", {"weight": BYTE_CODES.to(torch.float8_e4m3fn), "weight_scale": torch.ones(64)}),
+    "int8_channel": ("int8", "per_channel", {"weight": BYTE_CODES, "weight_scale": torch.ones(64),
+                                             "weight_zero_point": torch.zeros(64, dtype=torch.int8)}),
+    "int8_tensor": ("int8", "per_tensor", {"weight": BYTE_CODES, "weight_scale": torch.ones(()),
+                                           "weight_zero_point": torch.zeros((), dtype=torch.int8)}),
+    "ocp_mxfp4": ("fp4", "per_group", {"weight": torch.zeros(64, 32, dtype=torch.uint8),
+                                       "weight_scale": torch.zeros(64, 2, dtype=torch.uint8)}),
+    "ocp_mxfp6": ("fp6_e3m2", "per_group", {"weight": SIX_BITS, "weight_scale": torch.zeros(64, 2, dtype=torch.uint8)}),
+}
+
+
+@pytest.mark.parametrize("format", QUARK)
+def test_quark(tmp_path: Path, format: str) -> None:
     """Its list is of names and of expressions; settings of single layers win over those of the whole."""
+    dtype, scheme, tensors = QUARK[format]
     plain = {"weight": torch.ones(64, 64)}
-    modules = {UP: {"weight": weight, "weight_scale": scale, "input_scale": torch.ones(())}, DOWN: plain, "lm_head": plain}
+    modules = {UP: {**tensors, "input_scale": torch.ones(())}, DOWN: plain, "lm_head": plain}
     config = quark(["lm_head", "re:.*down_proj"], {}, dtype=dtype, qscheme=scheme)
     found = read(checkpoints.folder(tmp_path, modules, config))
     assert (one(found).format, one(found).problems, found.problems) == (format, (), [])
+    assert one(found).params.get("code", "e3m2") == "e3m2"
     assert {each.name: (each.by, each.problem) for each in found.left} == {
         DOWN: ("re:.*down_proj (regex)", ""), "lm_head": ("lm_head (glob)", "")}
     own = {"*up_proj": {"weight": {"dtype": dtype, "qscheme": scheme}}}

@@ -24,9 +24,10 @@ from tests.support.formats import same_bits
 from tests.test_goldens import DATA, disk, read
 
 MODES = {"affine4_g64_bfloat16": ("affine", 4, 64, "mlx"), "affine3_g32_float16": ("affine", 3, 32, "mlx"),
-         "mxfp4": ("mxfp4", 4, 32, "ocp_mxfp4"), "mxfp8": ("mxfp8", 8, 32, "ocp_mxfp8")}
+         "mxfp4": ("mxfp4", 4, 32, "ocp_mxfp4"), "mxfp8": ("mxfp8", 8, 32, "ocp_mxfp8"),
+         "nvfp4": ("nvfp4", 4, 16, "nvfp4_modelopt")}
 TARGETS = {"mlx": ("affine", 4, 64), "mlx bits=6 group=32": ("affine", 6, 32), "ocp_mxfp4.mlx": ("mxfp4", 4, 32),
-           "ocp_mxfp8.mlx": ("mxfp8", 8, 32)}
+           "ocp_mxfp8.mlx": ("mxfp8", 8, 32), "nvfp4_modelopt.mlx": ("nvfp4", 4, 16)}
 needs_mlx = pytest.mark.skipif(find_spec("mlx") is None, reason="needs the package mlx: see make live")
 
 

@@ -99,3 +99,15 @@ def test_loading_a_spec_runs_its_text_and_no_bytecode(tmp_path: Path, monkeypatc
         monkeypatch.delitem(sys.modules, name)
     again = qdsl.load(spec)
     assert again is not module and not hasattr(again, "HIJACKED") and hasattr(again, "FORMAT")
+
+
+@pytest.mark.parametrize("call", [
+    lambda format, packed: format.linear(torch.ones(1, 64), packed),
+    lambda format, packed: format.grouped_linear(torch.ones(1, 64), packed, [0, 1]),
+    lambda format, packed: format.dequantize_rows(packed, torch.tensor([0])),
+    lambda format, packed: format.planar(packed),
+    lambda format, packed: format.dequantize(packed),
+], ids=["linear", "grouped_linear", "dequantize_rows", "planar", "dequantize"])
+def test_a_weight_of_another_format(call: Any) -> None:
+    with pytest.raises(FormatError, match="this is a weight of q4_0, not of df11"):
+        call(df11.FORMAT, WEIGHT)

@@ -181,6 +181,18 @@ def test_an_index_that_nobody_filled(group: int) -> None:
         int_group.wrap({**filled, "g_idx": torch.full_like(filled["g_idx"], 9)}, storage="gptq_v2")
 
 
+def test_columns_out_of_order_are_decoded_by_tiles() -> None:
+    """Tiles of rows have 2^18 weights: here a whole one, and a part."""
+    shape = (640, 512)
+    generator = torch.Generator().manual_seed(0)
+    packed = int_group.quantize(torch.randn(shape, generator=generator), "gptq_v2", bits=4, group=128)
+    index = (torch.arange(512, dtype=torch.int32) // 128)[torch.randperm(512, generator=generator)]
+    mixed = int_group.wrap({**packed.tensors, "g_idx": index}, storage="gptq_v2", bits=4, group=128)
+    planar = int_group.FORMAT.planar(mixed)
+    assert planar.order is not None and mixed.order is None
+    assert same_bits(int_group.dequantize(planar, torch.float32), int_group.dequantize(mixed, torch.float32))
+
+
 @pytest.mark.parametrize("group", [0, -1])
 def test_an_index_that_nobody_filled_comes_into_a_layer(group: int) -> None:
     """By loading, or put there as libraries do: the layer has the numbers of `wrap`."""

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qdsl.checkpoint.crc import FILE, text
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.checkpoint.shards import is_plain, piece
 from qdsl.models.engine import EngineConfig
 from qdsl.models.served import Served, assembled, decoding, gguf_path, open_gguf, source_tensors
@@ -126,6 +127,16 @@ def test_entry_points_are_light() -> None:
             "qdsl.models.omni.register()")
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "qdsl is not available in this vllm-omni" in result.stderr
+
+
+def test_files_are_verified_where_settings_say_so(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": torch.ones(4)})
+    config = EngineConfig({"quant_method": "qdsl", "verify": True})
+    assert config.options == {} and config.verified(tmp_path) == tmp_path      # which states no checksums
+    (tmp_path / FILE).write_text(text({"model.safetensors": {"a": 7}}))
+    assert EngineConfig({"quant_method": "qdsl"}).verified(tmp_path) == tmp_path
+    with pytest.raises(CheckpointError, match="tensor 'a' is damaged"):
+        config.verified(tmp_path)
 
 
 def test_a_plain_model_needs_a_format(tmp_path: Path) -> None:

@@ -125,6 +125,11 @@ def test_parameters_that_mean_several_shapes() -> None:
     assert mlx.wrap(packed.tensors, bits=4).shape == mlx.wrap(packed.tensors, (8, 256)).shape == (8, 256)
 
 
+def test_codes_of_which_a_tensor_holds_some_bits_have_no_kernels_for_matrix_units(tmp_path: Path) -> None:
+    storages = qdsl.load(spec(tmp_path, LANES)).FORMAT.variant({}).storages
+    assert storages["plain"].kernels.lanes is not None and storages["coded"].kernels.lanes is None
+
+
 @pytest.mark.parametrize("rows", [64, 8])
 def test_a_storage_with_a_stream(tmp_path: Path, rows: int) -> None:
     lanes = qdsl.load(spec(tmp_path, LANES))

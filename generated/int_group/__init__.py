@@ -41,6 +41,9 @@
     xpu_int4pack at bits = 4: 4.1875 bits per weight with group = 128
     torchao_plain_int32 at bits = 4: 4.1875 bits per weight with group = 128
     torchao_int8 at bits = 8: 8.125 bits per weight with group = 128
+    onnx_matmul_nbits at bits = 4: 4.125 bits per weight with group = 128
+    onnx_matmul_nbits at bits = 2: 2.125 bits per weight with group = 128
+    onnx_matmul_nbits at bits = 8: 8.125 bits per weight with group = 128
     planar at bits = 4: 4.125 bits per weight with group = 128
     planar at bits = 2: 2.125 bits per weight with group = 128
     planar at bits = 3: 3.125 bits per weight with group = 128
@@ -49,7 +52,7 @@
     planar at bits = 6: 6.125 bits per weight with group = 128
     planar at bits = 7: 7.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 cf9519c4b851be64) by qdsl 0.1.0.
+Built from the spec int_group (sha256 3bdcc208fbe491f8) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -59,7 +62,7 @@ from . import bits_4, bits_2, bits_3, bits_8, bits_5, bits_6, bits_7
 
 FORMAT = Format(
     name="int_group", title="integer codes with a zero point and a scale per group of columns",
-    source="GPTQ and AWQ checkpoints (auto-gptq, gptqmodel, autoawq); compressed-tensors pack-quantized and int-quantized",
+    source="GPTQ and AWQ checkpoints (auto-gptq, gptqmodel, autoawq); compressed-tensors pack-quantized and int-quantized; onnxruntime",
     formula="(q - z) * s",
     by=("bits",),
     variants={
@@ -134,7 +137,7 @@ FORMAT = Format(
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
         "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="cf9519c4b851be64",
+    digest="3bdcc208fbe491f8",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

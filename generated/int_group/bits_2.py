@@ -11,9 +11,10 @@
     gptq_v2: 2.14062 bits per weight with group = 128
     gptq_v1: 2.14062 bits per weight with group = 128
     pack_quantized: 2.125 bits per weight with group = 128
+    onnx_matmul_nbits: 2.125 bits per weight with group = 128
     planar: 2.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 cf9519c4b851be64) by qdsl 0.1.0.
+Built from the spec int_group (sha256 3bdcc208fbe491f8) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -25,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, joined,
-        lanes, many, pad, spread)
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, integer,
+        joined, lanes, many, pad, spread)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -130,6 +131,33 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
         tensors["weight_zero_point"] = integer(weight_zero_point_bytes.transpose(-1, -2), torch.int32)
     if g is not None:
         tensors["weight_g_idx"] = g
+    return tensors
+
+
+def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None, *, K: int,
+        group: int) -> dict[str, Tensor]:
+    """Fields of B uint8 [N, K/4]; scales scale_type [N, K/group]; zero_points uint8 [N, ceil(K/4*group)]."""
+    fields = {
+        "q": spread(B, 2).flatten(1),
+        "s": scales,
+    }
+    if zero_points is not None:
+        fields["z"] = spread(zero_points, 2).flatten(1)[:, :cdiv(K, group)]
+    return fields
+
+
+def pack_onnx_matmul_nbits(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """B, scales, zero_points of the fields; the inverse of unpack_onnx_matmul_nbits."""
+    q_split = q.unflatten(-1, (-1, 4))
+    B_bytes = joined(q_split, 2).squeeze(-1)
+    tensors = {
+        "B": B_bytes,
+        "scales": s,
+    }
+    if z is not None:
+        z_split = pad(z, (0, -z.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
+        zero_points_bytes = joined(z_split, 2).squeeze(-1)
+        tensors["zero_points"] = zero_points_bytes
     return tensors
 
 
@@ -391,6 +419,65 @@ def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weigh
             if weight_g_idx is not None:
                 s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
             x_k = tl.load(x + 16 * t + h, inside, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_onnx_matmul_nbits(B, scales, zero_points, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    B += n.to(tl.int64) * (K // 4)
+    if zero_points is None:
+        z = 2
+    else:
+        zero_points += n.to(tl.int64) * tl.cdiv(K, 4 * group)
+    scales += n.to(tl.int64) * (K // group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 4)
+    q_word = tl.load(B + t, live, 0)
+    g = t // (group // 4)
+    if zero_points is not None:
+        z = (tl.load(zero_points + g // 4, live, 0) >> 2 * (g % 4) & 3).to(tl.int32)
+    s = tl.load(scales + g, live, 0).to(tl.float32)
+    for h in tl.static_range(4):
+        q = (q_word >> 2 * h & 3).to(tl.int32)
+        w = (q - z) * s
+        tl.store(out + 4 * t + h, w, live)
+
+
+@triton.jit
+def _linear_onnx_matmul_nbits(B, scales, zero_points, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    B += n.to(tl.int64) * (K // 4)
+    if zero_points is None:
+        z = 2
+    else:
+        zero_points += n.to(tl.int64) * tl.cdiv(K, 4 * group)
+    scales += n.to(tl.int64) * (K // group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 4, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 4)
+        q_word = tl.load(B + t, live, 0)
+        g = t // (group // 4)
+        if zero_points is not None:
+            z = (tl.load(zero_points + g // 4, live, 0) >> 2 * (g % 4) & 3).to(tl.int32)
+        s = tl.load(scales + g, live, 0).to(tl.float32)
+        for h in tl.static_range(4):
+            q = (q_word >> 2 * h & 3).to(tl.int32)
+            x_k = tl.load(x + 4 * t + h, live, 0).to(tl.float32)
             acc += (q - z) * s * x_k
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     device.store_sums(out, bias, n, N, tl.sum(acc, 1))
@@ -670,6 +757,15 @@ VARIANT = Variant(
                 "span": "full"},
             reads=("N", "K"), shape="weight_shape",
             kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/16)", last="k"),
+        ),
+        "onnx_matmul_nbits": Storage(
+            tensors={
+                "B": Stored("u8", "N", "K/4", seen=("N", "K/group", "?"), bits=("q[1@0, 4:2 1@1]",)),
+                "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
+                "zero_points": Stored("u8", "N", "ceil(K/4*group)", optional="z", bits=("z[1@0, 4:2 1@1]",)),
+            },
+            unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",), reads=("K", "group"),
+            kernels=Kernels(_dequantize_onnx_matmul_nbits, _linear_onnx_matmul_nbits, rows="N", units="K/4", last="k"),
         ),
         "planar": Storage(
             tensors={

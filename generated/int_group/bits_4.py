@@ -18,9 +18,10 @@
     modelopt: 4.125 bits per weight with group = 128
     xpu_int4pack: 4.1875 bits per weight with group = 128
     torchao_plain_int32: 4.1875 bits per weight with group = 128
+    onnx_matmul_nbits: 4.125 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 cf9519c4b851be64) by qdsl 0.1.0.
+Built from the spec int_group (sha256 3bdcc208fbe491f8) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -305,6 +306,33 @@ def pack_torchao_plain_int32(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tenso
         "scale": s.t().contiguous(),
         "zero_point": as_type(zero_point_bytes, torch.int8).squeeze(-1).t().contiguous(),
     }
+
+
+def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None, *, K: int,
+        group: int) -> dict[str, Tensor]:
+    """Fields of B uint8 [N, K/2]; scales scale_type [N, K/group]; zero_points uint8 [N, ceil(K/2*group)]."""
+    fields = {
+        "q": spread(B, 4).flatten(1),
+        "s": scales,
+    }
+    if zero_points is not None:
+        fields["z"] = spread(zero_points, 4).flatten(1)[:, :cdiv(K, group)]
+    return fields
+
+
+def pack_onnx_matmul_nbits(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """B, scales, zero_points of the fields; the inverse of unpack_onnx_matmul_nbits."""
+    q_split = q.unflatten(-1, (-1, 2))
+    B_bytes = joined(q_split, 4).squeeze(-1)
+    tensors = {
+        "B": B_bytes,
+        "scales": s,
+    }
+    if z is not None:
+        z_split = pad(z, (0, -z.shape[1] % 2, 0, 0)).unflatten(-1, (-1, 2))
+        zero_points_bytes = joined(z_split, 4).squeeze(-1)
+        tensors["zero_points"] = zero_points_bytes
+    return tensors
 
 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
@@ -973,6 +1001,65 @@ def _linear_torchao_plain_int32(qdata, scale, zero_point, x, bias, out, N, K, gr
 
 
 @triton.jit
+def _dequantize_onnx_matmul_nbits(B, scales, zero_points, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 2 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    B += n.to(tl.int64) * (K // 2)
+    if zero_points is None:
+        z = 8
+    else:
+        zero_points += n.to(tl.int64) * tl.cdiv(K, 2 * group)
+    scales += n.to(tl.int64) * (K // group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (t < K // 2)
+    q_word = tl.load(B + t, live, 0)
+    g = t // (group // 2)
+    if zero_points is not None:
+        z = (tl.load(zero_points + g // 2, live, 0) >> 4 * (g % 2) & 15).to(tl.int32)
+    s = tl.load(scales + g, live, 0).to(tl.float32)
+    for h in tl.static_range(2):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        w = (q - z) * s
+        tl.store(out + 2 * t + h, w, live)
+
+
+@triton.jit
+def _linear_onnx_matmul_nbits(B, scales, zero_points, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    B += n.to(tl.int64) * (K // 2)
+    if zero_points is None:
+        z = 8
+    else:
+        zero_points += n.to(tl.int64) * tl.cdiv(K, 2 * group)
+    scales += n.to(tl.int64) * (K // group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K // 2, BK):
+        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (t < K // 2)
+        q_word = tl.load(B + t, live, 0)
+        g = t // (group // 2)
+        if zero_points is not None:
+            z = (tl.load(zero_points + g // 2, live, 0) >> 4 * (g % 2) & 15).to(tl.int32)
+        s = tl.load(scales + g, live, 0).to(tl.float32)
+        for h in tl.static_range(2):
+            q = (q_word >> 4 * h & 15).to(tl.int32)
+            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
+            acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
 def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -1313,6 +1400,15 @@ VARIANT = Variant(
             unpack=unpack_torchao_plain_int32, pack=pack_torchao_plain_int32, where=("g",), always=("z",),
             kernels=Kernels(_dequantize_torchao_plain_int32, _linear_torchao_plain_int32, rows="N", units="K/8",
                 last="k"),
+        ),
+        "onnx_matmul_nbits": Storage(
+            tensors={
+                "B": Stored("u8", "N", "K/2", seen=("N", "K/group", "?"), bits=("q[1@0, 2:4 1@1]",)),
+                "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
+                "zero_points": Stored("u8", "N", "ceil(K/2*group)", optional="z", bits=("z[1@0, 2:4 1@1]",)),
+            },
+            unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",), reads=("K", "group"),
+            kernels=Kernels(_dequantize_onnx_matmul_nbits, _linear_onnx_matmul_nbits, rows="N", units="K/2", last="k"),
         ),
         "planar": Storage(
             tensors={

@@ -14,9 +14,10 @@
     pack_quantized_0_8: 8.1875 bits per weight with group = 128
     int_quantized: 8.125 bits per weight with group = 128
     torchao_int8: 8.125 bits per weight with group = 128
+    onnx_matmul_nbits: 8.125 bits per weight with group = 128
     planar: 8.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 cf9519c4b851be64) by qdsl 0.1.0.
+Built from the spec int_group (sha256 3bdcc208fbe491f8) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -196,6 +197,28 @@ def pack_torchao_int8(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tenso
     }
     if z is not None:
         tensors["zero_point"] = (z - 128 & 255).view(torch.int8)
+    return tensors
+
+
+def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None) -> dict[str, Tensor]:
+    """Fields of B uint8 [N, K]; scales scale_type [N, K/group]; zero_points uint8 [N, ceil(K/group)]."""
+    fields = {
+        "q": B,
+        "s": scales,
+    }
+    if zero_points is not None:
+        fields["z"] = zero_points
+    return fields
+
+
+def pack_onnx_matmul_nbits(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+    """B, scales, zero_points of the fields; the inverse of unpack_onnx_matmul_nbits."""
+    tensors = {
+        "B": q,
+        "scales": s,
+    }
+    if z is not None:
+        tensors["zero_points"] = z
     return tensors
 
 
@@ -634,6 +657,128 @@ def _linear_torchao_int8(qdata, scale, zero_point, x, bias, out, N, K, group, BN
 
 
 @triton.jit
+def _dequantize_onnx_matmul_nbits(B, scales, zero_points, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    B += n.to(tl.int64) * K
+    if zero_points is None:
+        z = 128
+    else:
+        zero_points += n.to(tl.int64) * tl.cdiv(K, group)
+    scales += n.to(tl.int64) * (K // group)
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    q = tl.load(B + k, live, 0).to(tl.int32)
+    g = k // group
+    if zero_points is not None:
+        z = tl.load(zero_points + g, live, 0).to(tl.int32)
+    s = tl.load(scales + g, live, 0).to(tl.float32)
+    w = (q - z) * s
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_onnx_matmul_nbits(B, scales, zero_points, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    B += n.to(tl.int64) * K
+    if zero_points is None:
+        z = 128
+    else:
+        zero_points += n.to(tl.int64) * tl.cdiv(K, group)
+    scales += n.to(tl.int64) * (K // group)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        q = tl.load(B + k, live, 0).to(tl.int32)
+        g = k // group
+        if zero_points is not None:
+            z = tl.load(zero_points + g, live, 0).to(tl.int32)
+        s = tl.load(scales + g, live, 0).to(tl.float32)
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q - z) * s * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _words_onnx_matmul_nbits(B, row, K, chunk, more: tl.constexpr = 0):
+    """The words of q in a chunk of 128 columns, or in one of those after it."""
+    return lanes.words(B, row, K // 64, 2 * chunk, 2 * more), lanes.words(B, row, K // 64, 2 * chunk, 2 * more + 1)
+
+
+@triton.jit
+def _numbers_onnx_matmul_nbits(
+    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
+):
+    """q of pairs i in a half of a chunk, as numbers of type F."""
+    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
+    return lanes.numbers(code, flip, False, F)
+
+
+
+
+@triton.jit
+def _few_onnx_matmul_nbits(
+    B, scales, zero_points, x, bias, out, M, N, K, tiles,
+    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
+
+    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
+    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
+    w and bias have N rows for every expert, and a row of x meets those of its own.
+    """
+    SIZE: tl.constexpr = 128
+    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
+    BASE: tl.constexpr = 0 if F == tl.float16 else 2176
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.flips(N, 8, 8, False, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                words = lanes.by_size(_words_onnx_matmul_nbits(B, row, K, chunk), SIZE)
+                s_g = lanes.by_group(scales, row, lanes.count(K, group), chunk, SIZE, group, 0)
+                if zero_points is None:
+                    z_g = lanes.in_each(128.0, SIZE)
+                else:
+                    z_g = lanes.by_group(zero_points, row, lanes.count(K, group), chunk, SIZE, group, 8)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(_numbers_onnx_matmul_nbits, words, columns, u, j, flip, 8, 8, SIZE, F)
+                    sum += lanes.shifted(-z_g[u], BASE) * sums[u]
+                    sum *= s_g[u]
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+
+@triton.jit
 def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
 
@@ -933,6 +1078,16 @@ VARIANT = Variant(
             },
             unpack=unpack_torchao_int8, pack=pack_torchao_int8, where=("g",),
             kernels=Kernels(_dequantize_torchao_int8, _linear_torchao_int8, rows="N", units="K", last="k"),
+        ),
+        "onnx_matmul_nbits": Storage(
+            tensors={
+                "B": Stored("u8", "N", "K", seen=("N", "K/group", "?"), bits=("q[1@0, 1@1]",)),
+                "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
+                "zero_points": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
+            },
+            unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",),
+            kernels=Kernels(_dequantize_onnx_matmul_nbits, _linear_onnx_matmul_nbits, rows="N", units="K", last="k",
+                    lanes=Lanes(_few_onnx_matmul_nbits, blocks=("group",), least=128, double=True)),
         ),
         "planar": Storage(
             tensors={

@@ -13,7 +13,7 @@
     torchao_swizzled at code = e2m3: 8.25 bits per weight
     torchao_swizzled at code = e3m2: 8.25 bits per weight
 
-Built from the spec ocp_mxfp6 (sha256 96aa784d79943bbb) by qdsl 0.1.0.
+Built from the spec ocp_mxfp6 (sha256 aa6cba390ea4ef37) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -34,6 +34,10 @@ FORMAT = Format(
         "storage": "compressed_tensors", "where": {"code": "e2m3"},
         "with": {"num_bits": 6, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
         "dynamic": False, "scale_dtype": "torch.uint8"}},
+        {"quant_method": "quark", "global_quant_config.weight.dtype": "fp6_e2m3",
+        "global_quant_config.weight.qscheme": "per_group", "storage": "compressed_tensors", "where": {"code": "e2m3"}},
+        {"quant_method": "quark", "global_quant_config.weight.dtype": "fp6_e3m2",
+        "global_quant_config.weight.qscheme": "per_group", "storage": "compressed_tensors", "where": {"code": "e3m2"}},
         {"quant_method": "torchao", "storage": "torchao",
         "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
         "_data": {}}}}},
@@ -56,7 +60,7 @@ FORMAT = Format(
         "storage": "torchao_swizzled", "where": {"code": "e3m2"},
         "with": {"_data": {"orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
         "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}}]},
-    digest="96aa784d79943bbb",
+    digest="aa6cba390ea4ef37",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
     torchao: 8.25 bits per weight
     torchao_swizzled: 8.25 bits per weight
 
-Built from the spec ocp_mxfp6 (sha256 96aa784d79943bbb) by qdsl 0.1.0.
+Built from the spec ocp_mxfp6 (sha256 aa6cba390ea4ef37) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -244,7 +244,7 @@ VARIANT = Variant(
     storages={
         "compressed_tensors": Storage(
             tensors={
-                "weight_packed": Stored("u8", "N", "24*K/32"),
+                "weight_packed": Stored("u8", "N", "24*K/32", aliases=("weight",)),
                 "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,

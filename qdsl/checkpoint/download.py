@@ -10,6 +10,7 @@ import struct
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
@@ -170,7 +171,7 @@ def _write_gguf(url: str, path: Path, headers: Mapping[str, str]) -> None:
     while True:
         data, size = read_range(url, 0, length, headers)
         try:
-            parse(data, size, path)
+            parse(BytesIO(data), size, path)
         except CheckpointError:
             if length >= min(size, LIMIT):
                 raise

@@ -1,4 +1,4 @@
-"""GGUF files: a bounded parser over a memory map, and the tensors of a file or of a set of split files.
+"""GGUF files: a bounded parser of headers, and the mapped tensors of a file or of a set of split files.
 
 A file is refused where its structure is in doubt.  What is wrong with one tensor alone is kept with it, as its `problem`, so that
 a type that nobody knows, or data that a broken download lacks, hides nothing else.  Reading a header does not import torch.
@@ -13,11 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from qdsl.checkpoint.ggml_types import TORCH, GgmlType, type_of
 from qdsl.checkpoint.gguf_metadata import KEYS_LIMIT, Cursor, Metadata, Value, read_metadata
-from qdsl.checkpoint.safetensors import Buffer, CheckpointError, check_whole, elements, mapped, open_regular, shown
+from qdsl.checkpoint.safetensors import CheckpointError, check_whole, elements, mapped, open_regular, shown
 
 if TYPE_CHECKING:
     import torch
@@ -71,13 +71,13 @@ class Header:
 
 # The header
 
-def parse(data: Buffer | mmap.mmap, size: int, path: Path) -> Header:
-    """The header at the start of `data`, of a file of `size` bytes.
+def parse(file: BinaryIO, size: int, path: Path) -> Header:
+    """The header at the start of a file of `size` bytes.
 
     Raises CheckpointError, with the place, for a header that is not one.  Takes time and memory as the header, whatever the
     numbers in it say.
     """
-    cursor = Cursor(data, path)
+    cursor = Cursor(file, size, path)
     version = _version(cursor)
     count = _count(cursor, "tensors", 24, TENSORS_LIMIT)
     metadata = read_metadata(cursor, _count(cursor, "metadata keys", 13, KEYS_LIMIT))
@@ -89,9 +89,9 @@ def parse(data: Buffer | mmap.mmap, size: int, path: Path) -> Header:
 
 
 def _version(cursor: Cursor) -> int:
-    if bytes(cursor.data[:4]) != MAGIC:
-        raise cursor.fail(f"{bytes(cursor.data[:4])!r} is not how a GGUF file begins")
     cursor.skip(4, "magic")
+    if (magic := bytes(cursor.data[:4])) != MAGIC:
+        raise cursor.fail(f"{magic!r} is not how a GGUF file begins", 0)
     version = cursor.u32("version")
     if version in VERSIONS:
         return version
@@ -252,10 +252,9 @@ class GgufFile:
         with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) < 24:
                 raise CheckpointError(f"{path}: {size} bytes; a GGUF file begins with 24 bytes of magic, version and counts")
-            data = mapped(file)
-        self.paths.append(path)
-        self._maps.append(data)
-        return parse(data, len(data), path)
+            self.paths.append(path)
+            self._maps.append(mapped(file))
+            return parse(file, size, path)
 
     def _add_others(self, count: int, total: int) -> None:
         """The other files of a set: each says which it is, and together they have the tensors that each says there are."""

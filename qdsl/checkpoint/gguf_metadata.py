@@ -6,10 +6,11 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from qdsl.checkpoint.safetensors import Buffer, CheckpointError, shown
 
+CHUNK = 1 << 16                                                  # bytes that a header is read by
 HEADER_LIMIT = 256 << 20                                         # bytes before the data; large vocabularies take about 16 MB
 KEYS_LIMIT = 1 << 16
 KEY_LIMIT = (1 << 16) - 1                                        # bytes of a key, as the format has it
@@ -98,18 +99,21 @@ class Metadata(Mapping[str, Any]):
         return len(self._values)
 
     def stored(self) -> dict[str, Value]:
-        """All values as they are stored, to be written again; they point into the file's map, nothing is copied."""
+        """All values as they are stored, to be written again."""
         return dict(self._values)
 
 
 class Cursor:
-    """A place in a header that moves forward and never past the end."""
+    """A place in a header that moves forward and never past the end.
 
-    def __init__(self, data: Buffer | Any, path: Path) -> None:
-        self.data = data
-        self.path = path
+    data: the bytes up to it, read and not mapped: a file that shrinks meanwhile is an error, and does not end the process.
+    """
+
+    def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
+        self.file, self.size, self.path = file, size, path
+        self.data = bytearray()
         self.place = 0
-        self.end = min(len(data), HEADER_LIMIT)
+        self.end = min(size, HEADER_LIMIT)
         self.strings = 0                                         # so far, those in arrays and others
 
     def fail(self, what: str, place: int | None = None) -> CheckpointError:
@@ -118,7 +122,7 @@ class Cursor:
     def left(self) -> str:
         """How many bytes there are still, for messages."""
         rest = self.end - self.place
-        return f"{rest} follow" if self.end == len(self.data) else f"{rest} are left of the {HEADER_LIMIT} of a header"
+        return f"{rest} follow" if self.end == self.size else f"{rest} are left of the {HEADER_LIMIT} of a header"
 
     def skip(self, count: int, what: str) -> int:
         """Step over `count` bytes; where they begin."""
@@ -126,7 +130,15 @@ class Cursor:
         if count > self.end - start:
             raise self.fail(f"{what} of {count} bytes, but {self.left()}")
         self.place = start + count
+        self.read(self.place)
         return start
+
+    def read(self, stop: int) -> None:
+        """Have the bytes up to `stop`, which is not past the end.  Raises CheckpointError for a file that became shorter."""
+        if stop > len(self.data):
+            self.data += self.file.read(min(max(stop - len(self.data), CHUNK), self.end - len(self.data)))
+        if stop > len(self.data):
+            raise CheckpointError(f"{self.path}: became shorter while it was read")
 
     def u32(self, what: str) -> int:
         return int(_U32.unpack_from(self.data, self.skip(4, what))[0])
@@ -159,14 +171,17 @@ class Cursor:
         self.strings += count
         if self.strings > STRINGS_LIMIT:
             raise self.fail(f"{self.strings} strings are over the limit of {STRINGS_LIMIT}")
-        place, last, data, unpack = self.place, self.end - 8, self.data, _U64.unpack_from
+        place, last, data, unpack = self.place, len(self.data) - 8, self.data, _U64.unpack_from
         for _ in range(count):                                   # every token of a vocabulary: nothing else in this loop
             if place > last:
-                break
+                if place > self.end - 8:
+                    break
+                self.read(place + 8)
+                last = len(data) - 8
             place += 8 + unpack(data, place)[0]
         else:
             if place <= self.end:
-                self.place = place
+                self.skip(place - self.place, "strings")
                 return
         raise self.fail(f"of {count} strings from here on, one passes the end of the header, {self.end}")
 
@@ -174,7 +189,6 @@ class Cursor:
 def read_metadata(cursor: Cursor, count: int) -> Metadata:
     """`count` keys and values.  Raises CheckpointError with the place of what is wrong."""
     values: dict[str, Value] = {}
-    view = memoryview(cursor.data)
     for _ in range(count):
         start = cursor.place
         key = cursor.text(KEY_LIMIT, "a metadata key")
@@ -190,7 +204,7 @@ def read_metadata(cursor: Cursor, count: int) -> Metadata:
             length = 1
         start = cursor.place
         cursor.skip_elements(element, length)
-        values[key] = Value(type, length, view[start:cursor.place])
+        values[key] = Value(type, length, bytes(memoryview(cursor.data)[start:cursor.place]))
     return Metadata(values)
 
 

@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 from qdsl.checkpoint.ggml_types import GgmlType
@@ -80,7 +81,7 @@ def _header(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], path: P
         place += -(-size // alignment) * alignment
     header = b"".join(parts)
     header += bytes(-len(header) % alignment)
-    found = parse(header, len(header) + place, path)
+    found = parse(BytesIO(header), len(header) + place, path)
     for entry in found.tensors.values():
         if entry.problem is not None:
             raise CheckpointError(f"{path}: tensor {shown(entry.name)}: {entry.problem}")

@@ -41,6 +41,7 @@ BESIDE = ("bias", "input_scale", "output_scale", "input_global_scale", "input_ze
 NOT_KNOWN = "quantized in a way that is not known"
 PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
 FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}                        # and those that are plain in a cast of a model, without scales
+MARKER = "scaled_fp8"                                            # a tensor by which ComfyUI knows FP8 files with scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class _Finder:
                             for leaf, stored in layout.items() if stored.dtype == "shape"}
         self.saying: dict[str, object] = dict.fromkeys(self.shapes_said)
         self.saying |= {leaf: rule for each in formats for leaf, rule in each.detect.get("tensors", {}).items()}
+        self.is_scaled = any(name.rpartition(".")[2] == MARKER for name in folder.names())
         self.agreeing: dict[tuple[int, int], tuple[Sequence[_Candidate], Mapping[str, Any],
                                                    tuple[list[_Candidate], list[_Candidate]]]] = {}
         self.fitting: dict[tuple[object, ...], list[_Candidate] | Misfit] = {}
@@ -306,7 +308,7 @@ class _Finder:
                     is_complete: bool) -> list[_Candidate] | Misfit | None:
         """Every way to read a module's tensors, or why there is none; None where they are plain.
 
-        8-bit floats without any scale are casts, unless a producer's settings state a quantization, or files are missing.
+        8-bit floats without any scale are casts, unless settings or ComfyUI's marker state scales, or files are missing.
         """
         given = self._given(tensors)
         if turned:
@@ -324,7 +326,7 @@ class _Finder:
                *((leaf, repr(_without_numbers(content))) for leaf, content in contents.items()), repr(stated), shape)
         if key not in self.fitting:
             candidates = self._ways(given, contents, stated, shape)
-            scaled = [candidate for candidate in candidates if is_cast or candidate.has_scale]
+            scaled = [candidate for candidate in candidates if (is_cast and not self.is_scaled) or candidate.has_scale]
             nearest = None if scaled else self._nearest(given, contents, stated, shape)
             if candidates and nearest is not None and (stated is not None or (
                     nearest.reached == UNKNOWN and coded[0].dtype in FLOAT8)):

@@ -71,7 +71,8 @@ class Leaves:
         module, _, leaf = name.rpartition(".")
         if (cut := self.stated.cut(module, leaf)) is not None:
             return cut
-        if leaf.endswith(self.tails) and leaf not in self.tails:
+        is_own = leaf in self.names and leaf.startswith(WEIGHT)    # 'weight_scales' is no tail '_scales' of 'weight'
+        if leaf.endswith(self.tails) and leaf not in self.tails and not is_own:
             tail = next(each for each in self.tails if leaf.endswith(each))
             return name[:-len(tail)], tail
         return module, leaf

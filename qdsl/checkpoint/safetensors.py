@@ -241,11 +241,10 @@ class TensorFile:
         return self.header.tensors[name]
 
     def start_bytes(self) -> bytes:
-        """The bytes before the tensors.  Raises CheckpointError for a closed file."""
-        if self._map is None:
-            raise CheckpointError(f"{self.path}: the file is closed")
-        check_whole(self._map, self.path)
-        return self._map[:8 + int.from_bytes(self._map[:8], "little")]
+        """The bytes before the tensors.  Raises CheckpointError for a file that became shorter."""
+        memory = bytearray(next((entry.start for entry in self.header.tensors.values()), self.header.size))
+        read_into(self.path, 0, memoryview(memory))
+        return bytes(memory)
 
     def start(self, name: str, limit: int) -> bytes:
         """The first bytes of a tensor, at most `limit`.  Raises CheckpointError for an unknown name or a closed file."""

@@ -36,7 +36,8 @@ def plan(model: Annotated[str, typer.Argument(metavar="REF", show_default=False,
                  *(f"{need.resident / 1e9:.2f} + {need.scratch / 1e9:.2f}" if (need := each.needs.get(format)) else "-"
                    for format in CHOICES)] for each in found.models])
         typer.echo("GB of weights + GB of scratch; sizes in hlane and fix4 are predicted")
-        for way, chosen in (("all in memory", found.together), ("one at a time", found.in_turn)):
+        ways = (("all in memory", found.together), ("one at a time", found.in_turn))
+        for way, chosen in ways[:len(found.models)]:             # of one model both are the same
             formats = "nothing fits" if chosen is None else f"{chosen.peak / 1e9:.2f} GB with " + ", ".join(
                 f"{name or model} {format}" for name, format in chosen.formats.items())
             typer.echo(f"{way}: {formats}")

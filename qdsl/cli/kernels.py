@@ -46,5 +46,5 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
                     print_table(text.HEADS, [text.row(surveyed.reports[gpu.arch], prediction)
                                              for gpu, prediction in zip(gpus, surveyed.predictions, strict=True)])
         except survey.REFUSALS as error:
-            fail(f"{error}")
+            fail(f"{error}", 1 if isinstance(error, AnalyzeError) else 2)
     typer.echo(json.dumps({"schema": 1, "kernels": kernels}) if as_json else text.LEGEND)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -62,6 +62,7 @@ def generate(context: typer.Context,
     else:
         refuse_options(context, IMAGE, f"pipelines of diffusers, and {model} has no model_index.json")
     params = dict(map(read_param, param or ()))
+    _check_formats([format] if format else ())
     if is_pipeline:
         from qdsl.cli.images import draw
 
@@ -98,6 +99,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
     """Measure what quantizing cost: perplexity, and divergence from another model, as llama-perplexity defines them."""
     if against is None and (format or svg):
         fail("--format and --svg compare with a model: name it with --against", 2)
+    _check_formats([form.split()[0] for form in format or () if form.split()])
     with _running():
         from qdsl.files import check_output, write_text
         from qdsl.models import evaluate as measure
@@ -130,6 +132,15 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _check_formats(names: Iterable[str]) -> None:
+    """Exit with code 2 for a name that is no format."""
+    from qdsl import places
+
+    with reported():
+        for name in names:
+            places.find(name)
 
 
 @contextmanager

@@ -148,7 +148,8 @@ def values(weight: PackedWeight) -> torch.Tensor:
 
 
 def shares_scale(layer: Layer, aim: Aim) -> bool:
-    """Whether the format that a layer will have has a super-scale, which weights that are fused share."""
+    """Whether the format that a layer will have stores a super-scale, which weights that are fused share."""
     if aim.exact(layer) or "amax" in aim.params:
         return False
-    return "amax" in next(iter(target(layer, aim).variants.values())).options
+    variant = next(iter(target(layer, aim).variants.values()))
+    return "amax" in variant.options and "amax" not in variant.storages[aim.storage].options

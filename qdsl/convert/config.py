@@ -37,15 +37,19 @@ WORDS = ("strategy",)                                            # never a param
 IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
            "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", "mxfp4": "modules_to_not_convert",
            "bitnet": "modules_to_not_convert", "hqq": "skip_modules", "blockwise_int8": "ignored_layers",
+           "eetq": "modules_to_not_convert",
            OWN: "modules_to_not_convert"}
 
 # Which packages load a producer's settings; those of models with diffusers' own key know fewer.
 READERS = {"fp8": "transformers, vLLM", NESTED: "compressed-tensors, transformers with it, vLLM", "gptq": "gptqmodel, vLLM",
            "awq": "gptqmodel, vLLM", "modelopt": "vLLM, TensorRT-LLM", "bitsandbytes": "transformers with bitsandbytes",
            "torchao": "transformers with torchao, vLLM", "mxfp4": "transformers, vLLM", "bitnet": "transformers",
-           MLX: "mlx-lm"}
+           MLX: "mlx-lm", "eetq": "transformers with EETQ's kernels"}
 OF_DIFFUSERS = {"bitsandbytes": "diffusers with bitsandbytes", "torchao": "diffusers with torchao"}
 PROGRAMS, PROGRAMS_OF_DIFFUSERS = ("transformers", "vLLM"), ("diffusers",)        # of which it is said that they do not read it
+# Settings of producers whose other settings vLLM 0.32 loads; tests/data/compatibility.yaml has its errors.
+NOT_OF_VLLM: dict[str, tuple[object, ...]] = {"bits": (2, 3, 5, 6, 7), "quant_algo": ("MXFP4",), "version": ("gemv", "gemv_fast"),
+                                              "format": ("mxfp6-pack-quantized",)}
 DIFFUSERS = "_class_name"
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
@@ -65,6 +69,10 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
     if settings.get("sym") is False:
         others = others.removesuffix(", vLLM")
         why["vLLM"] = "it takes GPTQ's symmetric codes alone; --param symmetric=true writes those"
+    wrong = [f"{name} {settings[name]}" for name, values in NOT_OF_VLLM.items() if settings.get(name) in values]
+    if wrong and "vLLM" in others:
+        others = others.replace(", vLLM", "").removeprefix("vLLM, ")
+        why["vLLM"] = f"its loaders know no {method} with {wrong[0]}"
     if settings.get("format") == PACKED and any(group["weights"].get("symmetric") is False for group in groups):
         others = "vLLM"
         why["transformers"] = "compressed-tensors 0.20 expects unpacked zero points; --param symmetric=true writes none"

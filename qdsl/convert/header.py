@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from qdsl.checkpoint.descriptions import descriptions
@@ -14,7 +15,7 @@ from qdsl.checkpoint.detect import SPOKEN, is_block
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.quantization import METADATA
 from qdsl.checkpoint.stated import LAYERS, PREFIX, Stated
-from qdsl.shapes import extents
+from qdsl.shapes import seen_shape
 from qdsl.stored import Description, Stored
 
 LIST = "tensor_names"                                            # the key of the list of all weights
@@ -30,10 +31,14 @@ def rule(format: str, storage: str, params: Mapping[str, int | str]) -> Mapping[
                  and each.get("where", {}).items() <= params.items()), None)
 
 
-def seen(format: str, storage: str, name: str, shape: tuple[int, int]) -> tuple[int, ...] | None:
-    """The shape that files give a tensor of a weight [N, K]; None where it is that of its axes."""
+def seen(format: str, storage: str, name: str, layer_shape: tuple[int, int], params: Mapping[str, int | str],
+         shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape that files give a tensor of a weight [N, K]; None where it is `shape`, that of its axes."""
     stored = _stored(format, storage, name)
-    return extents(stored.seen, *shape, {}) if stored and stored.seen else None
+    if stored is None or not stored.seen:
+        return None
+    page = next(each for each in descriptions() if each.name == format)
+    return seen_shape(stored.seen, *layer_shape, page.numbers(params, layer_shape), prod(shape))
 
 
 def called(layer: Layer, format: str, storage: str, name: str) -> str:

@@ -238,7 +238,7 @@ def _named(folder: Folder, layer: Layer, aim: Aim) -> _Named:
         raise RewriteError(wrong)
     named = []
     for name, (dtype, shape) in tensors.items():
-        shape = header.seen(format, aim.storage, name, layer.shape) or shape
+        shape = header.seen(format, aim.storage, name, layer.shape, params, shape) or shape
         full = header.called(layer, format, aim.storage, name) if stated else \
             full_name(layer, name, aliases.get(name, ()), aim.storage in WHOLE)
         named.append((name, full, (dtypes[dtype], shape)))
@@ -259,6 +259,8 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     if aim.storage not in written:
         raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
                            f"{format.name} has no such storage; it has {', '.join(written)}")
+    if format.storage(aim.storage, params)[1].streams:
+        raise RewriteError(f"{aim.storage} is as long as its entropy code; convert weights in memory and use qdsl.save_model")
     try:
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
         stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.options.items()))] if aim.is_from_plain else \

@@ -256,7 +256,9 @@ class Decoder:
         if number.is_float:
             return f"device.{number.name}({text})"
         call = text if text.endswith(")") and text.startswith(("tl.load(", "device.")) else f"({text})"
-        if number.kind == "signed" and not joined and self.elements(field) <= {f"i{number.bits}", f"u{number.bits}"}:
+        is_whole = self.elements(field) <= {f"i{number.bits}", f"u{number.bits}"} and not any(
+            tensor.stored and field.name in [each.field for each in tensor.placements] for tensor in self.program.tensors)
+        if number.kind == "signed" and not joined and is_whole:
             text = f"{call}.to(tl.int{number.bits}, bitcast=True)" if f"u{number.bits}" in self.elements(field) else text
             call = text
         elif number.kind == "signed" and number.bits < 32:

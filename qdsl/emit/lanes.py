@@ -275,14 +275,16 @@ def plan(program: Program) -> Plan | None:
 
 
 def _alone(program: Program, name: str) -> str | None:
-    """The tensor whose elements, row by row, are a field and nothing else."""
+    """The tensor whose elements, row by row, are all bits of a field and nothing else."""
     field = program.field(name)
+    bits = 32 if field.number is None else field.number.bits
     for tensor in program.tensors:
         order = [digit for axis in tensor.axes for digit in axis.digits]
         names = list(tensor.placements[0].vars) if tensor.placements else []
         if [p.field for p in tensor.placements] == [name] and tensor.words == 1 and [d for d in order if d in names] == names \
                 and tensor.stored is None and all(tile == 1 for tile in tensor.placements[0].extents) \
-                and not tensor.placements[0].flat and _is_by_rows(program, tensor, field):
+                and not tensor.placements[0].flat and sum(part.width for part in tensor.placements[0].slices) == bits \
+                and _is_by_rows(program, tensor, field):
             return tensor.name
     return None
 

@@ -26,7 +26,8 @@ def distinct(programs: Sequence[Program]) -> list[Program]:
 def summary(programs: Sequence[Program]) -> dict[str, Any]:
     """A line of the list of formats."""
     spec = programs[0].spec
-    bits = [float(bits_per_weight(program)) for program in distinct(programs)]
+    plain = [program for program in programs if not any(tensor.stream for tensor in program.tensors)] or programs
+    bits = [float(bits_per_weight(program)) for program in distinct(plain)]
     low, high = f"{min(bits):.5g}", f"{max(bits):.5g}"
     return {"name": spec.name.value, "title": spec.title, "formula": spec.decode_text,
             "bits": low if low == high else f"{low} to {high}",

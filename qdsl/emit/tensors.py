@@ -186,7 +186,9 @@ def field_shifted(tensor: Tensor, field: Field, text: str, sign: int) -> str:
     if tensor.stored is None or tensor.stored.field != field.name:
         return text
     amount = sign * tensor.stored.amount
-    return f"({text} {'-' if amount < 0 else '+'} {abs(amount)} & {(1 << field.bits) - 1})"
+    shifted_bits = f"({text} {'-' if amount < 0 else '+'} {abs(amount)} & {(1 << field.bits) - 1})"
+    half = 1 << field.bits - 1
+    return f"(({shifted_bits} ^ {half}) - {half})" if field.kind.startswith("i") and sign < 0 else shifted_bits
 
 
 def bare(text: str) -> str:

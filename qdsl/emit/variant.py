@@ -22,6 +22,7 @@ from qdsl.passes.derive_planar import order_name
 from qdsl.passes.schemes import SCHEMES
 from qdsl.passes.streams import STREAMS
 from qdsl.spec import model
+from qdsl.spec.tables import is_number
 
 
 def variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
@@ -34,7 +35,7 @@ def variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
     lines += ["    },", "    storages={"]
     defaults = _defaults(programs)
     for program in programs:
-        always = [name for name in defaults if name not in {**program.defaults, **program.where}]
+        always = [name for name in defaults if name not in program.unstored]
         lines += indent(_storage(program, len(programs) > 1, always), 2)
     lines.append("    },")
     told = ["decode=decode", *(_encode(first) if first.encode is not None else [])]
@@ -67,7 +68,7 @@ def _defaults(programs: Sequence[Program]) -> dict[str, str]:
     """Fields that may be missing: an integer, or None for an index in order."""
     found: dict[str, str] = {}
     for program in programs:
-        for name, value in {**program.defaults, **program.where}.items():
+        for name, value in program.unstored.items():
             found[name] = "None" if program.field(name).number is None else str(value)
     return found
 
@@ -140,12 +141,16 @@ def _narrow(program: Program, made: Plan) -> str:
     return f'Narrow(_narrow_{program.storage}, "{made.narrow}", "{made.stored}"{more})'
 
 
+def _option(word: str) -> str:
+    return word if is_number(word) else literal(word)
+
+
 def _facts(program: Program, always: Sequence[str]) -> list[str]:
     """What a storage holds besides, and what it takes to read and to write it."""
     authored, order = _authored(program), order_name(program)
     omitted = [tensor.placements[0].field for tensor in program.tensors if tensor.omitted]
     fewest = [f"{quoted(axis_text(program.dims[key.value]))}: {extent}" for key, extent in authored.least]
-    given = [f"{quoted(key.value)}: {literal(word.value)}" for key, word in authored.options]
+    given = [f"{quoted(key.value)}: {_option(word.value)}" for key, word in authored.options]
     reads, extents = unpack_extents(program), pack_extents(program)
     streams = [f"{quoted(tensor.name)}: {_stream(program, tensor, tensor.stream)}" for tensor in program.tensors if tensor.stream]
     told = [f"where={tupled(list(program.where))}" if program.where else "",

@@ -271,6 +271,11 @@ class Program:
     encode: Encode | None = None
     units: Units | None = None
 
+    @property
+    def unstored(self) -> Mapping[str, Index]:
+        """The values of fields that no tensor holds, or that an optional one does."""
+        return {**self.defaults, **self.where}
+
     def field(self, name: str) -> Field:
         return next(field for field in self.fields if field.name == name)
 

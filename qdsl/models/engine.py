@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from qdsl.checkpoint import checksums
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.detect import OWN
 from qdsl.checkpoint.ignored import SKIPPED, is_skipped
@@ -22,7 +24,7 @@ from qdsl.models.served import Served, assembled, decoding
 from qdsl.models.shards import Collector, Part, joined, linear
 from qdsl.runtime import eight
 
-OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model")
+OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model", "verify")
 AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it
 LOSSLESS = "hlane"                                               # of weights that files code together
 # Names in checkpoints of the parts of a layer, for models that do not state them or, as Qwen3-MoE, state them too late.
@@ -40,8 +42,8 @@ class EngineConfig:
 
     A folder whose config names `quant_method: qdsl` is served without an option, all others with `--quantization qdsl`.
     settings: the config's `quantization_config`.  Of those of qdsl, `format` and its options say in what plain Linear layers are
-    quantized, `ignore` which stay plain, by patterns, `quantize_x` that products take x in 8 bits, and `gguf_model` names a GGUF
-    file.
+    quantized, `ignore` which stay plain, by patterns, `quantize_x` that products take x in 8 bits, `gguf_model` names a GGUF
+    file, and `verify` has files compared with their checksums.
 
     layers: the packed layers by the names that the engine has for their modules, those to be encoded among them.  plain: matrices
     of numbers, which may be parts of a layer whose other parts are packed.  served: the names of layers that modules have asked
@@ -57,6 +59,7 @@ class EngineConfig:
         self.ignore = tuple(own.get("ignore", ()))
         self.quantize_x: bool | str = own.get("quantize_x", False)
         self.gguf_model: str | None = own.get("gguf_model")
+        self.verify = bool(own.get("verify", False))
         self.options = {key: value for key, value in own.items() if key not in OWN_KEYS}
         self.checkpoint = Served()
         self.layers: dict[str, Layer] = {}
@@ -93,6 +96,12 @@ class EngineConfig:
     def batch_invariant(self) -> bool:
         """Whether a row of x gives the same bits whatever rows are beside it."""
         return False
+
+    def verified(self, path: Path) -> Path:
+        """The same file or folder; with `verify`, CheckpointError where a tensor does not fit the checksum that qdsl wrote."""
+        if self.verify:
+            checksums.check(path, is_optional=True)
+        return path
 
     def plan(self, checkpoint: Served, model: str) -> None:
         """Take a checkpoint's layers, and choose those to be encoded.  model: its name.

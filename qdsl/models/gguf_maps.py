@@ -133,7 +133,7 @@ def map_of(model_type: str, architecture: str) -> GgufMap:
     recorded = GgufMap.read(FOLDER / f"{model_type}.json")
     if recorded.architecture != architecture:
         raise LoadError(f"the config's model type {shown(model_type)} is architecture {shown(recorded.architecture)} in GGUF "
-                        f"files, and this file has {shown(architecture)}: pass base=, a folder with the model's config")
+                        f"files, and this file has {shown(architecture)}: it is of another model than the config")
     return recorded
 
 

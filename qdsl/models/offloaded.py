@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qdsl.models.private_apis import hook_of
+
 
 @contextmanager
 def onloaded(model: nn.Module) -> Iterator[None]:
@@ -31,7 +33,7 @@ def onloaded(model: nn.Module) -> Iterator[None]:
 
 def onloaded_by_hooks(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Have accelerate's hooks load modules whose weights are used without a call of the modules themselves."""
-    hooked = [(module, module._hf_hook) for module in modules if hasattr(module, "_hf_hook")]
+    hooked = [(module, hook) for module in modules if (hook := hook_of(module)) is not None]
     return _hooks_run(hooked) if hooked else nullcontext()
 
 
@@ -48,6 +50,6 @@ def _hooks_run(hooked: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 def _offloaded_weights(module: nn.Module) -> Any:
     """The tensors that a hook of accelerate loads before a module runs, by name; None where there is none."""
-    hook: Any = getattr(module, "_hf_hook", None)
+    hook = hook_of(module)
     hooks = [hook, *getattr(hook, "hooks", ())]
     return next((own.weights_map for own in hooks if getattr(own, "weights_map", None) is not None), None)

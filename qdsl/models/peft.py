@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from qdsl.models.dense import embeddings
 from qdsl.models.lora import AdapterError as AdapterError
 from qdsl.models.lora import is_packed, register
+from qdsl.models.private_apis import forget_adapters
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.module import PackedModule
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -189,8 +190,7 @@ def _layer_of(packed: PackedWeight, base: Any) -> nn.Module:
 def _forget_adapters(model: Any, report: MergeReport) -> None:
     """Remove what peft and transformers note in a model with adapters; state where a head is no longer tied."""
     vars(model).pop("peft_config", None)
-    if getattr(model, "_hf_peft_config_loaded", False):
-        model._hf_peft_config_loaded = False
+    forget_adapters(model)
     config: Any = getattr(model, "config", None)
     if getattr(config, "tie_word_embeddings", False):
         shared = [{tensor.data_ptr() for tensor in end.parameters()} for end in embeddings(model)]

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.models.grouped import GroupedBlock
-
-HOOKS = ("_hf_hook", "_diffusers_hook")                          # by which libraries load a module's tensors when it runs
+from qdsl.models.private_apis import HOOKS
 
 
 class Side(Protocol):

@@ -13,16 +13,17 @@ from accelerate import init_empty_weights
 from diffusers.loaders import single_file_model
 
 from qdsl.checkpoint.guard import unguarded
+from qdsl.checkpoint.layers import MARKER
 from qdsl.checkpoint.safetensors import CheckpointError
 from qdsl.checkpoint.sources import Source
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.mapped_source import MappedSource, logical_shape, tensor_names
 from qdsl.models.plan import LoadError
+from qdsl.models.private_apis import single_file_class
 from qdsl.models.save import QUANTIZATION
 from qdsl.models.traced import kept_trace
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")    # of names in files of one model
-MARKER = "scaled_fp8"                                            # a tensor by which ComfyUI knows FP8 files with scales
 
 
 def built(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
@@ -65,19 +66,13 @@ def mapped(cls: Any, model: Any, file: Source, config: Mapping[str, Any]) -> Map
 
 def _rules(cls: Any, names: set[str], shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> dict[str, TensorRule]:
     """The rules of a model's tensors.  Raises LoadError where the library's converter cannot be followed."""
-    loadable = loadable_class(cls)
+    loadable = single_file_class(cls)
     if names <= shapes.keys() or loadable is None:
         return {name: TensorRule((name,)) for name in shapes}
     convert = single_file_model.SINGLE_FILE_LOADABLE_CLASSES[loadable]["checkpoint_mapping_fn"]
     settings = json.dumps(dict(config), sort_keys=True, default=str)
     return kept_trace(lambda rows: convert(checkpoint=rows, config=dict(config)), shapes, diffusers.__version__, loadable,
                       settings)
-
-
-def loadable_class(cls: Any) -> str | None:
-    """The class for which the library has a converter: this one, or one that it extends."""
-    name: str | None = single_file_model._get_single_file_loadable_mapping_class(cls)
-    return name
 
 
 def shapes(file: Source) -> dict[str, tuple[int, ...]]:

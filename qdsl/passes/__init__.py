@@ -59,7 +59,7 @@ def _check_defaults(programs: list[Program], problems: Problems) -> None:
     """A field that storages do not hold has the same value in all of them: decode is one for all."""
     known: dict[str, Index] = {}
     for program in programs:
-        for field, value in {**program.defaults, **program.where}.items():
+        for field, value in program.unstored.items():
             if known.setdefault(field, value) != value:
                 storage = next(s for s in program.spec.storages if s.name.value == program.storage)
                 problems.add(storage.name.span, f"'{field}' is {value} where this storage does not hold it, and "

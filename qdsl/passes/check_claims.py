@@ -8,7 +8,7 @@ from math import prod
 from qdsl.ir.program import Program
 from qdsl.passes.samples import divisor_of, samples, size_axis
 from qdsl.passes.streams import STREAMS
-from qdsl.shapes import axis, extents
+from qdsl.shapes import axis, seen_shape
 from qdsl.spec.source import Problems
 
 
@@ -31,14 +31,14 @@ def check_claims(program: Program, problems: Problems) -> Program:
 
 def _check_seen(program: Program, problems: Problems) -> None:
     """A tensor has as many elements in the shape that files give it as in its own."""
+    defined = [var.extent for tensor in program.tensors for var in tensor.vars]
     for tensor in program.tensors:
         if seen := tensor.seen:
-            for sample in samples(program, [var.extent for var in tensor.vars]):
+            for sample in samples(program, defined):
                 own = prod(var.extent(sample) for var in tensor.vars) * tensor.words
-                shape = extents([axis(each.value) for each in seen], sample["N"], sample["K"], sample)
-                if shape is None or prod(shape) != own:
+                if seen_shape([axis(each.value) for each in seen], sample["N"], sample["K"], sample, own) is None:
                     problems.add(seen[0].span, f"'{tensor.name}' has {own} elements for N = {sample['N']}, K = {sample['K']}, "
-                                               f"and {'none so' if shape is None else prod(shape)} in this shape")
+                                               "which have no such shape")
                     break
 
 

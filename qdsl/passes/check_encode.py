@@ -18,6 +18,7 @@ from qdsl.passes.schemes import KINDS, SCHEMES, Scheme
 from qdsl.spec import grammar as g
 from qdsl.spec.model import Storage
 from qdsl.spec.source import Problems, Source, Span, Text, did_you_mean
+from qdsl.spec.tables import is_number
 
 Constants = dict[str, Constant]
 _OPERATIONS: dict[str, Callable[..., float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
@@ -61,9 +62,9 @@ def check_encode(program: Program, problems: Problems) -> Program:
         problems.add(call.span, f"'{call.name}' inverts {' or '.join(scheme.patterns)}, and decode is something else")
         return program
     _check_blocks(program, call, scheme, roles, constants, problems)
-    chosen = set(roles.values()) | set(program.where) | {f.name for f in program.fields if f.number is None}
+    chosen = set(roles.values()) | set(program.unstored) | {f.name for f in program.fields if f.number is None}
     for field in program.fields:
-        if field.name not in chosen and field.name not in program.defaults:
+        if field.name not in chosen:
             problems.add(call.span, f"'{call.name}' does not choose field '{field.name}'")
     code = program.field(roles["code"]).number
     assert code is not None
@@ -80,9 +81,12 @@ def check_encode(program: Program, problems: Problems) -> Program:
             problems.add(key.span, "'lost' is for codes with an offset and by=exact")
     for given, choice in _storage(program).options:
         allowed = scheme.words(given.value, code) if given.value in offered and scheme.options[given.value] else ()
-        if choice.value not in allowed:
+        is_numeric = given.value in offered and scheme.options[given.value] is None
+        if is_numeric and not is_number(choice.value):
+            problems.add(given.span, f"'{given}' of '{call.name}' is a number, not {choice}")
+        elif not is_numeric and choice.value not in allowed:
             problems.add(given.span, f"'{given}' of '{call.name}' is one of {', '.join(allowed)}, not {choice}" if allowed else
-                         f"'{given}' is no option of '{call.name}' that is a word{did_you_mean(given.value, offered)}")
+                         f"'{given}' is no option of '{call.name}' that a caller chooses{did_you_mean(given.value, offered)}")
     return replace(program, encode=Encode(call.name, roles, options, constants, offered, scheme.takes_importance(code)))
 
 
@@ -217,7 +221,7 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
         case g.Name(word) if word in roles:
             return {} if value.op == "field" and value.name == roles[word] else None
         case g.Name(word):
-            default = program.defaults.get(value.name) if value.op == "field" else None
+            default = program.unstored.get(value.name) if value.op == "field" else None
             number = value.const if value.op == "const" else None if default is None else default.const
             return {word: int(number)} if number is not None and number == int(number) else None
         case g.Number(number):
@@ -295,7 +299,7 @@ def _at(program: Program, value: Value, code: int) -> float:
 
 
 def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:
-    default = program.defaults.get(value.name) if value.op == "field" and value.name not in roles.values() else None
+    default = program.unstored.get(value.name) if value.op == "field" and value.name not in roles.values() else None
     return default is not None and default.is_const and default.const == 1
 
 

@@ -164,7 +164,7 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | N
 def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
     """Whether one launch decodes as it multiplies m rows: few per expert, by the kernels for matrix units."""
     few = experts * min(MOST, configure.most_rows(packed, x.dtype, x.device))
-    return m <= few and cdiv(m, ROWS) + experts <= launch.ROWS_OF_X and not packed.layout.streams and \
+    return m <= few and cdiv(m, ROWS) + experts <= launch.SECOND_AXIS and not packed.layout.streams and \
         launch.has_lanes(x, packed, few=True)
 
 

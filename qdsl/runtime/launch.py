@@ -20,7 +20,7 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 WARPS = 4
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
 SHORT = 1 << 17                                                  # columns up to which sums of products of int8 are exact in int32
-ROWS_OF_X = 65535                                                # the most that a grid's second axis can count
+SECOND_AXIS = 65535                                              # the most that a grid's second axis can count
 
 
 def is_fused(x: Tensor, packed: PackedWeight) -> bool:
@@ -56,6 +56,8 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     if not rows or not units:
         return
     bn, bk = _tile(kernels.last, rows, units, kernels.sums)
+    while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
+        bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
     yield Call(kernels.dequantize, (*_read(packed), out, *packed.shape, *packed.sizes.values()),
                _constants(kernels.dequantize, packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
@@ -262,9 +264,9 @@ def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:
 
 def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
     """Rows of x and of out by launch, where programs along the grid's second axis take `rows` of them or more."""
-    if x.shape[0] <= rows * ROWS_OF_X:
+    if x.shape[0] <= rows * SECOND_AXIS:
         return [(x, out)]
-    return list(zip(torch.split(x, rows * ROWS_OF_X), torch.split(out, rows * ROWS_OF_X), strict=True))
+    return list(zip(torch.split(x, rows * SECOND_AXIS), torch.split(out, rows * SECOND_AXIS), strict=True))
 
 
 def _constants(kernel: Any, packed: PackedWeight, bn: int, bk: int) -> dict[str, int]:

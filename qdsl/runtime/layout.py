@@ -162,7 +162,7 @@ class Storage:
     whole: bool = False
     order: str = ""
     shape: str = ""
-    options: Mapping[str, str | bool] = field(default_factory=dict)
+    options: Mapping[str, str | bool | float] = field(default_factory=dict)
     least: Mapping[str, int] = field(default_factory=dict)
     streams: Mapping[str, Stream] = field(default_factory=dict)
 

@@ -378,6 +378,8 @@ class _Reader:
         for extent in seen:
             if not is_axis(extent.value):
                 self.problems.add(extent.span, f"{extent.value!r} is no extent such as 16*ceil(K/128)")
+        for extent in [extent for extent in seen if extent.value == "?"][1:]:
+            self.problems.add(extent.span, "one extent alone is '?', what the others leave")
         omit = self.text(parts.get("omit"), "omit")
         if omit is not None and (omit.value != "true" or "optional" not in parts):
             self.problems.add(omit.span, "omit is true, for an optional tensor")

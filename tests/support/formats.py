@@ -199,8 +199,8 @@ def plain_packed(case: Case, fields: Mapping[str, Tensor]) -> PackedWeight:
     layout = case.module.FORMAT.variant(case.choice).storages[case.storage]
     if not layout.streams:
         return case.module.pack(fields, storage=case.storage, **case.choice)
-    (field,) = fields.values()
-    return PackedWeight(case.module.FORMAT, case.storage, layout.pack(**fields), tuple(field.shape), case.choice, opened=True)
+    codes = max(fields.values(), key=Tensor.numel)
+    return PackedWeight(case.module.FORMAT, case.storage, layout.pack(**fields), tuple(codes.shape), case.choice, opened=True)
 
 
 def canonical(packed: PackedWeight) -> dict[str, Tensor]:

@@ -89,10 +89,11 @@ def program() -> Path | None:
     return path if path and path.is_file() else None
 
 
-def written(path: Path, model: Model, tensors: Sequence[Tensor], metadata: Mapping[str, Any]) -> None:
-    """A GGUF file of zeros."""
+def written(path: Path, model: Model, tensors: Sequence[Tensor], metadata: Mapping[str, Any], scale: float = 0) -> None:
+    """A GGUF file of normally distributed numbers of a scale, or of zeros."""
     import gguf
 
+    draw = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, model.architecture)
     for name, value in metadata.items():
         if isinstance(value, list):
@@ -101,7 +102,8 @@ def written(path: Path, model: Model, tensors: Sequence[Tensor], metadata: Mappi
             add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}[type(value)]
             add(name, value)
     for tensor in tensors:
-        writer.add_tensor(tensor.name, np.zeros(tensor.shape, np.float32 if tensor.type == "F32" else np.float16))
+        numbers = scale * draw.standard_normal(tensor.shape)
+        writer.add_tensor(tensor.name, numbers.astype(np.float32 if tensor.type == "F32" else np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -159,8 +161,8 @@ def _ranges(places: Sequence[int]) -> str:
     return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
 
 
-def prepared(folder: Path, architecture: str, names: Sequence[str], size: int) -> Path:
-    """A file that llama-quantize reads: metadata that it misses is added until it does."""
+def prepared(folder: Path, architecture: str, names: Sequence[str], size: int, scale: float = 0) -> Path:
+    """A file that llama-quantize reads: metadata that it misses is added until it does.  scale: of its numbers."""
     made = model(architecture, names, size)
     path = folder / f"{architecture}.{size}.gguf"
     layers = made.layers - (architecture == "graniteswitch")     # it counts one of its own
@@ -169,7 +171,7 @@ def prepared(folder: Path, architecture: str, names: Sequence[str], size: int) -
     special = {"hrm.layers_per_stack": layers // 2} if architecture == "hrm_text" else SPECIAL.get(architecture, {})
     metadata = {f"{architecture}.{key}": value for key, value in (counts | experts | COMMON | special).items()}
     for _ in range(40):
-        written(path, made, tensors(made, names), metadata)
+        written(path, made, tensors(made, names), metadata, scale)
         try:
             dry_run(path, "Q8_0")
             return path

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from qdsl.spec import grammar as g
 from qdsl.spec.model import Spec, Tensor
+from qdsl.spec.tables import is_number
 from tests.support import grids, oracle, searches
 
 Codes = npt.NDArray[np.int64]
@@ -269,7 +270,8 @@ class Reading:
             inner = given.value if isinstance(given, g.Negate) else given
             assert isinstance(inner, g.Name | g.Number)
             found[key.name] = inner.name if isinstance(inner, g.Name) else -inner.value if inner is not given else inner.value
-        return {**found, **{key.value: word.value for key, word in storage.options}}
+        own = {key.value: word.value for key, word in storage.options}
+        return {**found, **{key: float(word) if is_number(word) else word for key, word in own.items()}}
 
     def span(self) -> tuple[int, int]:
         """Half steps, from and to, in which weights fill the codes' range when the scale is one step."""
@@ -656,7 +658,7 @@ def _nested(x: list[list[np.float32]], kinds: Mapping[str, str], divided: bool, 
     """Codes of all blocks, their scales' codes, and that of the scale of all, by which the others are multiplied or divided."""
     one, divisor, top = np.float32(1), np.float32(given["divisor"]), np.float32(448)
     largest = [max(abs(v) for v in block) for block in x]
-    whole = max(largest)
+    whole = np.float32(given.get("amax", max(largest)))
     above = one / whole * (divisor * top) if divided else whole / (divisor * top)
     above = above if np.isfinite(above) else one
     codes, scales = [], []

@@ -18,6 +18,7 @@ from qdsl.passes.schemes import SCHEMES
 from qdsl.passes.streams import STREAMS, Coding
 from qdsl.spec import grammar, marked, schema
 from qdsl.spec.schema import load
+from tests.support.compatibility import lines as pair_lines
 
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "results"
 RESULTS = FOLDER / "cpu-amd-epyc.json"
@@ -174,6 +175,12 @@ def quality() -> list[str]:
             f"perplexity {models[0]['perplexity_error']:.2f}."]
 
 
+def compatibility() -> list[str]:
+    """The pairs of programs and artefacts, and the tests that prove them."""
+    return pair_lines()
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
-        keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, figures, speeds, gguf_maps, quality)}
+        keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, figures, speeds, gguf_maps, quality,
+        compatibility)}

@@ -86,7 +86,7 @@ def store(context: Context) -> Step:
 def shared_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bits:
     """Bytes as rows of words.  Raises Fault."""
     place = batch.shared_place(lanes, address, size, "a load")
-    batch.note_shared(lanes, place, size, write=False)
+    batch.note_shared(lanes, place, size)
     if batch.options.counts:
         count_banks(batch, lanes, address, size, "shared load")
     word = min(size, 8)
@@ -103,12 +103,14 @@ def shared_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
     place = batch.shared_place(lanes, address, size, "a store")
     if batch.asynchronous:
         check_in_flight(batch, lanes, place, size, "writes")
-    batch.note_shared(lanes, place, size, write=True)
+    batch.note_shared(lanes, place, size, data)
     if batch.options.counts:
         count_banks(batch, lanes, address, size, "shared store")
     word = min(size, 8)
     batch.shared.view(UNSIGNED[8 * word])[(place // word)[:, None] + np.arange(size // word)] = \
         data.view(UNSIGNED[8 * word]).reshape(len(lanes), -1)
+    if batch.options.races and (lost := (batch.shared[place[:, None] + np.arange(size)] != data).any(1)).any():
+        batch.find("race", "threads store different values at one place", int(lanes[int(np.flatnonzero(lost)[0])]))
 
 
 def check_in_flight(batch: Batch, lanes: Indices, place: Indices, size: int, verb: str) -> None:
@@ -133,7 +135,7 @@ def global_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bi
     for allocation, chosen, offset in parts:
         some = lanes if chosen is None else lanes[chosen]
         if allocation.written is not None:
-            _note_global(batch, allocation, some, offset, size, write=False)
+            _note_global(batch, allocation, some, offset, size)
         rows = allocation.words(size)[offset // size].reshape(len(some), -1)
         if chosen is None:
             return rows
@@ -148,13 +150,15 @@ def global_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
         count_sectors(batch, lanes, address, size, "store")
     for allocation, chosen, offset in batch.memory.locate(address, size, "a store"):
         some, rows = (lanes, data) if chosen is None else (lanes[chosen], data[chosen])
-        _note_global(batch, allocation, some, offset, size, write=True)
+        _note_global(batch, allocation, some, offset, size, rows)
         words = allocation.words(size)
         words[offset // size] = rows.view(words.dtype).reshape((len(some), -1) if size > 8 else len(some))
 
 
-def _note_global(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, write: bool) -> None:
-    """Check an access of an output or workspace against those before it."""
+def _note_global(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int,
+                 data: Bits | None = None) -> None:
+    """Check an access of an output or workspace against those before it.  data: the bytes that will be written."""
+    write = data is not None
     spread = (offset[:, None] + np.arange(size)).reshape(-1)
     if write and allocation.stores is not None:
         np.add.at(allocation.stores, spread, 1)
@@ -169,7 +173,9 @@ def _note_global(batch: Batch, allocation: Allocation, lanes: Indices, offset: I
         batch.find("unwritten", f"reads {allocation.byte(offset[which])} before anyone wrote it", int(lanes[which]))
     if batch.options.races:
         shadow = batch.global_shadows.setdefault(str(allocation.start), Shadow(len(allocation.data)))
-        race = (shadow.write if write else shadow.read)(spread, batch.who(lanes).repeated(size), batch.clocks.ordered)
+        who = batch.who(lanes).repeated(size)
+        race = shadow.read(spread, who, batch.clocks.ordered) if data is None else \
+            shadow.write(spread, who, batch.clocks.ordered, allocation.data[spread] != data.reshape(-1))
         if race.any():
             which = int(np.flatnonzero(race)[0]) // size
             batch.find("race", f"{'writes' if write else 'reads'} {allocation.byte(offset[which])} "

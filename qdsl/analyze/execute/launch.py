@@ -30,13 +30,15 @@ OPCODES = (access, groups, scalar, warps)                        # importing the
 class Execution:
     """What came of a launch, whose tensors were changed in place.
 
-    findings: what hardware does not promise to do right.  opcodes: how often threads executed each.  memory: with
-    Options.counts, requests of warps, bytes, 32-byte sectors of global memory, and passes over shared memory.
+    findings: what hardware does not promise to do right.  opcodes: how often threads executed each.  lines: of the PTX, how
+    often threads executed them.  memory: with Options.counts, requests of warps, bytes, 32-byte sectors of global memory, and
+    passes over shared memory.
     """
 
     name: str
     findings: tuple[Finding, ...]
     opcodes: Mapping[str, int]
+    lines: Mapping[int, int]
     memory: Mapping[str, int]
 
     @property
@@ -87,10 +89,11 @@ def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]],
     if programs is None:
         for name, place, text in memory.unwritten():
             log.add(Finding("stores", f"element {place} of '{name}' was {text}", name, ""))
-    opcodes: Counter[str] = Counter()
+    opcodes, lines = Counter[str](), Counter[int]()
     for place, count in log.executed.items():
         opcodes[program.instructions[place].opcode] += count
-    return Execution(program.name, tuple(log.findings.values()), opcodes, log.memory)
+        lines[program.instructions[place].line] += count
+    return Execution(program.name, tuple(log.findings.values()), opcodes, lines, log.memory)
 
 
 @lru_cache(maxsize=32)

@@ -180,8 +180,9 @@ class Batch:
             raise Fault(f"{what} of {size} bytes at {int(address[place])} of {self.shared_bytes} shared bytes", place)
         return self.row[lanes] * self.shared_bytes + address
 
-    def note_shared(self, lanes: Indices, place: Indices, size: int, write: bool) -> None:
-        """Check an access of shared memory against those before it."""
+    def note_shared(self, lanes: Indices, place: Indices, size: int, data: Bits | None = None) -> None:
+        """Check an access of shared memory against those before it.  data: the bytes [lanes, size] that will be written."""
+        write = data is not None
         if self.options.written:
             spread = (place[:, None] + np.arange(size)).reshape(-1) if size > 1 else place
             if write:
@@ -195,8 +196,13 @@ class Batch:
             granules = place // self.granule
             if times > 1:
                 granules = (granules[:, None] + np.arange(times)).reshape(-1)
-            access = self.shared_shadow.write if write else self.shared_shadow.read
-            race = access(granules, self.who(lanes).repeated(times), ordered_in_program)
+            who = self.who(lanes).repeated(times)
+            if data is not None:
+                old = self.shared[place[:, None] + np.arange(size)]
+                changes = (old != data).reshape(len(granules), -1).any(1)
+                race = self.shared_shadow.write(granules, who, ordered_in_program, changes)
+            else:
+                race = self.shared_shadow.read(granules, who, ordered_in_program)
             if write and self.has_products:
                 self.proxy_writer[granules] = np.repeat(lanes, times)
                 self.proxy_fence[granules] = np.repeat(self.fences[lanes], times)
@@ -215,7 +221,7 @@ class Batch:
             first = granules * self.granule
             if self.granule >= size or not self.options.races:
                 for lane in lanes[[0, WARP]]:                    # two warps stand for all
-                    self.note_shared(np.full(len(first), lane), first, self.granule, write=False)
+                    self.note_shared(np.full(len(first), lane), first, self.granule)
             writer = self.proxy_writer[granules]
             missing = (writer >= 0) & (self.fences[writer] <= self.proxy_fence[granules])
             if self.options.races and missing.any():
@@ -283,9 +289,10 @@ class _Scheduler:
         self.alive = np.ones(batch.count, bool)
         self.waits = np.full(batch.count, -1, np.int64)          # the barrier where a thread waits
         self.uniform: int | None = 0 if batch.options.order == "lockstep" else None      # all threads are there
-        warps = batch.per_program // WARP
-        self.turns = {"lockstep": None, "reverse": list(range(warps))[::-1]}.get(
-            batch.options.order if isinstance(batch.options.order, str) else "", batch.random.permutation(warps).tolist())
+        self.unit = batch.thread // (4 * WARP if batch.has_products else WARP)       # what runs alone: a warp, or a warp group
+        units = int(self.unit.max()) + 1
+        self.turns = None if batch.options.order == "lockstep" else list(range(units))[::-1] if batch.options.order == "reverse" \
+            else batch.random.permutation(units).tolist()
 
     def run(self) -> None:
         batch, instructions = self.batch, self.batch.program.instructions
@@ -320,8 +327,7 @@ class _Scheduler:
         if not ready.any():
             return -1, None                                      # none waits: a barrier opens when the last thread comes or ends
         if self.turns is not None:
-            position = self.batch.thread // WARP
-            ready &= position == next(turn for turn in self.turns if (ready & (position == turn)).any())
+            ready &= self.unit == next(turn for turn in self.turns if (ready & (self.unit == turn)).any())
         place = int(self.counter[ready].min())
         here = ready & (self.counter == place)
         return place, None if here.all() else np.flatnonzero(here)

@@ -53,11 +53,12 @@ class Shadow:
         last.mark(place, who)
         return race
 
-    def write(self, place: Indices, who: Threads, ordered: Callable[[_Entry, Threads], Flags]) -> Flags:
-        """Marks a write; whether an access before it is unordered."""
-        race = ~ordered(self.writer.at(place), who)
+    def write(self, place: Indices, who: Threads, ordered: Callable[[_Entry, Threads], Flags], changes: Flags) -> Flags:
+        """Marks a write; whether an access before it is unordered.  A write that changes nothing races with reads alone:
+        compilers let threads that hold the same value store it."""
+        race = ~ordered(self.writer.at(place), who) & changes
         for readers in self.readers:
-            race |= ~ordered(readers.at(place), who)
+            race |= ~ordered(readers.at(place), who) & changes
             readers.thread[place] = -1
         self.writer.mark(place, who)
         return race

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import FrozenDict
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import nn
 
@@ -21,6 +20,7 @@ from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import origin_in
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
+from qdsl.models.private_apis import float32_modules, has_adapters, hook_of, set_config, uncast_patterns
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 
@@ -101,7 +101,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
             if set(kept) & set(name.split(".")):
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._parameters[leaf] = nn.Parameter(parameter.float(), parameter.requires_grad)
-        precise = [f".*(?:{pattern}).*" for pattern in getattr(model, "_skip_layerwise_casting_patterns", None) or ()]
+        precise = [f".*(?:{pattern}).*" for pattern in uncast_patterns(model)]
         skip = [*config.ignore, *map(re.escape, kept), *((*SKIPPED, *precise) if config.format else ())]
         self.report = fill_model(model, checkpoint, device=device, skip=skip, format=config.format, verify=config.verify,
                                  **config.options)
@@ -115,7 +115,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
 
     def save(self, model: Any, folder: Path) -> None:
         """Write the files that a model came from, or a folder with qdsl's own settings.  Raises ValueError for adapters."""
-        if getattr(model, "_hf_peft_config_loaded", False):
+        if has_adapters(model):
             raise ValueError("save_pretrained: the model has adapters; unload them first (unload_lora_weights), or save them "
                              "by themselves (save_lora_adapter)")
         origin = origin_in(model)
@@ -126,7 +126,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
     def _dequantize(self, model: Any) -> Any:
         make_dense(model)
         vars(model).pop("enable_layerwise_casting", None)
-        model._internal_dict = FrozenDict({key: value for key, value in model.config.items() if key != "quantization_config"})
+        set_config(model, {key: value for key, value in model.config.items() if key != "quantization_config"})
         return model
 
 
@@ -136,7 +136,7 @@ def parameter_dtype(model: Any, library_dtype: torch.dtype) -> torch.dtype:
     library_dtype: what diffusers finds, the dtype of the first floating parameter.  That may be one of stored codes or scales,
     in whose place stands the dtype of the layer's `weight`.
     """
-    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    kept = float32_modules(model)
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if any(own in name for own in kept) or not (parameter.is_floating_point() or hasattr(owner, "compute_dtype")):
@@ -165,4 +165,4 @@ def _refuse_casting(*args: Any, **kwargs: Any) -> None:
 
 
 def _is_dispatched(model: nn.Module) -> bool:
-    return any(hasattr(module, "_hf_hook") for module in model.modules())
+    return any(hook_of(module) is not None for module in model.modules())

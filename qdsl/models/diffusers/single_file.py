@@ -16,7 +16,8 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.references import local_path
 from qdsl.checkpoint.sources import FolderSource, GgufSource, Source
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer
-from qdsl.models.single_file_names import built, loadable_class, mapped, shapes
+from qdsl.models.private_apis import float32_modules, single_file_class
+from qdsl.models.single_file_names import built, mapped, shapes
 from qdsl.models.transformers.config import QdslConfig
 
 
@@ -45,7 +46,7 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
         model = built(cls, settings, dtype)
         quantizer = QdslDiffusersQuantizer(options, pre_quantized=True)
         source = file if path.is_dir() else mapped(cls, model, file, settings)
-        quantizer.fill(model, Checkpoint(path, {"": source}), device, cls._keep_in_fp32_modules or ())
+        quantizer.fill(model, Checkpoint(path, {"": source}), device, float32_modules(cls))
     model.is_quantized, model.quantization_method, model.hf_quantizer = True, options.quant_method, quantizer
     return model.eval()
 
@@ -64,7 +65,7 @@ def _opened(path: Path) -> Iterator[Source]:
 
 def _config(cls: Any, file: Source, config: str | Path | None, subfolder: str | None, hub: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a model, without settings of a quantization."""
-    mapping = single_file_model.SINGLE_FILE_LOADABLE_CLASSES.get(loadable_class(cls), {})
+    mapping = single_file_model.SINGLE_FILE_LOADABLE_CLASSES.get(single_file_class(cls), {})
     if config is None:
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes(file).items()}
         inferred = single_file_model.fetch_diffusers_config(tensors)

@@ -39,7 +39,7 @@ class DiffusionConfig(QdslConfig):
         """The layers of a pipeline's transformer, by the names of diffusers."""
         self.folder = (Path(model_name) if Path(model_name).exists() else local_path(model_name)) / TRANSFORMER
         if self.gguf_model is None:
-            return Served.of_folder(self.folder)
+            return Served.of_folder(self.verified(self.folder))
         with closing(self._file()) as source:
             return Served.of_gguf(source)
 
@@ -47,7 +47,7 @@ class DiffusionConfig(QdslConfig):
         """The GGUF file with the names of diffusers.  Raises LoadError where it does not fill the class of the folder."""
         settings = json.loads((self.folder / "config.json").read_text())
         cls = getattr(diffusers, settings["_class_name"])
-        return mapped(cls, built(cls, settings, None), GgufSource(local_path(str(self.gguf_model))), settings)
+        return mapped(cls, built(cls, settings, None), GgufSource(self.verified(local_path(str(self.gguf_model)))), settings)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method that serves a module; None for vLLM's own."""

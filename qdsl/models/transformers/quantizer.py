@@ -29,6 +29,7 @@ from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import Origin, origin_in
 from qdsl.models.plan import LoadError, listed
 from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
+from qdsl.models.private_apis import TIES, float32_modules, mark_initialized, may_be_missing
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
@@ -100,7 +101,7 @@ class QdslHfQuantizer(HfQuantizer):
         config, source = self.quantization_config, checkpoint.source
         if names is not None:
             check_format(checkpoint, config.format)
-        skip = [*config.ignore, *(SKIPPED + _kept_in_fp32(model) if config.format else ())]
+        skip = [*config.ignore, *((*SKIPPED, *map(re.escape, float32_modules(model))) if config.format else ())]
         before, device = _tensors(model), single_device(self._device_map)
         stacks = None if names is None else names.stacks(_shapes(source, config.format))
         self.report = fill_model(model, checkpoint, None if names is None else names.rename, device, skip=skip, plain=False,
@@ -115,7 +116,7 @@ class QdslHfQuantizer(HfQuantizer):
             _check_codes(source, names, {name for name, tensor in after.items() if tensor.is_meta and id(tensor) in old})
         placed = {name for name, tensor in after.items() if id(tensor) not in old and not tensor.is_meta}
         for name in placed:
-            after[name]._is_hf_initialized = True                # type: ignore[attr-defined]
+            mark_initialized(after[name])
         _untie(model)
         hook = model.register_state_dict_post_hook(partial(_hide, placed))
         origin = origin_in(model)                                # its unused tensors are small ones of packed layers
@@ -196,7 +197,7 @@ class QdslHfQuantizer(HfQuantizer):
         make_dense(model, dtype)
         vars(model).pop("resize_token_embeddings", None)
         for module in model.modules():
-            vars(module).pop("_tied_weights_keys", None)
+            vars(module).pop(TIES[1], None)
         model.tie_weights()
         return model
 
@@ -287,11 +288,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def _kept_in_fp32(model: Any) -> tuple[str, ...]:
-    """Names of modules that a model keeps in float32."""
-    return tuple(map(re.escape, (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))))
-
-
 def _hide(names: Iterable[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Leave tensors out of a state_dict, so that transformers does not look for them in the checkpoint."""
     for name in names:
@@ -302,7 +298,7 @@ def _untie(model: Any) -> None:
     """Drop what is known of ties between weights that are packed now: those share their tensors."""
     plain, modules = _tensors(model), dict(model.named_modules(remove_duplicate=False))
     for prefix, module in modules.items():
-        for attribute in ("all_tied_weights_keys", "_tied_weights_keys") if isinstance(module, PreTrainedModel) else ():
+        for attribute in TIES if isinstance(module, PreTrainedModel) else ():
             ties = getattr(module, attribute, None) or {}
             names = {name: f"{prefix}.{name}".lstrip(".") for tie in ties.items() for name in tie}
             packed = {name for name, full in names.items() if full not in plain and full.rpartition(".")[0] in modules}
@@ -316,10 +312,9 @@ def _missing_matrices(model: Any, missing: set[str], ignore: Sequence[str]) -> l
     for target, source in model.all_tied_weights_keys.items():
         shared.setdefault(source, {source}).add(target)
     loaded = {name for group in shared.values() if not group <= missing for name in group}
-    patterns = model._keys_to_ignore_on_load_missing or ()
     tensors = _tensors(model)
     return sorted(name for name in missing - loaded if name in tensors and tensors[name].dim() > 1
-                  and not ignored(name, ignore) and not any(re.search(pattern, name) for pattern in patterns))
+                  and not ignored(name, ignore) and not any(re.search(pattern, name) for pattern in may_be_missing(model)))
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

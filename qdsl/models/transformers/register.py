@@ -12,6 +12,7 @@ from transformers.quantizers import auto
 import qdsl.models.transformers.moe as moe
 from qdsl.checkpoint.detect import OWN
 from qdsl.models.plugin import saving
+from qdsl.models.private_apis import has_adapters
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import check
 from qdsl.models.transformers.quantizer import QdslHfQuantizer, handed_over
@@ -30,7 +31,7 @@ def register() -> None:
     if not hasattr(get, "__wrapped__"):
         modeling_utils.get_hf_quantizer = _choosing(get)
         PreTrainedModel.save_pretrained = saving(PreTrainedModel.save_pretrained, QdslHfQuantizer,
-                                                 lambda model: getattr(model, "_hf_peft_config_loaded", False),
+                                                 has_adapters,
                                                  {"state_dict": None, "variant": None})
 
 

@@ -44,10 +44,10 @@ class QdslConfig(EngineConfig, QuantizationConfig):
     def read(self, model_name: str, hf_config: Any, revision: str | None) -> Served:
         """The layers of a model's folder, repository or GGUF file."""
         if gguf := gguf_path(model_name, self.gguf_model):
-            with closing(open_gguf(gguf, hf_config)) as source:
+            with closing(open_gguf(self.verified(gguf), hf_config)) as source:
                 return Served.of_gguf(source)
         is_remote = revision is not None and not Path(model_name).exists()
-        return Served.of_folder(local_path(f"{model_name}@{revision}" if is_remote else model_name))
+        return Served.of_folder(self.verified(local_path(f"{model_name}@{revision}" if is_remote else model_name)))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Call layers as vLLM calls their modules."""

@@ -1,0 +1,47 @@
+"""quanto: optimum-quanto qint4 and qint2, integer codes with a scale and a shift in floats per group of columns.
+
+    w = q * s - z
+    float32, rounded after each operation
+
+    s      scale_type [N, ceil(K/group)]
+    z      scale_type [N, ceil(K/group)]
+    q      u{bits}    [N, K]
+
+    quanto at bits = 4: 4.5 bits per weight with group = 128
+    quanto at bits = 2: 2.5 bits per weight with group = 128
+    planar at bits = 4: 4.5 bits per weight with group = 128
+    planar at bits = 2: 2.5 bits per weight with group = 128
+
+Built from the spec quanto (sha256 b61e3972a49789bd) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from qdsl.runtime import Format
+
+from . import bits_4, bits_2
+
+FORMAT = Format(
+    name="quanto", title="optimum-quanto qint4 and qint2, integer codes with a scale and a shift in floats per group of columns",
+    source="optimum-quanto 0.2.7, WeightQBitsTensor with axis 0", formula="q * s - z",
+    by=("bits",),
+    variants={
+        (4,): bits_4.VARIANT,
+        (2,): bits_2.VARIANT,
+    },
+    params={"bits": (4, 2), "group": (128, 96, 64, 32, -1), "scale_type": ("f32", "bf16", "f16")},
+    sizes={"group": "K"},
+    digest="b61e3972a49789bd",
+)
+SPEC = FORMAT.spec
+wrap = FORMAT.wrap
+quantize = FORMAT.quantize
+dequantize = FORMAT.dequantize
+pack = FORMAT.pack
+unpack = FORMAT.unpack
+convert = FORMAT.convert
+requantize = FORMAT.requantize
+planar = FORMAT.planar
+linear = FORMAT.linear
+grouped_linear = FORMAT.grouped_linear
+Linear = FORMAT.Linear
+Embedding = FORMAT.Embedding

@@ -1,0 +1,229 @@
+"""quanto at bits = 2: optimum-quanto qint4 and qint2, integer codes with a scale and a shift in floats per group of columns.
+
+    w = q * s - z
+    float32, rounded after each operation
+
+    s      scale_type [N, ceil(K/group)]
+    z      scale_type [N, ceil(K/group)]
+    q      u2         [N, K]
+
+    quanto: 2.5 bits per weight with group = 128
+    planar: 2.5 bits per weight with group = 128
+
+Built from the spec quanto (sha256 b61e3972a49789bd) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, as_type, device, pad, spread, workspace
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_quanto(data: Tensor, scale: Tensor, shift: Tensor) -> dict[str, Tensor]:
+    """Fields of data uint8 [N/4, K]; scale scale_type [N, K/group]; shift scale_type [N, K/group]."""
+    return {
+        "s": scale,
+        "z": shift,
+        "q": spread(data, 2).permute(2, 0, 1).flatten(0, 1),
+    }
+
+
+def pack_quanto(s: Tensor, z: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """data, scale, shift of the fields; the inverse of unpack_quanto."""
+    q_split = q.unflatten(0, (4, -1))
+    r = sum(q_split[i] << 2 * i for i in range(4))
+    return {
+        "data": r,
+        "scale": s,
+        "shift": z,
+    }
+
+
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; s scale_type [N, ceil(K/group)]; z scale_type [N, ceil(K/group)]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
+    return {
+        "s": s,
+        "z": z,
+        "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
+            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(s: Tensor, z: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, s, z of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
+        | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {
+        "q": as_type(r, torch.int32).flatten(1),
+        "s": s,
+        "z": z,
+    }
+
+
+def decode(s: Tensor, z: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = q * s - z.  s [N, ceil(K/group)], z [N,
+    ceil(K/group)], q [N, K].
+    """
+    out = out if out is None else out.unflatten(1, (s.shape[1], -1))
+    q = q.unflatten(1, (s.shape[1], -1))
+    s = s.float().unsqueeze(-1)
+    z = z.float().unsqueeze(-1)
+    space = workspace(out)
+    w = torch.mul(as_float(q, out), s, out=space)
+    return torch.sub(w, z, out=out).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_quanto(data, scale, shift, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    scale += n.to(tl.int64) * (K // group)
+    shift += n.to(tl.int64) * (K // group)
+    data += (n % (N // 4)).to(tl.int64) * K
+    out += n.to(tl.int64) * K
+    live = (n < N) & (k < K)
+    s = tl.load(scale + k // group, live, 0).to(tl.float32)
+    z = tl.load(shift + k // group, live, 0).to(tl.float32)
+    q = tl.load(data + k, live, 0) >> 2 * (n // (N // 4)) & 3
+    w = q * s - z
+    tl.store(out + k, w, live)
+
+
+@triton.jit
+def _linear_quanto(data, scale, shift, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    scale += n.to(tl.int64) * (K // group)
+    shift += n.to(tl.int64) * (K // group)
+    data += (n % (N // 4)).to(tl.int64) * K
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        live = (n < N) & (k < K)
+        s = tl.load(scale + k // group, live, 0).to(tl.float32)
+        z = tl.load(shift + k // group, live, 0).to(tl.float32)
+        q = tl.load(data + k, live, 0) >> 2 * (n // (N // 4)) & 3
+        x_k = tl.load(x + k, live, 0).to(tl.float32)
+        acc += (q * s - z) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+@triton.jit
+def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
+
+    A program makes BN rows by BK units of 16 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+    s += n.to(tl.int64) * tl.cdiv(K, group)
+    z += n.to(tl.int64) * tl.cdiv(K, group)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    out += n.to(tl.int64) * K
+    t = u // 16
+    b = u // 4 % 4
+    a = u % 4
+    live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+    q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                for c in tl.static_range(2):
+                    inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                    s1 = tl.load(s + (256 * t + 128 * h + 32 * b) // group, inside, 0).to(tl.float32)
+                    z1 = tl.load(z + (256 * t + 128 * h + 32 * b) // group, inside, 0).to(tl.float32)
+                    q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
+                    w = q1 * s1 - z1
+                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, inside)
+
+
+@triton.jit
+def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
+    """
+    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
+    x += tl.program_id(1).to(tl.int64) * K
+    out += tl.program_id(1).to(tl.int64) * N
+    s += n.to(tl.int64) * tl.cdiv(K, group)
+    z += n.to(tl.int64) * tl.cdiv(K, group)
+    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, 16 * tl.cdiv(K, 256), BK):
+        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
+        t = u // 16
+        b = u // 4 % 4
+        a = u % 4
+        live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+        q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
+        for h in tl.static_range(2):
+            for i in tl.static_range(2):
+                for j in tl.static_range(2):
+                    for c in tl.static_range(2):
+                        inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                        s1 = tl.load(s + (256 * t + 128 * h + 32 * b) // group, inside, 0).to(tl.float32)
+                        z1 = tl.load(z + (256 * t + 128 * h + 32 * b) // group, inside, 0).to(tl.float32)
+                        q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
+                        x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
+                            + c, inside, 0).to(tl.float32)
+                        acc += (q1 * s1 - z1) * x_k
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "s": Field("scale_type", "N", "ceil(K/group)"),
+        "z": Field("scale_type", "N", "ceil(K/group)"),
+        "q": Field("u2", "N", "K"),
+    },
+    storages={
+        "quanto": Storage(
+            tensors={
+                "data": Stored("u8", "N/4", "K", aliases=("weight._data._data",), seen=("?", "group"),
+                    bits=("q[1@0 4:2, 1@1]",)),
+                "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"),
+                    bits=("s[1@0, 1@1]",)),
+                "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"),
+                    bits=("z[1@0, 1@1]",)),
+            },
+            unpack=unpack_quanto, pack=pack_quanto, whole=True,
+            kernels=Kernels(_dequantize_quanto, _linear_quanto, rows="N", units="K", last="k"),
+        ),
+        "planar": Storage(
+            tensors={
+                "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+                "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
+            },
+            unpack=unpack_planar, pack=pack_planar, reads=("K",),
+            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k"),
+        ),
+    },
+    decode=decode, cuts=("N", "ceil(K/group)"),
+)
