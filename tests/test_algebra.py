@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from qdsl.generated import fp8_block, fp8_tensor, hlane, int8_block, int8_channel, int_group, nf4, q4_0, q4_k
-from qdsl.runtime import FormatError, PackedWeight, algebra
+from qdsl.checkpoint.shards import GROUP_ROWS
+from qdsl.generated import df11, fix4, fp8_block, fp8_tensor, hlane, int8_block, int8_channel, int_group, nf4, q4_0, q4_k
+from qdsl.runtime import FormatError, PackedWeight, algebra, streams
 from tests.support.covering import ALL
 from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
 
@@ -304,6 +306,46 @@ def test_many_parts_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert calls == [24] * len(joined.tensors)
     check(joined, torch.cat([decoded(part) for part in parts]))
+
+
+# -- rows of entropy codes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [hlane, fix4], ids=["hlane", "fix4"])
+@pytest.mark.parametrize(("half", "k"), [(32, 75), (16, 2056), (16, 8200)])      # 1, 4 and 8 lanes, these in two chunks
+def test_rows_at_groups_keep_their_codes(module: ModuleType, half: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what encoding the rows gives, here by the same code, and neither encoded nor decoded for it."""
+    weight = torch.randn(half, k, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[3, 5:9] = torch.tensor([0, 1e-30, -1e30, torch.inf])  # patches
+    wanted, packed, ragged = [module.pack({"v": torch.cat([weight, more])}) for more in (weight[:0], weight, weight[:3])]
+    groups = [streams.LAUNCHES[stream.coding].group_rows(packed.shape) for stream in packed.layout.streams.values()]
+    assert all(GROUP_ROWS % rows == half % rows == 0 for rows in groups)
+    for coding in streams.CODINGS.values():
+        for name in ("encode", "decode", "decode_rows"):
+            monkeypatch.delattr(coding, name, raising=False)
+    bands = [packed.shard("N", 0, half), packed.shard("N", half, 2 * half)]
+    last, none = ragged.shard("N", half, half + 3), packed.shard("N", half, half)
+    monkeypatch.undo()
+    for band in bands:
+        assert band.facts == wanted.facts and same_tensors(band, wanted)
+        check(band, weight.float())
+    check(last, weight[:3].float())
+    check(none, weight[:0].float())
+    assert same_tensors(PackedWeight.join(bands), packed)
+
+
+def same_tensors(one: PackedWeight, other: PackedWeight) -> bool:
+    return one.shape == other.shape and one.tensors.keys() == other.tensors.keys() and all(
+        torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+
+
+@pytest.mark.parametrize("module", [hlane, fix4, df11], ids=["hlane", "fix4", "df11"])
+def test_other_rows_of_entropy_codes_are_encoded_anew(module: ModuleType) -> None:
+    """Inside a group, and where a code does not say where rows begin."""
+    weight = torch.randn(70, 75, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed = module.quantize(weight)
+    for start, stop in ((0, 32), (3, 64), (32, 69)):
+        check(packed.shard("N", start, stop), weight[start:stop].float())
 
 
 def test_join_of_one_part_is_that_part() -> None:

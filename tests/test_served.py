@@ -147,3 +147,13 @@ def test_a_plain_model_needs_a_format(tmp_path: Path) -> None:
     config.plan(plain, "plain")
     assert config.encoded == {name.removesuffix(".weight") for name in language_models.weights("qwen3")
                               if language_models.is_projection(name) and "down_proj" not in name}
+
+
+def test_x_in_8_bits_excludes_batch_invariance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine hears of it before a weight is loaded; 'auto' leaves x as it is."""
+    plain = Served.of_folder(language_models.write_plain(tmp_path / "plain", "qwen3"))
+    monkeypatch.setattr(EngineConfig, "batch_invariant", True)
+    settings = {"quant_method": "qdsl", "format": "q8_0"}
+    with pytest.raises(CheckpointError, match=r'plain: products .* are not batch-invariant; leave "quantize_x" out'):
+        EngineConfig({**settings, "quantize_x": True}).plan(plain, "plain")
+    EngineConfig({**settings, "quantize_x": "auto"}).plan(plain, "plain")

@@ -16,6 +16,7 @@ from qdsl.checkpoint.safetensors import CheckpointError, shown
 from qdsl.stored import OF_X, Description
 
 MOST_PADDING = 4                                                 # times the rows or columns that a rank needs, which it may hold
+GROUP_ROWS = 32                                                  # a multiple of the rows of an entropy code's groups
 STREAMED = "gpt_oss"                                             # the model type whose experts vLLM takes by names of its own
 STREAMED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 STREAMED_SUFFIXES = ("_weight", "_weight_scale", "_weight_packed")
@@ -131,8 +132,10 @@ def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
         step = piece_step(format, layer.params, layer.shape, dim, storage, params)
         if start % step or (stop % step and stop != whole) or (layer.act_order and storage != layer.storage):
             continue
-        if any(axis.dim == "?" for tensor in stored for axis in tensor.axes):
-            return step, "decoded and encoded again"
+        axes = {axis.dim for tensor in stored for axis in tensor.axes}
+        if "?" in axes:                                          # an entropy code
+            ends_groups = not any(border % GROUP_ROWS and border != whole for border in (start, stop))
+            return step, "cut" if dim == "N" and "N*K" not in axes and ends_groups else "decoded and encoded again"
         changes = [f"{key}={value}" for key, value in params.items() if value != layer.params[key]]
         changes += [f"storage {storage}"] if storage != layer.storage else []
         return step, f"packed again with {', '.join(changes)}" if changes else "cut"

@@ -104,7 +104,13 @@ class EngineConfig:
         return path
 
     def plan(self, checkpoint: Served, model: str) -> None:
-        """Take a checkpoint's layers, and choose those to be encoded.  model: its name.  Raises ShardError for none of both."""
+        """Take a checkpoint's layers, and choose those to be encoded.  model: its name.
+
+        Raises ShardError for none of both, and for settings that exclude one another.
+        """
+        if self.batch_invariant and self.quantize_x and self.quantize_x != AUTO:
+            raise ShardError(f"{model}: products that take x in 8 bits are not batch-invariant; leave \"quantize_x\" out of the "
+                             "quantization_config, or serve without batch invariance")
         self.checkpoint = checkpoint
         self.layers, self.plain = self.checkpoint.packed, self.checkpoint.plain
         if not self.layers:

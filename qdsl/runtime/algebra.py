@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from qdsl.borders import UNITS, border_step, piece_step, spans_all, targets
+from qdsl.runtime import streams
 from qdsl.runtime.errors import FormatError
 from qdsl.runtime.gather import Source, gathered, group_index, group_size, is_scattered, plan
 from qdsl.shapes import Axis
 
 if TYPE_CHECKING:
     from qdsl.runtime.packed import PackedWeight
-
 
 
 # -- rows and pieces --------------------------------------------------------------------------------------------------
@@ -49,6 +49,9 @@ def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight
 
     Blocks that end at both borders come first, so that pieces of a weight are alike; then those that go on beyond.
     """
+    band = streams.row_band(packed, start, stop) if dim == "N" else None
+    if band is not None:
+        return band
     if dim == "N" and packed.layout.streams and packed.device.type == "cpu":
         opened = packed.open_rows(torch.arange(start, stop))     # rows of other ranks are not decoded
         if opened is not None:

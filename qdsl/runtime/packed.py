@@ -221,9 +221,10 @@ class PackedWeight:
     def shard(self, dim: str, start: int, stop: int) -> PackedWeight:
         """Rows (dim 'N') or columns ('K') [start, stop) as a weight of the same numbers: cut where it can be, else packed again.
 
-        A piece that `cut` refuses is unpacked and packed in the same storage (entropy codes are encoded anew); if its borders
-        are inside blocks, with a smaller block size that the format has, repeating what the long blocks share; else in storage
-        `planar`.  The result's `storage` and `params` say which.  Columns in act-order keep their groups.
+        Rows of an entropy code keep their codes where the borders are those of its groups of rows.  Another piece that `cut`
+        refuses is unpacked and packed in the same storage (entropy codes are encoded anew); if its borders are inside blocks,
+        with a smaller block size that the format has, repeating what the long blocks share; else in storage `planar`.  The
+        result's `storage` and `params` say which.  Columns in act-order keep their groups.
         On meta the result has exact shapes, but tensors whose size depends on the numbers have no elements.
         Raises FormatError with the reason and the nearest borders.
         """

@@ -177,6 +177,29 @@ def has_rows(packed: PackedWeight, run: int) -> bool:
     return has_plain_rows(packed) and all(height and run % height == 0 for height in heights)
 
 
+def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None:
+    """Rows [start, stop) as a weight in the same codes, nothing decoded; None for borders inside groups of rows, and on meta.
+
+    Raises FormatError for a damaged stream.
+    """
+    n, k = packed.shape
+    groups = [LAUNCHES[stream.coding].group_rows(packed.shape) for stream in packed.layout.streams.values()]
+    if packed.device.type == "meta" or not groups or not has_plain_rows(packed) or \
+            any(not rows or start % rows or (stop % rows and stop != n) for rows in groups):
+        return None
+    tensors = dict(packed.tensors)
+    for name, axes in plain_axes(packed).items():
+        for place, axis in enumerate(axes):
+            tensors[name] = tensors[name].narrow(place, start, stop - start) if axis.dim == "N" else tensors[name]
+    for name, stream in packed.layout.streams.items():
+        _facts(packed, name)                                     # checks where groups begin
+        band = LAUNCHES[stream.coding].row_band(_tensors(stream, packed.tensors), packed.shape, start, stop)
+        tensors |= {stream.names[role]: tensor for role, tensor in band.items()}
+    result = packed.derive(tensors, (stop - start, k))
+    result.facts = packed.format.facts(packed.layout, result.tensors, result.shape)
+    return result
+
+
 def has_plain_rows(packed: PackedWeight) -> bool:
     """Whether every tensor beside the streams of a weight has rows of its own for each row, or serves all rows."""
     axes = [axis for stored in plain_axes(packed).values() for axis in stored]

@@ -41,6 +41,27 @@ def block_rows(shape: tuple[int, int]) -> int:
     return _walk(*shape)[1]
 
 
+def group_rows(shape: tuple[int, int]) -> int:
+    """Rows that have words of their own."""
+    return entropy.GROUP // entropy.lanes_of(shape[1])[0]
+
+
+def row_band(tensors: Tensors, shape: tuple[int, int], start: int, stop: int) -> dict[str, Tensor]:
+    """The tensors of rows [start, stop) in the same code: the words of their groups are copied, not decoded.
+
+    start: a multiple of group_rows; stop: one, too, or N.
+    """
+    words, starts, table = (tensors[name] for name in entropy.NAMES)
+    first, last = start // group_rows(shape), cdiv(stop, group_rows(shape))
+    end = starts.new_tensor([words.numel() // entropy.GROUP - entropy.AHEAD])
+    bounds = torch.cat([starts, torch.cat([starts[1:, 0], end])[:, None]], 1)    # of every chunk where its last group ends, too
+    begins, ends = bounds[:, first], bounds[:, last]
+    moved = starts[:, first:last] + ((ends - begins).cumsum(0) - ends)[:, None]
+    parts = [words[entropy.GROUP * begin:entropy.GROUP * end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    return {"words": torch.cat([*parts, words.new_zeros(entropy.AHEAD * entropy.GROUP)]), "starts": moved.to(starts.dtype),
+            "table": table}
+
+
 def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
                ) -> Iterator[Call]:
     """The launch that makes the symbols u8 [N, K].

@@ -49,6 +49,11 @@ def block_rows(shape: tuple[int, int]) -> int:
     return 0
 
 
+def group_rows(shape: tuple[int, int]) -> int:
+    """Rows that have data of their own: 0, for a code may begin anywhere."""
+    return 0
+
+
 def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
                ) -> Iterator[Call]:
     """The launch that makes the symbols u8 [N * K]; blocks: None."""

@@ -51,6 +51,22 @@ def block_rows(shape: tuple[int, int]) -> int:
     return entropy.ROWS
 
 
+def group_rows(shape: tuple[int, int]) -> int:
+    """Rows that have patches of their own."""
+    return entropy.ROWS
+
+
+def row_band(tensors: Tensors, shape: tuple[int, int], start: int, stop: int) -> dict[str, Tensor]:
+    """The tensors of rows [start, stop), from the same base: codes are not copied, patches of their groups are.
+
+    start: a multiple of group_rows; stop: one, too, or N.
+    """
+    starts = tensors["start"][start // entropy.ROWS:cdiv(stop, entropy.ROWS) + 1]
+    patches = slice(*starts[[0, -1]].tolist())
+    return {"codes": tensors["codes"][start:stop], "base": tensors["base"], "start": starts - starts[0],
+            "index": tensors["index"][patches].clone(), "value": tensors["value"][patches].clone()}   # begin where kernels load
+
+
 def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
                ) -> Iterator[Call]:
     """The launch that makes the symbols u8 [N, K].
