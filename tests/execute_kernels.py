@@ -6,18 +6,21 @@ architecture; in `make test-all` every kernel on every architecture.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from qdsl.analyze.execute import Finding, Options, execute
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime import PackedWeight, configure, launch, ops
+from qdsl.runtime import PackedWeight, configure, experts, launch, ops
 from qdsl.runtime.call import Call
+from tests import test_w8a8
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields, smallest
 from tests.test_lanes import expected, lanes_of, shapes_of
@@ -26,6 +29,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100")
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS = {"dequantize": (0,), "linear": (1, 5), "row": (1,), "few": (5, 20), "many": (40, 100)}
 ORDERS: tuple[str | int, ...] = ("lockstep", "reverse", 7)
+SUMS = ("exact", "truncated")
 OFFSETS = (0, 8, 4)                                              # of x from an address that 16 bytes divide, in bytes
 
 
@@ -40,9 +44,10 @@ class Job:
     dtype: torch.dtype
     order: str | int
     offset: int
+    sums: str
 
     def __str__(self) -> str:
-        return f"{self.case} {self.kind} {self.arch} {self.rows} {str(self.dtype)[6:]} {self.order} {self.offset}"
+        return f"{self.case} {self.kind} {self.arch} {self.rows} {str(self.dtype)[6:]} {self.order} {self.offset} {self.sums}"
 
 
 def jobs() -> list[Job]:
@@ -54,7 +59,7 @@ def jobs() -> list[Job]:
         for arch in ARCHS if ALL else [ARCHS[number % 3] if kind != "many" else ARCHS[1]]:
             turn = number // 3
             chosen.append(Job(case, kind, arch, ROWS[kind][turn % len(ROWS[kind])], DTYPES[turn % 2], ORDERS[turn % 5 % 3],
-                              OFFSETS[turn % 7 % 3]))
+                              OFFSETS[turn % 7 % 3], SUMS[number % 2]))
     return chosen
 
 
@@ -84,20 +89,20 @@ def displaced(tensor: torch.Tensor, offset: int) -> torch.Tensor:
     return storage[skipped:].view(tensor.shape).copy_(tensor)
 
 
-def run(calls: list[Call], job: Job, output: torch.Tensor) -> list[Finding]:
-    options = Options(order=job.order)
-    return [finding for number, call in enumerate(calls) for finding in execute(
-        call, job.arch, outputs=(output,) if number == len(calls) - 1 else (), options=options).findings]
+def run(calls: list[Call], arch: str, output: torch.Tensor | None, options: Options) -> list[Finding]:
+    """Findings of launches, of which the last stores every byte of the output once."""
+    return [finding for call in calls for finding in execute(
+        call, arch, outputs=(output,) if output is not None and call is calls[-1] else (), options=options).findings]
 
 
 def result(job: Job) -> dict[str, Any]:
     """The largest error as a share of what is allowed (0 or infinite for dequantize), and what the checkers say."""
-    packed = packed_of(job)
+    packed, options = packed_of(job), Options(order=job.order, sums=job.sums)
     with configure.assumed(arch_of(job.arch).capability // 10, configure.MULTIPROCESSORS):
         if not job.rows:
             out = torch.full(packed.shape, torch.nan)
             calls = list(launch.dequantize_calls(packed, out))
-            findings = run(calls, job, out)
+            findings = run(calls, job.arch, out, options)
             weight = job.case.module.dequantize(packed, torch.float32)
             same = torch.equal(out.view(torch.int32), weight.view(torch.int32))
             error = 0.0 if same or bool(((out == weight) | (out.isnan() & weight.isnan())).all()) else float("inf")
@@ -107,19 +112,87 @@ def result(job: Job) -> dict[str, Any]:
             out = torch.full((job.rows, packed.shape[0]), torch.nan, dtype=job.dtype)
             stored, weight = ops.as_stored(x, packed)
             calls = list(launch.linear_calls(stored, weight, bias, out))
-            findings = run(calls, job, out)
+            findings = run(calls, job.arch, out, options)
             exact, allowed = expected(job.case, packed, x, bias)
-            error = ((out.double() - exact).abs() / allowed).nan_to_num(torch.inf).max().item()
-    return {"job": str(job), "kernel": calls[-1].kernel.__name__, "error": error,
+            error = share_of(out, exact, allowed)
+    return {"kernel": calls[-1].kernel.__name__, "error": error,
             "findings": [str(finding) for finding in findings]}
 
 
+# -- what no case of a storage launches ---------------------------------------------------------------------------------------
+
+
+def share_of(out: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> float:
+    """The largest error as a share of what is allowed; infinite for NaN."""
+    return float(((out.double() - exact).abs() / allowed).nan_to_num(torch.inf).max())
+
+
+def products_of_bytes(name: str, arch: str, sums: str) -> dict[str, Any]:
+    """x quantized to 8 bits by a kernel, and its product with codes of 8 bits.  FP8 units keep 14 bits of a sum."""
+    packed = importlib.import_module(f"qdsl.generated.{name}").quantize(sample(40, 512, torch.float32))
+    x, out = sample(33, 512, torch.bfloat16), torch.full((33, 40), torch.nan, dtype=torch.bfloat16)
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        findings = run(list(launch.quantized_calls(x, packed, None, out)), arch, out, Options(sums=sums))
+    exact, spread = test_w8a8.exact(x, packed)
+    bits = 12 if sums == "truncated" and name.startswith("fp8") else 22
+    allowed = exact.abs() * 2.0 ** -8 + spread * 2.0 ** -bits + torch.finfo(torch.bfloat16).tiny
+    return {"kernel": "narrow", "error": share_of(out, exact, allowed), "findings": list(map(str, findings))}
+
+
+def experts_in_one_launch(arch: str, fused: bool) -> dict[str, Any]:
+    """Rows of four experts, one of them without any: few rows of packed weights, or many of decoded ones, in any order of x."""
+    form = importlib.import_module("qdsl.generated.q4_0")
+    packed = form.planar(form.quantize(sample(4 * 32, 256, torch.float32)))
+    offsets, x = torch.tensor([0, 5, 5, 16, 21]), sample(21, 256, torch.float16)
+    weight = form.dequantize(packed, torch.float32 if fused else torch.float16)
+    order = torch.randperm(21, generator=torch.Generator().manual_seed(0))
+    out = torch.full((21, 32), torch.nan, dtype=x.dtype)
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        call = next(launch.grouped_calls(x, packed, experts.tile_map(offsets, 21), None, out)) if fused else experts.matmul_call(
+            x, weight, None, order, experts.tile_map(offsets, 21, 16), out, 16)
+    findings = run([call], arch, out, Options(order="reverse"))
+    rows = x.double() if fused else x[order].double()
+    owner = torch.bucketize(torch.arange(21), offsets[1:], right=True)
+    part = weight.double().view(4, 32, 256)[owner]
+    exact, spread = torch.einsum("mk,mnk->mn", rows, part), torch.einsum("mk,mnk->mn", rows.abs(), part.abs())
+    return {"kernel": call.kernel.__name__, "error": share_of(out, exact, exact.abs() * 2.0 ** -11 + spread * 256 * 2.0 ** -24),
+            "findings": list(map(str, findings))}
+
+
+def streams_decoded(name: str, arch: str, rows: int) -> dict[str, Any]:
+    """Entropy codes: every bit of the weight, or the product with a few rows.  fix4 stores the weights of its patches again."""
+    packed = importlib.import_module(f"qdsl.generated.{name}").quantize(sample(40, 512, torch.float32))
+    weight = packed.format.dequantize(packed, torch.bfloat16)
+    x, out = sample(rows, 512, torch.bfloat16), torch.full((rows, 40) if rows else (40, 512), torch.nan, dtype=torch.bfloat16)
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        calls = list(launch.linear_calls(x, packed, None, out) if rows else launch.dequantize_calls(packed, out))
+    findings = run(calls, arch, None if name == "fix4" and not rows else out, Options(order=3))
+    wide = weight.double()
+    exact = x.double() @ wide.t() if rows else wide
+    allowed = exact.abs() * 2.0 ** -8 + x.double().abs() @ wide.abs().t() * 512 * 2.0 ** -24 if rows else torch.full_like(wide,
+        1e-300)
+    return {"kernel": calls[-1].kernel.__name__, "error": share_of(out, exact, allowed), "findings": list(map(str, findings))}
+
+
+SPECIAL: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"{name} of bytes {arch} {sums}": partial(products_of_bytes, name, arch, sums) for name, arch, sums in (
+        ("fp8_block", "sm_90", "exact"), ("fp8_channel", "sm_90", "truncated"), ("int8_channel", "sm_90", "exact"),
+        ("int8_channel", "sm_80", "exact"))},
+    **{f"experts {arch} {fused}": partial(experts_in_one_launch, arch, fused) for arch in ("sm_80", "sm_90") for fused in (True,
+        False)},
+    **{f"{name} {arch} {rows}": partial(streams_decoded, name, arch, rows) for name, arch, rows in (
+        ("hlane", "sm_80", 0), ("hlane", "sm_90", 1), ("hlane", "sm_80", 5), ("fix4", "sm_90", 0), ("fix4", "sm_90", 1),
+        ("fix4", "sm_80", 5), ("df11", "sm_90", 0), ("df11", "sm_80", 5))},
+}
+
+
 def every(share: int, shares: int) -> Iterator[dict[str, Any]]:
-    for job in jobs()[share::shares]:
+    everything = [*((str(job), partial(result, job)) for job in jobs()), *SPECIAL.items()]
+    for title, function in everything[share::shares]:
         try:
-            yield result(job)
+            yield {"job": title, **function()}
         except Exception as error:                               # a line of its own, so that the others are tried, too
-            yield {"job": str(job), "kernel": "", "error": float("inf"), "findings": [f"{type(error).__name__}: {error}"]}
+            yield {"job": title, "kernel": "", "error": float("inf"), "findings": [f"{type(error).__name__}: {error}"]}
 
 
 if __name__ == "__main__":

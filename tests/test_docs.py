@@ -41,7 +41,7 @@ from tests.support.tables import TABLES
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md", "docs/models.md", "docs/transformers.md",
                                       "docs/diffusers.md", "docs/gguf_models.md", "docs/peft.md", "docs/serving.md",
-                                      "docs/compatibility.md")]
+                                      "docs/compatibility.md", "docs/execute.md")]
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
