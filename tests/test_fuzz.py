@@ -39,6 +39,7 @@ def test_inputs_that_lead_to_something_new_are_kept(seed: int) -> None:
 
 def unbounded(cursor: gguf_metadata.Cursor, count: int, what: str) -> int:
     cursor.place += count
+    cursor.data += cursor.file.read(max(0, min(cursor.place, cursor.size) - len(cursor.data)))
     return cursor.place - count
 
 

@@ -214,7 +214,8 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
            if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule
-           and rule.get("where", {}).items() <= params.items()]
+           and rule.get("where", {}).items() <= params.items()
+           and (_is_own(rule, method, plan) or not any("." in key for key in rule))]     # settings in settings are read alone
     return [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, params))
             if (found := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
 

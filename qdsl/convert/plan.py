@@ -259,9 +259,9 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     if aim.storage not in written:
         raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
                            f"{format.name} has no such storage; it has {', '.join(written)}")
-    if format.storage(aim.storage, params)[1].streams:
-        raise RewriteError(f"{aim.storage} is as long as its entropy code; convert weights in memory and use qdsl.save_model")
     try:
+        if format.storage(aim.storage, params)[1].streams:
+            raise RewriteError(f"{aim.storage} is as long as its entropy code; convert weights in memory and use qdsl.save_model")
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
         stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.options.items()))] if aim.is_from_plain else \
             [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
