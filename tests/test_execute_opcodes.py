@@ -19,6 +19,11 @@ from tests.support.ptx import evaluate, run
 RANDOM = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "RANDOM", np.random.default_rng(0))
+
+
 def samples(width: int, count: int = 60) -> Any:
     """Corners and random patterns of a width."""
     top = 1 << width
@@ -208,8 +213,8 @@ def floats(kind: str, count: int = 160) -> Any:
     one = coded(Fraction(1), kind)
     corners = [0, 1, (1 << precision - 1) - 1, 1 << precision - 1, one, one + 1, top - 1,
                ((1 << bits - precision) - 1) << precision - 1]
-    some = [int(RANDOM.integers(0, 1 << min(bits, 62))) for _ in range(count)] + [one + int(RANDOM.integers(-999,
-        999)) % (1 << precision) for _ in range(count)]
+    some = [int(RANDOM.integers(0, 1 << min(bits, 62))) for _ in range(count)]
+    some += [one + int(RANDOM.integers(-999, 999)) % (1 << precision) for _ in range(count)]
     return RANDOM.permutation(np.array([value % (1 << bits) for value in corners + [top | corner for corner in corners] + some],
                                        f"u{bits // 8}"))
 
@@ -273,6 +278,21 @@ def test_arithmetic_rounds_once(name: str, kind: str, rounding: str) -> None:
                  "max": lambda a=a, b=b: -least(-a, -b), "fma": lambda a=a, b=b, c=c: total(times(a, b), c[0],
                                                                                             rounding)}[operation]()
         assert int(result) == coded(value, kind, rounding), (a, b, *c)
+
+
+@pytest.mark.parametrize("rounding", ["rn", "rz", "rm", "rp"])
+def test_zeros_have_a_sign(rounding: str) -> None:
+    """A sum that is zero is -0 where it is rounded down, unless both are +0; else +0, unless both are -0."""
+    one, zeros = coded(Fraction(1), "f32"), (0, 1 << 31)
+    pairs = [(one, one | 1 << 31), (one | 1 << 31, one), *product(zeros, zeros)]
+    columns = [np.array(column, np.uint32) for column in zip(*pairs, strict=True)]
+    wanted = [coded(total(number(a, "f32"), number(b, "f32"), rounding), "f32") for a, b in pairs]
+    assert evaluate(f"add.{rounding}.f32 {{d}}, {{a}}, {{b}};", [32, 32], 32, columns).tolist() == wanted
+    ones = np.full(len(pairs), one, np.uint32)
+    assert evaluate(f"fma.{rounding}.f32 {{d}}, {{a}}, {{b}}, {{c}};", [32] * 3, 32, [columns[0], ones,
+                                                                                      columns[1]]).tolist() == wanted
+    minus = [coded(total(number(a, "f32"), -number(b, "f32"), rounding), "f32") for a, b in pairs]
+    assert evaluate(f"sub.{rounding}.f32 {{d}}, {{a}}, {{b}};", [32, 32], 32, columns).tolist() == minus
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])

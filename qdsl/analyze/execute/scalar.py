@@ -243,8 +243,15 @@ def _maximum(a: Floats, b: Floats) -> Floats:
     return -_less(-a, -b)
 
 
-EXACT_SUMS: dict[str, Callable[..., Floats]] = {
+EXACT: dict[str, Callable[..., Floats]] = {
     "add": numbers.sum_to_odd, "sub": lambda a, b: numbers.sum_to_odd(a, -b), "mul": lambda a, b: a.astype(np.float64) * b}
+
+
+def _rounded_down(total: Floats, a: Floats, b: Floats) -> Floats:
+    """A sum that is rounded down: where it is zero it is -0, but of two +0."""
+    return np.where((total == 0) & ((a != 0) | (b != 0) | np.signbit(a) | np.signbit(b)), -0.0, total)
+
+
 SIMPLE: dict[str, tuple[Callable[..., Any], Callable[..., Floats]]] = {
     "add": (np.add, np.add), "sub": (np.subtract, np.subtract), "mul": (np.multiply, np.multiply),
     "min": (np.minimum, _minimum), "max": (np.maximum, _maximum)}
@@ -264,10 +271,12 @@ def simple(context: Context) -> Step:
     if "NaN" in context.modifiers:
         propagate = {"min": np.minimum, "max": np.maximum}[name]
         return _floats(context, 2, lambda a, b: np.where(np.isnan(a) | np.isnan(b), propagate(a, b), SIMPLE[name][1](a, b)))
-    if context.rounding != "rn" and name in EXACT_SUMS:
+    if context.rounding != "rn" and name in EXACT:
         if kind == "f64":
             raise context.unknown("f64 is rounded to the nearest alone")
-        return _floats(context, 2, EXACT_SUMS[name])
+        if context.rounding == "rm" and name != "mul":
+            return _floats(context, 2, lambda a, b: _rounded_down(EXACT[name](a, b), a, b if name == "add" else -b))
+        return _floats(context, 2, EXACT[name])
     return _floats(context, 2, SIMPLE[name][1])
 
 
@@ -353,6 +362,7 @@ def fma(context: Context) -> Step:
 
     def function(a: Floats, b: Floats, c: Floats) -> Floats:
         value = numbers.fused(a, b, c, part)
+        value = _rounded_down(value, a.astype(np.float64) * b, c) if context.rounding == "rm" else value
         return np.where(value < 0, 0, value) if relu else value
     return _floats(context, 3, function)
 
