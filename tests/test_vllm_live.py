@@ -80,7 +80,7 @@ def write_decoded(path: Path, decoded: Mapping[str, Tensor], config: dict[str, A
 def stored_formats() -> list[Stored]:
     """The first storage of every format that files have layer by layer, and that qdsl quantizes in."""
     return [Stored(each.name, next(iter(next(iter(each.variants.values()))))) for each in descriptions()
-            if not {"safetensors", "parts"} & each.detect.keys() and not each.name.startswith(("aqlm", "bitnet"))]
+            if not {"safetensors", "parts"} & each.detect.keys() and not each.name.startswith(("aqlm", "bitnet", "quanto"))]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from qdsl.analyze.execute.memory import Fault, GlobalMemory, Indices
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
-from qdsl.analyze.execute.program import ExecutionError, Instruction, Program, Register, registers_of
+from qdsl.analyze.execute.program import ExecutionError, Instruction, Program, registers_of
 from qdsl.analyze.execute.races import Clocks, Shadow, Threads, ordered_in_program
 
 WARP = 32
@@ -404,11 +404,3 @@ class _Scheduler:
             batch.epoch[mine] += 1
             self.waits[mine] = -1
         self.meet()
-
-
-def register(operand: object, instruction: Instruction) -> Register:
-    """An operand that must be a register.  Raises ExecutionError."""
-    if not isinstance(operand, Register):
-        raise ExecutionError(f"{instruction}: an operand is no register")
-    return operand
-
