@@ -10,6 +10,8 @@ import time
 from contextlib import suppress
 from types import FrameType
 
+from qdsl.host import system
+
 GRACE = 0.7                                                      # seconds for a command to tidy up after a signal
 
 
@@ -40,12 +42,11 @@ def main() -> None:
 def _exit_after_signals(is_reported: threading.Event) -> None:
     """Exit soon after SIGINT or SIGTERM even where the main thread is in a long call, which handlers of signals wait for."""
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    system.stop_blocking(writer)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def watch() -> None:
-        if hasattr(signal, "pthread_sigmask"):                   # the main thread alone decides when it is interrupted
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        system.block_interrupts()                                # the main thread alone decides when it is interrupted
         number = 0
         while number not in (signal.SIGINT, signal.SIGTERM):
             number = os.read(reader, 1)[0]

@@ -5,26 +5,52 @@ They are written under a temporary name in the same folder, flushed, then rename
 
 from __future__ import annotations
 
+import atexit
+import errno
 import hashlib
 import json
 import os
 import secrets
-import stat
-import sys
+import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import qdsl
+from qdsl.host import system
 
 JOURNAL = ".journal"                                             # what is whole of a file that an interrupted process continues
 
 
 def cache_folder() -> Path:
-    """The folder of files that can be built again: $QDSL_CACHE, or qdsl below the user's cache folder."""
+    """The folder of files that can be built again: $QDSL_CACHE, or qdsl below the user's cache folder.
+
+    Where that cannot be written, a temporary folder of this process, with a warning.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("QDSL_CACHE") or Path(base) / "qdsl")
+    folder = Path(os.environ.get("QDSL_CACHE") or Path(base) / "qdsl")
+    return folder if _is_writable(folder) else _temporary_cache(folder)
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether a folder, or the nearest one above it that exists, can be written."""
+    nearest = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    return os.access(nearest, os.W_OK | os.X_OK)
+
+
+@cache
+def _temporary_cache(folder: Path) -> Path:
+    """A cache that only this user can enter and that ends with the process: what lies there is run."""
+    import tempfile
+
+    temporary = Path(tempfile.mkdtemp(prefix="qdsl-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    warnings.warn(f"{folder} cannot be written; the cache is {temporary} until this process ends. "
+                  "Set QDSL_CACHE to a folder that can be written.", stacklevel=3)
+    return temporary
 
 
 def digest(*values: Any) -> str:
@@ -131,13 +157,13 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
     file = _opened(part)
     try:
         with naming(path), file:
-            if target.exists() and sys.platform != "win32":
-                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+            if target.exists():
+                system.copy_mode(target, file)
             yield file
             file.flush()
             os.fsync(file.fileno())
         journal_of(part).unlink(missing_ok=True)
-        os.replace(part, target)
+        system.replace(part, target)
     except BaseException as error:
         if isinstance(error, Exception) or not key:
             _remove_part(part)
@@ -147,9 +173,8 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
 
 def _opened(part: Path) -> BinaryIO:
     """A file to write, new or continued, locked for this process.  Raises OutputError where another process has it."""
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    file = open(part, "r+b", opener=lambda path, _: os.open(path, flags, 0o666))  # noqa: SIM115
-    if _lock(file.fileno()) is False or not part.exists() or not os.path.samestat(os.fstat(file.fileno()), part.stat()):
+    file = open(part, "r+b", opener=lambda path, _: system.open_new(path))  # noqa: SIM115
+    if system.lock(file.fileno()) is False or not part.exists() or not os.path.samestat(os.fstat(file.fileno()), part.stat()):
         file.close()
         raise OutputError(f"{part}: another process is writing this file")
     return file
@@ -176,31 +201,16 @@ def _remove_abandoned(folder: Path, prefix: str, continued: Path) -> None:
         except OSError:                                          # another process removed it, or may read it alone
             continue
         try:
-            if _lock(opened):
+            if system.lock(opened):
                 _remove_part(part)
         finally:
             os.close(opened)
 
 
-def _lock(file: int) -> bool | None:
-    """Lock an open file for this process; False where another has it, None where files have no locks."""
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
 def flush_folder(path: Path) -> None:
     """Names that are new in a folder reach the disk."""
-    if sys.platform != "win32":
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    folder = system.open_folder(path)
+    if folder is not None:
         try:
             os.fsync(folder)
         finally:
@@ -209,26 +219,20 @@ def flush_folder(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Lock a folder for this process, or for those that share it; a process that is killed lets go.
+    """Lock a folder for this process, or for those that share it; the lock of a killed process ends with it.
 
-    Without effect where files have no locks.  Raises BlockingIOError where another process has it, FileNotFoundError.
+    Without effect where folders have no locks.  Raises BlockingIOError where another process has it, FileNotFoundError.
     """
-    if sys.platform == "win32":
+    descriptor = system.open_folder(folder)
+    if descriptor is None:
         yield
         return
-    import fcntl
-
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:                                          # some network file systems
-            pass
+        if system.lock(descriptor, shared) is False:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(folder))
         yield
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -10,11 +10,11 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
 from multiprocessing import get_context, parent_process
-from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
+
+from qdsl.host import system
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -36,7 +36,7 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (start, given))
     try:
         for task in tasks:
-            with _interrupts_blocked():
+            with system.interrupts_blocked():
                 waiting.append(pool.submit(work, task))
             if len(waiting) > (2 * jobs if ahead is None else ahead):
                 yield waiting.popleft().result()
@@ -51,19 +51,6 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _interrupts_blocked() -> Generator[None, None, None]:
-    """Ctrl-C waits: processes that begin here inherit that, and print nothing of an interrupt while they import."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin(start: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
@@ -81,29 +68,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def affordable(nbytes: int) -> int:
     """As many processes as there are processors, and memory where each holds so many bytes; one at least."""
-    return max(1, min(processors(), _memory() // max(1, nbytes)))
-
-
-def resident_bytes() -> int:
-    """Bytes of this process that are in memory, mapped files included; 0 where the system does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def _memory() -> int:
-    """Bytes that are free, or that this container may have if those are fewer; without end where nothing says it."""
-    found = [1 << 62]
-    with suppress(OSError, ValueError, StopIteration):
-        text = Path("/proc/meminfo").read_text()
-        found.append(1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:"))))
-    with suppress(OSError, ValueError):                          # 'max' where there is no limit
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(found)
+    return max(1, min(system.processors(), system.free_memory() // max(1, nbytes)))

@@ -24,7 +24,8 @@ GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 # import the standard library and what PACKAGES says.
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
-    "layout": set(), "numbers": set(), "files": {""}, "places": set(), "processes": set(), "progress": set(),
+    "layout": set(), "numbers": set(), "host": set(), "files": {"host", ""}, "places": set(),
+    "processes": {"host"}, "progress": set(),
     "drawing": set(), "shapes": set(), "spilled": set(), "stored": {"shapes", "numbers"},
     "borders": {"shapes", "stored"},
     # the compiler, in its order
@@ -36,23 +37,23 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"borders", "files", "numbers", "shapes", "spilled", "stored", "entropy"},
     "encode": {"runtime", "numbers"},
     "entropy": set(),
-    "checkpoint": {"borders", "runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
+    "checkpoint": {"borders", "host", "runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
     "generated": set(),
     # what joins them for a user
-    "quantize": {"checkpoint", "drawing", "files", "runtime", "processes"},
-    "rewrite": {"checkpoint", "files", "processes", ""},
+    "quantize": {"host", "checkpoint", "drawing", "files", "runtime", "processes"},
+    "rewrite": {"host", "checkpoint", "files", "processes", ""},
     "convert": {"rewrite", "checkpoint", "files", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
-    "models": {"borders", "checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
+    "models": {"borders", "host", "checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
                "stored"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime", "checkpoint", "models"},
     "analyze": {"runtime", "places", ""},
     "tune": {"runtime", "files"},
     "demo": {"emit", "generated", "models", "runtime", "checkpoint", "files", "places", "numbers", ""},
-    "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "rewrite", "convert",
-            "compress", "entropy", "models", "processes", "progress", "runtime", ""},
-    "__main__": {"cli"},
+    "cli": {"host", "spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "rewrite",
+            "convert", "compress", "entropy", "models", "processes", "progress", "runtime", ""},
+    "__main__": {"cli", "host"},
 }
 # Other people's packages, in function bodies too.
 PACKAGES: dict[str, set[str]] = {
@@ -66,8 +67,8 @@ PACKAGES: dict[str, set[str]] = {
 }
 COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
-LIGHT = (*COMPILER, "layout", "numbers", "files", "places", "processes", "progress", "shapes", "stored", "borders", "loading",
-         "checkpoint", "rewrite", "cli", "__main__", "")
+LIGHT = (*COMPILER, "host", "layout", "numbers", "files", "places", "processes", "progress", "shapes", "stored", "borders",
+         "loading", "checkpoint", "rewrite", "cli", "__main__", "")
 HEAVY = {"torch", "numpy", "triton"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -35,6 +35,7 @@ from qdsl.entropy import df11
 from qdsl.entropy.bfloat16 import HLANE
 from qdsl.files import OutputError
 from qdsl.generated import bf16, fix4, hlane
+from qdsl.host import system
 from qdsl.rewrite import RewriteError, stage
 from tests.support import folders
 from tests.support.formats import ROOT
@@ -441,8 +442,8 @@ def test_bytes_do_not_depend_on_processes_or_parts(format: str, sharded: Path, t
 def test_as_many_processes_as_memory_holds(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2.5 times a matrix and 100 MB for each, if nobody says how many."""
     asked: list[int] = []
-    monkeypatch.setattr(processes, "_memory", lambda: 1 << 30)
-    monkeypatch.setattr(processes, "processors", lambda: 64)
+    monkeypatch.setattr(system, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(system, "processors", lambda: 64)
     assert [processes.affordable(size) for size in (0, 1 << 20, 100_000_000, 2 << 30)] == [64, 64, 10, 1]
     monkeypatch.setattr(run, "affordable", lambda nbytes: asked.append(nbytes) or 1)
     run.compress(sharded, Aim("hlane"), tmp_path / "out", jobs=None)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from qdsl.checkpoint.ggml_types import TORCH, GgmlType, type_of
 from qdsl.checkpoint.gguf_metadata import KEYS_LIMIT, Cursor, Metadata, Value, read_metadata
-from qdsl.checkpoint.safetensors import CheckpointError, check_whole, elements, mapped, open_regular, shown
+from qdsl.checkpoint.safetensors import CheckpointError, check_whole, elements, open_regular, shown
+from qdsl.host.system import map_file
 
 if TYPE_CHECKING:
     import torch
@@ -253,7 +254,7 @@ class GgufFile:
             if (size := os.fstat(file.fileno()).st_size) < 24:
                 raise CheckpointError(f"{path}: {size} bytes; a GGUF file begins with 24 bytes of magic, version and counts")
             self.paths.append(path)
-            self._maps.append(mapped(file))
+            self._maps.append(map_file(file))
             return parse(file, size, path)
 
     def _add_others(self, count: int, total: int) -> None:

@@ -9,7 +9,6 @@ import json
 import math
 import mmap
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ from qdsl.checkpoint.strict_json import CheckpointError as CheckpointError
 from qdsl.checkpoint.strict_json import shown as shown
 from qdsl.checkpoint.strict_json import strict_json as strict_json
 from qdsl.files import naming
+from qdsl.host.system import map_file
 
 if TYPE_CHECKING:
     import torch
@@ -218,7 +218,7 @@ class TensorFile:
         self._copies = copies
         with open_regular(path) as file:
             self.header = _read(file, self.path)
-            self._map: mmap.mmap | None = mapped(file)
+            self._map: mmap.mmap | None = map_file(file)
 
     def __enter__(self) -> TensorFile:
         return self
@@ -295,14 +295,6 @@ def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype
         return copied.view(dtype)
     raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start)
     return (raw.clone() if start % dtype.itemsize else raw).view(dtype)
-
-
-def mapped(file: BinaryIO) -> mmap.mmap:
-    """The whole file, copy on write: torch wants writable memory, and a write to a read-only map would be a crash."""
-    if sys.platform == "linux":                                  # NORESERVE: the file may be larger than the memory
-        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000),
-                         prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def read_into(path: Path, start: int, memory: memoryview) -> None:

@@ -80,7 +80,7 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
     compared with the checksums that qdsl wrote with it.
     """
     from qdsl.checkpoint import verify as verifying
-    from qdsl.processes import processors
+    from qdsl.host.system import processors
     from qdsl.progress import progress
 
     if b is None:

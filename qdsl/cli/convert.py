@@ -53,7 +53,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     from qdsl.checkpoint.layers import layers
     from qdsl.convert import run
     from qdsl.convert.aim import aimed
-    from qdsl.processes import processors
+    from qdsl.host.system import processors
     from qdsl.progress import progress
 
     part = None if shard is None else read_part(shard)

@@ -65,7 +65,8 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
     """Build specs into modules, and say what was written."""
     from qdsl import places
     from qdsl.emit import build as builder
-    from qdsl.processes import processors, results
+    from qdsl.host.system import processors
+    from qdsl.processes import results
 
     if bool(specs) == every:
         fail("name the specs to build, or give --all", 2)

@@ -25,9 +25,9 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
     options = {**options, "size": _size(options["size"])}
     with _running():
         from qdsl.files import replacing
+        from qdsl.host.system import resident_bytes
         from qdsl.models.diffusers import images
         from qdsl.models.diffusers.pipeline import pipeline_folder
-        from qdsl.processes import resident_bytes
 
         if against is not None:
             pipeline_folder(against)                             # a wrong name is an error before anything is drawn

@@ -145,7 +145,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     from qdsl.convert import run
     from qdsl.convert.aim import aimed
     from qdsl.files import check_output, write_text
-    from qdsl.processes import processors
+    from qdsl.host.system import processors
     from qdsl.progress import progress
     from qdsl.quantize import quality
 

@@ -19,12 +19,12 @@ from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qdsl.checkpoint.descriptions import descriptions
 from qdsl.checkpoint.layers import Layer
 from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.host.system import resident_bytes
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
 from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
-from qdsl.processes import resident_bytes
 from qdsl.runtime.algebra import concatenated
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.module import PackedModule

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qdsl.checkpoint.gguf import MAGIC, GgufFile
-from qdsl.checkpoint.safetensors import CheckpointError, bytes_of, mapped, open_regular, shown
+from qdsl.checkpoint.safetensors import CheckpointError, bytes_of, open_regular, shown
+from qdsl.host.system import map_file
 from qdsl.quantize.mixes import EMBEDDINGS, Tensor
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _older(path: Path) -> Imatrix:
         size = os.fstat(file.fileno()).st_size
         if size < 4:
             raise CheckpointError(f"{path}: {size} bytes are no importance matrix")
-        reader = _Reader(memoryview(mapped(file)).toreadonly(), path)
+        reader = _Reader(memoryview(map_file(file)).toreadonly(), path)
     count = reader.number("the number of entries", 1, size // 17)
     found: dict[str, Entry] = {}
     for _ in range(count):

@@ -20,7 +20,8 @@ from qdsl.checkpoint.gguf_write import NewTensor, write
 from qdsl.checkpoint.resume import Resume
 from qdsl.checkpoint.safetensors import Buffer, bytes_of, shown
 from qdsl.files import check_output, digest, identity
-from qdsl.processes import processors, results
+from qdsl.host.system import processors
+from qdsl.processes import results
 from qdsl.quantize import QuantizeError
 from qdsl.quantize.imatrix import Imatrix
 from qdsl.quantize.mixes import Options

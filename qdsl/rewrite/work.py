@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, BinaryIO
 
 from qdsl.checkpoint.crc import checksum
 from qdsl.files import naming, replacing
+from qdsl.host import system
 from qdsl.processes import results
 from qdsl.rewrite import stage
 from qdsl.rewrite.shards import Shard, Step
@@ -106,18 +106,9 @@ def _written(shard: Shard, place: Path, said: Mapping[str, Any], crc: Mapping[st
             path.unlink()
         with replacing(folder / folder.name) as file:
             file.write(shard.start)
-            _reserve(file, shard.size)
+            system.allocate(file, shard.size)               # an error that the disk is full comes before the work
             yield file
         stage.note(shard, place, said, crc)
-
-
-def _reserve(file: BinaryIO, size: int) -> None:
-    """Room on the disk, or the error that there is none, before the work."""
-    file.flush()
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:
-        file.truncate(size)
 
 
 def batches(steps: Sequence[Step], nbytes: int = 1 << 25) -> list[tuple[Step, ...]]:

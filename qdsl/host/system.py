@@ -1,0 +1,169 @@
+"""Every difference between Linux, macOS and Windows that qdsl depends on: locks, disk space, memory, processors, signals.
+
+Other modules call these functions and do not ask which system they run on.  A function asks for the feature, not for the
+system's name, so that removing the feature tests the branch.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+if sys.byteorder != "little":
+    raise ImportError("qdsl reads and writes little-endian bytes in place, and this machine is big-endian")
+
+LOCKED_BYTE = 1 << 43                                            # beyond the end of any file: Windows locks bytes, not files
+UNLIMITED = 1 << 62
+
+
+def lock(file: int, shared: bool = False) -> bool | None:
+    """Lock an open file for this process until it is closed: True, False if another process has it, None without locks.
+
+    Network file systems may have no locks.  On Windows a lock is never shared.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return _lock_byte(file)
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _lock_byte(file: int) -> bool | None:
+    """`lock` by msvcrt, which locks bytes at the file's position."""
+    try:
+        import msvcrt
+    except ImportError:
+        return None
+    position = os.lseek(file, 0, os.SEEK_CUR)
+    try:
+        os.lseek(file, LOCKED_BYTE, os.SEEK_SET)
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined, unused-ignore]
+    except OSError as error:
+        return False if error.errno in (errno.EACCES, errno.EDEADLK) else None
+    finally:
+        os.lseek(file, position, os.SEEK_SET)
+    return True
+
+
+def open_folder(path: Path) -> int | None:
+    """A descriptor of a folder, for its lock and for fsync; None on Windows, which opens no folders."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return None
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def open_new(path: str, flags: int = 0) -> int:
+    """A descriptor of a file to read and write, created if missing; links are not followed, and bytes are not translated."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | flags, 0o666)
+
+
+def copy_mode(source: Path, file: BinaryIO) -> None:
+    """Give an open file the permissions of another, where files have them."""
+    if hasattr(os, "fchmod"):
+        os.fchmod(file.fileno(), stat.S_IMODE(source.stat().st_mode))
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename a file over another.  Raises PermissionError with the reason where Windows has the target open or mapped."""
+    try:
+        os.replace(source, target)
+    except PermissionError as error:
+        if not target.is_file() or hasattr(os, "fchmod"):
+            raise
+        raise PermissionError(error.errno, "open in this or another program, which must close it first", str(target)) from None
+
+
+def allocate(file: BinaryIO, nbytes: int) -> None:
+    """Reserve disk space for a file of that size.  Raises OSError ENOSPC if the disk has less."""
+    file.flush()
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return
+    missing = nbytes - os.fstat(file.fileno()).st_size
+    if missing > shutil.disk_usage(os.path.dirname(os.path.abspath(file.name))).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+    file.truncate(nbytes)
+
+
+def map_file(file: BinaryIO) -> mmap.mmap:
+    """The whole file as memory, copy on write: torch wants writable memory, and a write to a read-only map would be a crash."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    # NORESERVE: the file may be larger than the memory.
+    reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+    return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | reserve, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def stop_blocking(pipe: int) -> None:
+    """Writes to a full pipe fail at once; Windows has that from Python 3.12 on, and does not need it for signals."""
+    if hasattr(os, "set_blocking"):
+        os.set_blocking(pipe, False)
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Ctrl-C waits; processes that start meanwhile inherit that, and print nothing of an interrupt while they import."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def block_interrupts() -> None:
+    """This thread receives no SIGINT from now on, where threads have masks."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
+
+def processors() -> int:
+    """How many processors this process may use, at least 1."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process may still take: free ones of the machine, or the container's limit if that is less.
+
+    Half of the machine's memory where the system does not tell how much is free, UNLIMITED where it tells nothing.
+    """
+    limits = [UNLIMITED]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits.append(1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))))
+    except (OSError, ValueError, StopIteration):
+        limits.append(_machine_memory() // 2)
+    with suppress(OSError, ValueError):                          # 'max' where there is no limit
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
+
+
+def _machine_memory() -> int:
+    """Bytes of memory of the machine; twice UNLIMITED where the system does not tell."""
+    with suppress(AttributeError, OSError, ValueError):          # macOS
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 2 * UNLIMITED
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory, mapped files included; 0 where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
