@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from qdsl.runtime import launch
 from qdsl.runtime.match import stored_dtype
 from qdsl.shapes import axis
-from tests.support.covering import ALL, covering, kernels, lines_of
+from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
@@ -76,21 +76,11 @@ def compiled(case: Case, kind: str, target: str, optional: bool, dtype: str) -> 
             "loads": dict(Counter(re.findall(r"(?:ld\.global[\w.:]*|global_load_\w+|buffer_load_\w+)", assembly)))}
 
 
-def alike(case: Case, kind: str) -> tuple[Any, ...]:
-    """What a kernel shares with those that differ from it in names and numbers alone."""
-    (kernel,) = kernels(case, kind)
-    return lines_of(kernel), tuple(signature(case, kind, True, "*bf16")[0].values())
-
-
 def compiled_for(target: str) -> list[tuple[Case, str]]:
-    """Of kernels that are alike one is compiled, for one kind of NVIDIA's GPUs; those that cover all for AMD's."""
+    """Kernels that have all lines of all kernels: each for one kind of NVIDIA's GPUs, and all for AMD's."""
     every = [(case, kind) for case in cases() for kind in KINDS]
-    if ALL:
-        return every
-    if target == "gfx942":
-        return covering(every, lambda pair: kernels(*pair))
-    first = {alike(*each): each for each in reversed(every)}
-    return list(first.values())[list(TARGETS).index(target)::3]
+    chosen = covering(every, lambda pair: kernels(*pair))
+    return chosen if ALL or target == "gfx942" else chosen[list(TARGETS).index(target)::3]
 
 
 def every(target: str) -> Iterator[dict[str, Any]]:
