@@ -15,11 +15,10 @@ Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty, entries, workspace
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -13,12 +13,11 @@ Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import unit_absmax
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, device, workspace
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ Built from the spec f16 (sha256 d8795a272a645acb) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import nearest
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -17,13 +17,12 @@ Do not edit: change the spec and run `qdsl build`.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, many,
         narrow, pad)
+from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.numbers import e4m3
 
 
@@ -66,7 +65,7 @@ def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [ceil(N/bn), ceil(K/bk)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     return {
-        "q": r.view(torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
+        "q": as_type(r, torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
         "s": s,
     }
 

@@ -12,12 +12,11 @@ Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import nearest
 from qdsl.runtime import Field, Format, Kernels, Pairs, Storage, Stored, Stream, Variant, cdiv, device, pad
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -20,13 +20,12 @@ Do not edit: change the spec and run `qdsl build`.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, device,
         lanes, many, narrow, pad)
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -96,8 +95,8 @@ def unpack_eetq(weight: Tensor, weight_scales: Tensor) -> dict[str, Tensor]:
     """Fields of weight int8 [N/2, 128*K/64]; weight_scales scale_type [N]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 128))
     return {
-        "q": ((r.view(torch.int8).unflatten(-1, (2, 4, 8, 2)).permute(0, 2, 1, 3, 5, 4).flatten(0, 1).flatten(1) + 128
-            & 255) ^ 128) - 128,
+        "q": ((as_type(r, torch.int8).unflatten(-1, (2, 4, 8, 2)).permute(0, 2, 1, 3, 5, 4).flatten(0, 1).flatten(1)
+            + 128 & 255) ^ 128) - 128,
         "s": weight_scales,
     }
 
@@ -116,7 +115,7 @@ def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [N]; z int8 [N]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     fields = {
-        "q": r.view(torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
+        "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
         "s": s,
     }
     if z is not None:

@@ -15,12 +15,11 @@ Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, device, integer
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

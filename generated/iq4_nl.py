@@ -14,13 +14,12 @@ Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import block_levels
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
         empty, lanes, many, pad)
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -15,13 +15,12 @@ Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_levels
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
         empty, joined, lanes, many, spread)
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -17,13 +17,12 @@ Do not edit: change the spec and run `qdsl build`.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, joined, lanes, pad,
         spread)
+from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.numbers import e2m1, e4m3
 
 

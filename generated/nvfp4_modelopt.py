@@ -20,13 +20,12 @@ Do not edit: change the spec and run `qdsl build`.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, joined, lanes,
         pad, spread)
+from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.numbers import e2m1, e4m3
 
 
@@ -85,7 +84,7 @@ def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, per_tensor_scale: Tens
     qdata_bytes = qdata.unflatten(-1, (-1, 8))
     scale_bytes = as_type(scale, torch.uint8)
     fields = {
-        "s": scale_bytes.view(torch.float8_e4m3fn).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
+        "s": as_type(scale_bytes, torch.float8_e4m3fn).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
             2).flatten(1)[:N, :cdiv(K, 16)],
         "q": spread(qdata_bytes, 4).flatten(1),
     }
@@ -113,7 +112,7 @@ def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint32 [N, K/8]; scales uint8 [N, K/16]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
     return {
-        "s": scales.view(torch.float8_e4m3fn),
+        "s": as_type(scales, torch.float8_e4m3fn),
         "q": spread(r, 4).flatten(1),
     }
 

@@ -22,13 +22,12 @@ Do not edit: change the spec and run `qdsl build`.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, joined, lanes,
         many, pad, spread)
+from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.numbers import e2m1, e8m0
 
 
@@ -38,7 +37,7 @@ from qdsl.runtime.numbers import e2m1, e8m0
 def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight_packed uint8 [N, K/2]; weight_scale uint8 [N, K/32]."""
     return {
-        "e": weight_scale.view(torch.float8_e8m0fnu),
+        "e": as_type(weight_scale, torch.float8_e8m0fnu),
         "q": spread(weight_packed, 4).flatten(1),
     }
 
@@ -56,7 +55,7 @@ def pack_compressed_tensors(e: Tensor, q: Tensor) -> dict[str, Tensor]:
 def unpack_modelopt(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N, K/2]; weight_scale uint8 [N, K/32]."""
     return {
-        "e": weight_scale.view(torch.float8_e8m0fnu),
+        "e": as_type(weight_scale, torch.float8_e8m0fnu),
         "q": spread(weight, 4).flatten(1),
     }
 
@@ -74,7 +73,7 @@ def pack_modelopt(e: Tensor, q: Tensor) -> dict[str, Tensor]:
 def unpack_gpt_oss(blocks: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, K/32, 16]; scales uint8 [N, K/32]."""
     return {
-        "e": scales.view(torch.float8_e8m0fnu),
+        "e": as_type(scales, torch.float8_e8m0fnu),
         "q": spread(blocks, 4).flatten(1),
     }
 
@@ -131,7 +130,7 @@ def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> 
     qdata_bytes = qdata.unflatten(-1, (-1, 16))
     scale_bytes = as_type(scale, torch.uint8)
     return {
-        "e": scale_bytes.view(torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
+        "e": as_type(scale_bytes, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
             2).flatten(1)[:N, :cdiv(K, 32)],
         "q": spread(qdata_bytes, 4).flatten(1),
     }
@@ -153,7 +152,7 @@ def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint32 [N, K/8]; scales uint8 [N, K/32]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
     return {
-        "e": scales.view(torch.float8_e8m0fnu),
+        "e": as_type(scales, torch.float8_e8m0fnu),
         "q": spread(r, 4).flatten(1),
     }
 

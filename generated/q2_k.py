@@ -17,13 +17,12 @@ Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes,
         workspace)
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -15,13 +15,12 @@ Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
         lanes)
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -36,7 +35,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_high = torch.stack([q_bytes2 >> 2 * i & 3 for i in range(4)], -2).flatten(1)
     return {
         "d": as_type(r, torch.float16)[..., 104],
-        "sc": r[..., 192:208].view(torch.int8).flatten(1),
+        "sc": as_type(r[..., 192:208], torch.int8).flatten(1),
         "q": q_low | q_high << 4,
     }
 

@@ -16,13 +16,12 @@ Do not edit: change the spec and run `qdsl build`.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
         lanes, many, pad)
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -33,7 +32,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     r = blocks.unflatten(-1, (-1, 34))
     return {
         "d": as_type(r, torch.float16)[..., 0],
-        "q": r[..., 2:34].view(torch.int8).flatten(1),
+        "q": as_type(r[..., 2:34], torch.int8).flatten(1),
     }
 
 
@@ -52,7 +51,7 @@ def unpack_planar(q: Tensor, d: Tensor, *, K: int) -> dict[str, Tensor]:
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     return {
         "d": d,
-        "q": r.view(torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
+        "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
     }
 
 

@@ -16,12 +16,11 @@ Do not edit: change the spec and run `qdsl build`.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import signmax
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, device, empty, integer
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -33,7 +32,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     return {
         "d": as_type(r, torch.float32)[..., 0],
         "bs": (((integer(r[..., 260:292].unflatten(-1, (16, 2))) & 65535).flatten(1).to(torch.int32)) ^ 32768) - 32768,
-        "q": r[..., 4:260].view(torch.int8).flatten(1),
+        "q": as_type(r[..., 4:260], torch.int8).flatten(1),
     }
 
 

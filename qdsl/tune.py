@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import triton
 
 from qdsl.files import write_text
 from qdsl.runtime import PackedWeight, configure, launch
 from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.triton import require, triton
 
 MOST = 8                                                         # candidates per kernel
 
@@ -26,7 +26,9 @@ def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dt
     """Time the kernels of a weight on its GPU for these numbers of rows of x, and keep the fastest configurations.
 
     Returns them as the file holds them.  Numbers of rows that no fused kernel for matrix units serves are left out.
+    Raises MissingTriton where Triton is not installed.
     """
+    require()
     found: dict[str, dict[str, int]] = {}
     packed = packed.as_stored()
     for m in rows:

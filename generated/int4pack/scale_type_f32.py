@@ -19,13 +19,12 @@ Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import float_middle
 from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
         lanes, many, pad, spread, workspace)
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -17,12 +17,11 @@ Do not edit: change the spec and run `qdsl build`.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, device, integer, pad
+from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.numbers import e3m2, e8m0
 
 
@@ -34,7 +33,7 @@ def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor) -> di
     r = weight_packed.unflatten(-1, (-1, 24))
     q_words = integer(r.unflatten(-1, (8, 3)))
     return {
-        "e": weight_scale.view(torch.float8_e8m0fnu),
+        "e": as_type(weight_scale, torch.float8_e8m0fnu),
         "q": torch.stack([q_words >> 6 * i & 63 for i in range(4)], -1).to(torch.uint8).flatten(1),
     }
 
@@ -72,7 +71,7 @@ def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> 
     """Fields of qdata uint8 [N, K]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
     scale_bytes = as_type(scale, torch.uint8)
     return {
-        "e": scale_bytes.view(torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
+        "e": as_type(scale_bytes, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
             2).flatten(1)[:N, :cdiv(K, 32)],
         "q": qdata & 63,
     }

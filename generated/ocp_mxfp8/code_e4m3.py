@@ -19,12 +19,11 @@ Do not edit: change the spec and run `qdsl build`.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, lanes, many, pad
+from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.numbers import e4m3, e8m0
 
 
@@ -34,7 +33,7 @@ from qdsl.runtime.numbers import e4m3, e8m0
 def unpack_compressed_tensors(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight code [N, K]; weight_scale uint8 [N, K/32]."""
     return {
-        "e": weight_scale.view(torch.float8_e8m0fnu),
+        "e": as_type(weight_scale, torch.float8_e8m0fnu),
         "q": weight,
     }
 
@@ -67,8 +66,8 @@ def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> 
     """Fields of qdata code [N, K]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
     r = as_type(scale, torch.uint8)
     return {
-        "e": r.view(torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0, 2).flatten(1)[:N,
-            :cdiv(K, 32)],
+        "e": as_type(r, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
+            2).flatten(1)[:N, :cdiv(K, 32)],
         "q": qdata,
     }
 
@@ -87,8 +86,8 @@ def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint32 [N, K/4]; scales uint8 [N, K/32]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
     return {
-        "e": scales.view(torch.float8_e8m0fnu),
-        "q": r.view(torch.float8_e4m3fn).flatten(1),
+        "e": as_type(scales, torch.float8_e8m0fnu),
+        "q": as_type(r, torch.float8_e4m3fn).flatten(1),
     }
 
 
@@ -106,7 +105,7 @@ def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     return {
         "e": e,
-        "q": r.view(torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
+        "q": as_type(r, torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
     }
 
 

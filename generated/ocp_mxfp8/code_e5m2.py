@@ -18,12 +18,11 @@ Do not edit: change the spec and run `qdsl build`.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, lanes, many, pad
+from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.numbers import e5m2, e8m0
 
 
@@ -33,7 +32,7 @@ from qdsl.runtime.numbers import e5m2, e8m0
 def unpack_compressed_tensors(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight code [N, K]; weight_scale uint8 [N, K/32]."""
     return {
-        "e": weight_scale.view(torch.float8_e8m0fnu),
+        "e": as_type(weight_scale, torch.float8_e8m0fnu),
         "q": weight,
     }
 
@@ -66,8 +65,8 @@ def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> 
     """Fields of qdata code [N, K]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
     r = as_type(scale, torch.uint8)
     return {
-        "e": r.view(torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0, 2).flatten(1)[:N,
-            :cdiv(K, 32)],
+        "e": as_type(r, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
+            2).flatten(1)[:N, :cdiv(K, 32)],
         "q": qdata,
     }
 
@@ -87,7 +86,7 @@ def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
     return {
         "e": e,
-        "q": r.view(torch.float8_e5m2).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
+        "q": as_type(r, torch.float8_e5m2).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
     }
 
 

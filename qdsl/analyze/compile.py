@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from qdsl.analyze.gpus import WARP, AnalyzeError, Arch
 from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.triton import MissingTriton, require, triton
 from qdsl.runtime.private_apis import compile_kernel, tool_path
 
 POINTERS = {
@@ -56,6 +56,10 @@ class Compiled:
 
 def build(call: Call, arch: Arch) -> Any:
     """Triton's compiled kernel of a launch, whose tensors may be on any device, meta too.  Raises AnalyzeError."""
+    try:
+        require()
+    except MissingTriton as error:
+        raise AnalyzeError(str(error)) from None
     if not isinstance(call.kernel, triton.JITFunction):
         raise AnalyzeError("kernels that Triton interprets cannot be compiled: unset TRITON_INTERPRET")
     types, constants, hints = specialised(call)

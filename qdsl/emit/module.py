@@ -181,9 +181,9 @@ def _imports(body: Sequence[str]) -> list[str]:
     """Imports of what the body reads."""
     read = {node.id for node in ast.walk(ast.parse("\n".join(body))) if isinstance(node, ast.Name)}
     lines = ["from typing import Any", ""] if "Any" in read else []
-    plain = {"torch": "import torch", "triton": "import triton", "tl": "import triton.language as tl"}
-    lines += [line for word, line in plain.items() if word in read]
+    lines += ["import torch"] if "torch" in read else []
     sources = {"torch": ("Tensor",), "": (), "qdsl.encode": tuple(SCHEMES), "qdsl.runtime": RUNTIME,
+               "qdsl.runtime.gpu.triton": ("tl", "triton"),
                "qdsl.runtime.numbers": tuple(FLOATS)}
     for source, offered in sources.items():
         words = sorted(read & set(offered), key=lambda word: (word.lower() == word, word))

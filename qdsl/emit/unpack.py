@@ -91,7 +91,7 @@ def _plain(tensor: Tensor, placement: Placement, field: Field, chain: Chain) -> 
     if tensor_dtype(tensor) == "int16" and field_dtype(field) == "int32":
         text = f"({text}.to(torch.int32) & 65535)"
     elif tensor_dtype(tensor) != field_dtype(field):
-        text += f".view(torch.{field_dtype(field)})"
+        text = _viewed(text, field_dtype(field))
     return field_shifted(tensor, field, text, -1)
 
 
@@ -184,10 +184,8 @@ def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
         back: dict[Label, Label] = dict(zip(moved.bytes_, cuts.bytes_, strict=True))
         return Chain(found.text, tuple(back.get(label, label) for label in found.labels))
     chain, digits = _region(tensor, cuts, records, 0)
-    if size > 1:
+    if kind != "torch.uint8":
         chain = Chain(f"as_type({chain.text}, {kind})", chain.labels)
-    elif kind != "torch.uint8":
-        chain = chain.call(f"view({kind})")
     return _digits(chain, digits, sizes(list(digits)))
 
 
@@ -275,5 +273,10 @@ def _join(field: Field, parts: list[tuple[int, str]]) -> str:
         return view if field.bits in (8, 32) else f"({view} ^ {half}) - {half}"
     if number is not None and number.is_float and field_dtype(field) != "uint8":
         short = ".to(torch.int16)" if number.bits == 16 else ".to(torch.uint8)" if number.bits == 8 else ""
-        return f"({text}){short}.view(torch.{field_dtype(field)})"
+        return _viewed(f"({text}){short}", field_dtype(field))
     return text
+
+
+def _viewed(text: str, dtype: str) -> str:
+    """The same bits in another dtype; as_type leaves 8-bit floats as bytes on devices that lack them."""
+    return f"as_type({bare(text)}, torch.{dtype})" if dtype.startswith("float8") else f"{text}.view(torch.{dtype})"

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qdsl.runtime.device_dtypes import dtype_on
 from qdsl.runtime.private_apis import FakeTensor
 
 CHUNK = 1 << 18                                                  # words at a time, which stay in a cache
@@ -26,7 +27,12 @@ def cdiv(a: int, b: int) -> int:
 
 
 def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes along the last axis as elements of another dtype; copied where they do not lie together or aligned."""
+    """The bytes along the last axis as elements of another dtype; copied where they do not lie together or aligned.
+
+    8-bit floats stay bytes on a device that lacks them: decoding takes either.
+    """
+    if tensor.element_size() == dtype.itemsize:
+        return tensor.view(dtype_on(tensor.device, dtype))
     if tensor.storage_offset() * tensor.element_size() % dtype.itemsize:
         return tensor.clone(memory_format=torch.contiguous_format).view(dtype)
     step = 1

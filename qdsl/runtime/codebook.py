@@ -6,10 +6,7 @@ puts the codes of a word so that codes e = 0, 1 of a pair come out two bytes apa
 4 * h (runtime/lanes.py says what i, e and h are).
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import libdevice
-
+from qdsl.runtime.gpu.triton import libdevice, tl, triton
 from qdsl.runtime.lanes import halves
 
 

@@ -68,11 +68,13 @@ def assumed(capability: int, multiprocessors: int) -> Iterator[None]:
 
 
 def target(device: torch.device) -> Target:
-    return _target(device) if device.type == "cuda" else _assumed
+    return _target(device) if device.type in ("cuda", "xpu") else _assumed
 
 
 @cache
 def _target(device: torch.device) -> Target:
+    if device.type == "xpu":
+        return Target(0, torch.xpu.get_device_properties(device).max_compute_units)
     capability = torch.cuda.get_device_capability(device)[0] if torch.version.cuda else 0
     return Target(capability, torch.cuda.get_device_properties(device).multi_processor_count)
 

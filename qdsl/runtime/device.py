@@ -4,8 +4,7 @@ Every decoder is integer operations and one multiplication by a power of two, ex
 every GPU generation and in Triton's interpreter.
 """
 
-import triton
-import triton.language as tl
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from qdsl.runtime import configure, launch, ops, streams
 from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.call import Call
 from qdsl.runtime.decoders import experts as kernels
+from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.linear import FLOATS
 from qdsl.runtime.packed import FormatError, PackedWeight
 
@@ -73,10 +74,10 @@ def _product(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], b
     n = _checked(x, packed, experts, bias)
     x, packed = ops.as_stored(x, packed)                         # one order for all experts, as there is one index
     if is_on_gpu(x, bias, *packed.tensors.values()):
-        with torch.no_grad(), ops.on_device(x.device):
+        with torch.no_grad(), on_device(x.device):
             return _by_tiles(x, packed, torch.as_tensor(offsets, device=x.device), bias, partial, n, rows)
     packed = packed if x.device.type == "cpu" else packed.open()
-    if x.device.type == "cuda" and ops.is_plain(*packed.tensors.values()):
+    if runs_kernels(x.device) and ops.is_plain(*packed.tensors.values()):
         packed.known_finite = packed.finite                      # read once for all experts, whose weights inherit it
     borders = host_borders(offsets, x.shape[0], partial)
     parts = [one_expert(x[start:stop], weight, None if bias is None else bias[e])
@@ -133,7 +134,7 @@ def is_on_gpu(x: Tensor, other: Tensor | None, *tensors: Tensor) -> bool:
 
     other: the bias, or what else may need gradients.
     """
-    return x.device.type == "cuda" and x.dtype != torch.float64 and ops.is_plain(x, other, *tensors) and \
+    return runs_kernels(x.device) and x.dtype != torch.float64 and ops.is_plain(x, other, *tensors) and \
         not ops.is_differentiated(x, other)
 
 
@@ -239,7 +240,7 @@ def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, offsets: Tensor) 
         return weighted.view(tokens, chosen, n).sum(1)
     out = rows.new_empty(tokens, n)
     if out.numel():
-        with ops.on_device(rows.device):
+        with on_device(rows.device):
             Call(kernels.weighted_sum, (rows.contiguous(), places, weights.contiguous(), out, offsets[-1:], n),
                  {"TOP": chosen, "BN": WIDTH}, (tokens, cdiv(n, WIDTH)), {"num_warps": 4}).run()
     return out

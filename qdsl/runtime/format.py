@@ -15,10 +15,12 @@ from qdsl.numbers import number
 from qdsl.runtime import convert, experts, int4, launch, lookup, ops, order, streams, tiles
 from qdsl.runtime.adopt import adopt
 from qdsl.runtime.arrays import empty
+from qdsl.runtime.device_dtypes import dtype_on
+from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
 from qdsl.runtime.layout import PLANAR, Storage, Variant
 from qdsl.runtime.linear import mode_of, tile_weights
-from qdsl.runtime.match import Match, matches, stored_dtype, torch_dtype
+from qdsl.runtime.match import Match, matches, torch_dtype
 from qdsl.runtime.packed import FormatError, PackedWeight, damage, said
 from qdsl.runtime.private_apis import storage_key
 from qdsl.runtime.requantize import Report, compare
@@ -277,13 +279,14 @@ class Format:
 
     def stored(self, packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and the shape of every tensor that a weight's storage has; extents that depend on the weights are its own."""
-        found = {}
+        found, dtypes = {}, packed.dtypes
         for name, each in packed.layout.tensors.items():
             shape = extents(each.axes, *packed.shape, packed.sizes, packed.tensors[name].shape if name in packed.tensors else ())
             if shape is None and each.optional:
                 continue                                         # it cannot be there
             assert shape is not None                             # a packed weight has a shape that its storage can hold
-            found[name] = (stored_dtype(str(packed.params.get(each.dtype, each.dtype))), shape)
+            dtype = dtypes[name]
+            found[name] = (dtype_on(packed.tensors[name].device, dtype) if name in packed.tensors else dtype, shape)
         return found
 
     # -- fields -------------------------------------------------------------------------------------------------------
@@ -512,8 +515,8 @@ class Format:
     def _dequantized(self, packed: PackedWeight, out: Tensor) -> Tensor:
         if not out.numel():
             return out
-        if packed.layout.streams and packed.device.type == "cuda":
-            with ops.on_device(packed.device):
+        if packed.layout.streams and runs_kernels(packed.device):
+            with on_device(packed.device):
                 launch.dequantize(packed, out)
             return out
         packed = packed.open()
@@ -524,8 +527,8 @@ class Format:
             return out
         if packed.order is not None:
             return self._dequantized_in_order(packed, order.places(packed.order), out)
-        if packed.device.type == "cuda":
-            with ops.on_device(packed.device):
+        if runs_kernels(packed.device):
+            with on_device(packed.device):
                 launch.dequantize(packed, out)
             return out
         for start, stop in tiles.row_tiles(packed):

@@ -10,10 +10,9 @@ Numbers: an unsigned code of up to 10 bits is the float16 subnormal code * 2^-24
 once; bfloat16 has 128 + code in the bits of 0x4300 | code.  Products are exact and sums are float32.
 """
 
-import triton
-import triton.language as tl
 
 from qdsl.runtime import device
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from qdsl.runtime import configure, eight, narrow, streams
 from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.triton import runs_kernels, tl
 from qdsl.runtime.packed import PackedWeight
 from qdsl.shapes import axis
 
@@ -179,7 +179,7 @@ def has_lanes(x: Tensor, packed: PackedWeight, few: bool = False) -> bool:
         return False
     if lanes.few is None and (few or x.shape[0] != 1):
         return False
-    if x.device.type == "cuda" and configure.target(x.device).capability < 8:
+    if runs_kernels(x.device) and configure.target(x.device).capability < 8:
         return False                                             # AMD's, and those before bfloat16: the plain kernel serves them
     wide = [tensor for name, tensor in packed.tensors.items() if tensor.dtype == torch.int32 or _is_words(name, tensor, packed)]
     return min(lanes.sizes(packed.sizes), default=lanes.least) >= lanes.least and all(map(_is_aligned, (x, *wide)))

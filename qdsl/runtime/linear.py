@@ -1,7 +1,7 @@
 """x @ w.T + bias for a packed weight, differentiable in x and bias, never holding the whole weight on a CPU.
 
-On a GPU few rows of x go through the fused kernel; many are served by dequantized tiles and the vendor's matmul.  On a CPU
-tiles are dequantized and multiplied; Triton's interpreter is never used.
+On a GPU few rows of x go through the fused kernel; many are served by dequantized tiles and the vendor's matmul.  On a CPU,
+and on devices without Triton, torch dequantizes tiles and multiplies them; Triton's interpreter is never used.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime import cpu, eight, int4, launch
+from qdsl.runtime.gpu.triton import runs_kernels
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tiles import decode_rows, row_tiles
 
@@ -66,7 +67,8 @@ def _static_scale(mode: str) -> float | None:
 
 
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
-    if packed.layout.streams and x.device.type != "cpu":
+    has_kernels = runs_kernels(x.device)
+    if packed.layout.streams and has_kernels:
         return _decoded_product(x, packed, bias, mode)
     packed = packed.open()
     if is_quantized(mode):
@@ -78,7 +80,7 @@ def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "
     if x.device.type == "cpu":
         return cpu.product(x, packed, bias)
     out = x.new_empty(x.shape[0], packed.shape[0])
-    if launch.is_fused(x, packed):
+    if has_kernels and launch.is_fused(x, packed):
         launch.linear(x, packed, bias, out)
         return out
     for start, stop in row_tiles(packed, weights=tile_weights(x)):
@@ -104,7 +106,7 @@ def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> 
     whose columns are rows of x.
     """
     out = x.new_empty(x.shape[0], packed.shape[0])
-    if x.device.type != "cpu":
+    if runs_kernels(x.device):
         launch.linear(x, packed, bias, out, invariant=True)
         return out
     for start, stop in row_tiles(packed, weights=tile_weights(x)):
@@ -120,7 +122,7 @@ def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale:
 
     scale: the static one of x, None where each row, or 128 columns of it, has its own.
     """
-    if x.device.type == "cpu" or not launch.has_narrow(x, packed):
+    if not runs_kernels(x.device) or not launch.has_narrow(x, packed):
         return _product(eight.rounded(x, packed, scale), packed, bias).to(x.dtype)
     out = x.new_empty(x.shape[0], packed.shape[0])
     launch.quantized(x, packed, bias, out, scale)
@@ -146,7 +148,7 @@ def tile_weights(x: Tensor) -> int:
 def _weights(packed: PackedWeight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     """Rows [start, stop) of the weight."""
     weight = torch.empty(stop - start, packed.shape[1], dtype=dtype, device=packed.device)
-    if packed.device.type == "cuda":
+    if runs_kernels(packed.device):
         launch.dequantize(packed.cut("N", start, stop), weight)
         return weight
     decode_rows(packed, start, stop, weight)

@@ -4,10 +4,9 @@ A warp has 16 rows of a tile of w, whose words lie as runtime/lanes.py says; her
 matrix instruction takes with its columns in order.
 """
 
-import triton
-import triton.language as tl
 
 from qdsl.runtime import lanes
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

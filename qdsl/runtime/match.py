@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qdsl.runtime.packed import FormatError
+from qdsl.runtime.errors import FormatError
 from qdsl.stored import Given, Misfit, element_dtype, field_dtype, fits
 
 if TYPE_CHECKING:

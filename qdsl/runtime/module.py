@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qdsl.runtime.device_dtypes import dtype_on, moved
 from qdsl.runtime.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.ops import is_plain
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -189,13 +190,15 @@ class PackedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move stored tensors, and give them no other dtype: a scale or a code that is cast is another weight."""
-        stored = self._uncast_tensors()
+        stored = {id(tensor): tensor.dtype for tensor in self._uncast_tensors()}
+        dtypes = self._packed.dtypes
+        stored |= {id(tensor): dtypes[name] for name, tensor in self._held().items()}
 
         def guarded(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if moved.dtype == tensor.dtype or not any(tensor is kept for kept in stored):
-                return moved
-            return tensor.to(moved.device)
+            if id(tensor) not in stored:
+                return fn(tensor)
+            result = moved(tensor, stored[id(tensor)], fn)
+            return result if result.dtype == dtype_on(result.device, stored[id(tensor)]) else tensor.to(result.device)
 
         super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
         shown = fn(torch.empty(0, dtype=self.compute_dtype)).dtype

@@ -3,10 +3,9 @@
 Products of E4M3 and of int8 are what matrix units do; where they do not take E4M3, its values are float16, exactly.
 """
 
-import triton
-import triton.language as tl
 
 from qdsl.runtime import device
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

@@ -15,7 +15,6 @@ _Times below), and torch's older vmap, that of is_grads_batched.  Both say so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +26,7 @@ from torch.nn import Parameter
 from qdsl.runtime import eight, order
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.finite import has_special_codes
+from qdsl.runtime.gpu.triton import on_device
 from qdsl.runtime.linear import _product, _transposed, check_x, is_quantized
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.private_apis import is_batched, is_in_torch_dispatch_mode, is_jit_traced, is_transformed
@@ -185,11 +185,6 @@ def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool,
             out = _transposed(rows, packed.as_stored()).index_select(1, order.places(packed.order))
         # Autograd refuses to change a view in place that was made without gradients, as `layer(x).add_(y)` would.
         return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[turned]))
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Where kernels of Triton run on this GPU: they are launched on the current one, in its current stream."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:

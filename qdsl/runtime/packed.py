@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +12,12 @@ from torch import Tensor
 from qdsl.borders import UNITS
 from qdsl.entropy.lookup import StreamError
 from qdsl.runtime import algebra, streams
+from qdsl.runtime.device_dtypes import dtype_on, moved
 from qdsl.runtime.errors import FormatError as FormatError
 from qdsl.runtime.errors import Misfit as Misfit
 from qdsl.runtime.finite import are_codes_finite
+from qdsl.runtime.gpu.triton import on_device, runs_kernels
+from qdsl.runtime.match import stored_dtype
 from qdsl.runtime.pickling import picklable, unpickled
 from qdsl.shapes import Axis, granule
 
@@ -123,11 +126,11 @@ class PackedWeight:
         """
         if not self.layout.streams:
             return self
-        if self.device.type == "cpu":
+        if self.device.type != "meta" and not runs_kernels(self.device):
             with damage(self.format.name):
                 return self.with_plain(streams.decode(self.layout, self.tensors, self.shape))
         found, calls = streams.opened(self)
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with on_device(self.device):
             for call in calls if self.device.type != "meta" else ():
                 call.run()
         return found
@@ -161,7 +164,15 @@ class PackedWeight:
 
     def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
         """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""
-        return self.apply(lambda tensor: _moved(tensor, tensor.to(*args, **kwargs)))
+        dtypes = self.dtypes
+        return self.derive({name: _moved(tensor, dtypes[name], moved(tensor, dtypes[name], lambda part: part.to(*args, **kwargs)))
+                            for name, tensor in self.tensors.items()})
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes that the storage names, which tensors have except 8-bit floats on a device that lacks them."""
+        return {name: stored_dtype(str(self.params.get(tensor.dtype, tensor.dtype)))
+                for name, tensor in self.layout.tensors.items()}
 
     # -- rows, pieces and joins -------------------------------------------------------------------------------------------
 
@@ -303,7 +314,7 @@ def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape:
                         notes=notes, names=names, opened=opened, facts=facts)
 
 
-def _moved(before: Tensor, after: Tensor) -> Tensor:
-    if before.dtype != after.dtype:
+def _moved(before: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
+    if after.dtype != dtype_on(after.device, dtype):
         raise FormatError(f"a packed weight keeps its stored dtypes: {before.dtype} cannot become {after.dtype}")
     return after

@@ -9,10 +9,9 @@ leaves bytes 0 and 2 of a word, or 1 and 3, as a pair; x is paired so, once for 
 The numbers of groups lie in words which every lane of a row loads, and of which each cuts those of its two runs.
 """
 
-import triton
-import triton.language as tl
 
 from qdsl.runtime import lanes
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from qdsl.runtime.call import Call
 from qdsl.runtime.codings import huffman_lanes as lanes_launches
 from qdsl.runtime.codings import huffman_windows as windows_launches
 from qdsl.runtime.codings import window as window_launches
+from qdsl.runtime.gpu.triton import runs_kernels, tl
 from qdsl.shapes import Axis, extents
 
 if TYPE_CHECKING:
@@ -35,14 +35,18 @@ FEW = 16                                                         # rows of x up 
 
 
 def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The tensors that a storage's streams hold.  Raises StreamError for a stream that is damaged."""
+    """The tensors that a storage's streams hold, decoded by the CPU, on the weight's device.
+
+    Raises StreamError for a stream that is damaged.
+    """
     found = {}
     for name, stream in layout.streams.items():
         arrays = {role: _array(tensor) for role, tensor in _tensors(stream, tensors).items()}
         try:
-            found[name] = torch.from_numpy(CODINGS[stream.coding].decode(arrays, shape))
+            decoded = torch.from_numpy(CODINGS[stream.coding].decode(arrays, shape))
         except StreamError as error:
             raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
+        found[name] = decoded.to(next(iter(tensors.values())).device)
     return found
 
 
@@ -244,7 +248,7 @@ def has_few(x: Tensor, packed: PackedWeight) -> bool:
     pairs = _pairs(packed)
     if pairs is None or x.dtype != PAIRED[pairs.type][0] or not _are_wide(packed, pairs, x):
         return False
-    if x.device.type == "cuda" and configure.target(x.device).capability < 8:
+    if runs_kernels(x.device) and configure.target(x.device).capability < 8:
         return False
     stream = packed.layout.streams[pairs.stream]
     return bool(LAUNCHES[stream.coding].has_few(packed.shape, _facts(packed, pairs.stream)))

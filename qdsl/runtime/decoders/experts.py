@@ -1,7 +1,6 @@
 """Kernels of routed experts: the product of decoded weights, and the weighted sum of what experts make of a token."""
 
-import triton
-import triton.language as tl
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

@@ -1,10 +1,9 @@
 """Kernels of `huffman_lanes` (qdsl/entropy/huffman_lanes.py): a thread decodes a lane, eight columns of its row at a time."""
 
-import triton
-import triton.language as tl
 
 from qdsl.runtime import lanes, many
 from qdsl.runtime.decoders import pairs
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

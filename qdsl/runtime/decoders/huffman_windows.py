@@ -3,10 +3,9 @@
 First it counts symbols; the sums of the counts say where those of each window go, and then it writes them.
 """
 
-import triton
-import triton.language as tl
 
 from qdsl.runtime import lanes
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

@@ -1,9 +1,8 @@
 """Device functions for eight neighbouring columns as four words, whose halves are columns 2j and 2j + 1."""
 
-import triton
-import triton.language as tl
 
 from qdsl.runtime import lanes
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

@@ -1,10 +1,9 @@
 """Kernels of `window` (qdsl/entropy/window.py): every symbol lies where its number says, and patches come after."""
 
-import triton
-import triton.language as tl
 
 from qdsl.runtime import lanes
 from qdsl.runtime.decoders import pairs
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

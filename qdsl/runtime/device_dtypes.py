@@ -1,0 +1,46 @@
+"""8-bit floats on devices that lack them, such as Apple's GPUs: a stored tensor of them is held there as uint8 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+COMPLETE = ("cpu", "cuda", "meta", "xpu")                        # devices whose tensors may have any dtype
+_supported: dict[tuple[str, torch.dtype], bool] = {}
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether a dtype is a float of 8 bits."""
+    return dtype.itemsize == 1 and dtype.is_floating_point
+
+
+def has_dtype(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device can hold tensors of an 8-bit float; every device is assumed to have all other dtypes."""
+    if device.type in COMPLETE or not is_float8(dtype):
+        return True
+    key = device.type, dtype
+    if key not in _supported:
+        try:
+            _supported[key] = torch.zeros(1, dtype=torch.uint8, device=device).view(dtype).dtype == dtype
+            torch.zeros(1, dtype=dtype, device="cpu").to(device)
+        except (TypeError, RuntimeError):
+            _supported[key] = False
+    return _supported[key]
+
+
+def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a device holds stored elements of a dtype: uint8 for 8-bit floats that it lacks."""
+    return dtype if has_dtype(device, dtype) else torch.uint8
+
+
+def moved(tensor: Tensor, dtype: torch.dtype, move: Callable[[Tensor], Tensor]) -> Tensor:
+    """move(tensor), for a stored tensor of a dtype; an 8-bit float moves as bytes from and to devices that lack it."""
+    if not is_float8(dtype):
+        return move(tensor)
+    target = move(torch.empty(0, device=tensor.device)).device
+    if tensor.dtype == dtype and has_dtype(target, dtype):
+        return move(tensor)
+    codes = move(tensor.view(torch.uint8))
+    return codes.view(dtype_on(codes.device, dtype)) if codes.dtype == torch.uint8 else codes

@@ -1,0 +1,97 @@
+"""Triton where it is installed; else stand-ins, so that modules with kernels can be imported anywhere.
+
+Modules with kernels write `from qdsl.runtime.gpu.triton import tl, triton`.  Without Triton, `triton.jit` gives an object that
+raises MissingTriton when it is launched, and everything else that a module reads at import is a name without meaning.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+
+__all__ = ["MissingKernel", "MissingTriton", "is_installed", "libdevice", "on_device", "require", "runs_kernels", "tl", "triton"]
+PLATFORMS = {"darwin": "macOS", "win32": "Windows"}
+
+
+class MissingTriton(ImportError):
+    """A GPU kernel was asked for where Triton is not installed."""
+
+
+def missing(error: ImportError | None = None) -> MissingTriton:
+    """The exception that says why kernels cannot run here."""
+    platform = PLATFORMS.get(sys.platform)
+    reason = f"which has no wheel for {platform}" if platform else "which is not installed: pip install triton"
+    return MissingTriton(f"GPU kernels need Triton, {reason}{f' ({error})' if error and not platform else ''}")
+
+
+class MissingKernel:
+    """A kernel that cannot be compiled: it has its name, its source and its arguments, and raises MissingTriton when launched."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.fn, self.__name__, self.__doc__ = function, function.__name__, function.__doc__
+        self.arg_names = function.__code__.co_varnames[:function.__code__.co_argcount]
+
+    def __getitem__(self, grid: Any) -> NoReturn:
+        raise missing()
+
+    def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
+        raise missing()
+
+
+class MissingName:
+    """A name of Triton's that a module reads at import, such as `tl.constexpr` or `tl.float16`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> MissingName:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MissingName(f"{self._name}.{name}")
+
+    def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
+        raise missing()
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+class _MissingTriton(MissingName):
+    @staticmethod
+    def jit(function: Callable[..., Any]) -> MissingKernel:
+        return MissingKernel(function)
+
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import libdevice
+    is_installed = True
+except ImportError:
+    triton, tl, libdevice = _MissingTriton("triton"), MissingName("tl"), MissingName("libdevice")
+    is_installed = False
+
+
+def require() -> None:
+    """Raise MissingTriton where Triton is not installed."""
+    if not is_installed:
+        raise missing()
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels run on a device: on GPUs of NVIDIA and AMD ('cuda') and Intel ('xpu'), where Triton is installed.
+
+    Elsewhere weights are decoded by torch, on their device, and multiplied by torch.
+    """
+    return is_installed and device.type in ("cuda", "xpu")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Where kernels are launched on this GPU: Triton launches on the current one, in its current stream."""
+    if device.type == "cuda":
+        return torch.cuda.device(device)
+    return torch.xpu.device(device) if device.type == "xpu" else nullcontext()

@@ -1,0 +1,3 @@
+"""On PYTHONPATH before Triton, this is a machine without it."""
+
+raise ImportError("No module named 'triton'")
