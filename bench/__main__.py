@@ -21,12 +21,13 @@ from bench import (
     pretrained,
     quantize,
     report,
+    sharding,
 )
 from bench.figure import Figure
 from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "convert": convert,
-          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear,
+          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "sharding": sharding,
           "loading": loading, "pretrained": pretrained}
 ROUNDS, QUICK = 15, 3
 
