@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
                "stored"},
     "loading": {"emit", "files"},
     "": {"loading", "places", "runtime", "checkpoint", "models"},
-    "analyze": {"runtime", "places", ""},
+    "analyze": {"numbers", "runtime", "places", ""},
     "tune": {"runtime", "files"},
     "demo": {"emit", "generated", "models", "runtime", "checkpoint", "files", "places", "numbers", ""},
     "cli": {"spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "rewrite", "convert",

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from qdsl.analyze.compile import build, specialised
-from qdsl.analyze.execute import access, groups, scalar, warps
+from qdsl.analyze.execute import access, conversions, groups, scalar, warps
 from qdsl.analyze.execute.machine import WARP, Batch, Finding, Log, Options
 from qdsl.analyze.execute.memory import GlobalMemory
 from qdsl.analyze.execute.operands import steps_of
@@ -23,7 +23,7 @@ from qdsl.analyze.gpus import arch_of
 from qdsl.runtime.call import Call
 
 THREADS = 8192                                                   # of a batch, about
-OPCODES = (access, groups, scalar, warps)                        # importing them registers what they know
+OPCODES = (access, conversions, groups, scalar, warps)                        # importing them registers what they know
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qdsl.analyze.execute.access import shared_load, shared_store
 from qdsl.analyze.execute.machine import WARP, At, Batch, Options, Step
-from qdsl.analyze.execute.numbers import FLOATS, SIGNED, TABLES, UNSIGNED, Bits, decode, encode
+from qdsl.analyze.execute.numbers import SIGNED, TABLES, UNSIGNED, Bits, decode, encode, flushed
 from qdsl.analyze.execute.operands import Context, Source, broadcast, opcode
 from qdsl.analyze.execute.program import ExecutionError
 
@@ -133,7 +133,7 @@ def elements(words: Bits, kind: str, options: Options) -> Matrix:
         return TABLES[kind][parts].astype(np.float64)
     values = decode(parts, kind).astype(np.float64)
     if options.flush_f16 and kind == "f16":
-        values = np.where(np.abs(values) < 2.0 ** FLOATS["f16"].lowest, np.copysign(0.0, values), values)
+        return flushed(values, kind)
     return values
 
 
