@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from qdsl.analyze.execute import Options
 from tests.support.ptx import run
 
 OPERAND = 1 << 15                                                # bytes of shared memory for each operand of a product
@@ -108,6 +109,24 @@ st.global.v4.b32 [%d11+16], {{%r24, %r25, %r26, %r27}};"""
         row = thread // 32 * 16 + thread % 32 // 4 + 8 * (number // 2 % 2)
         column = thread % 4 * 2 + number % 2 + 8 * (number // 4)
         assert out[thread, number] == wanted[row, column], (thread, number)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "k", "one", "start"), [("f16", 16, 0x3C003C00, 26), ("bf16", 16, 0x3F803F80, 26),
+                                                         ("e4m3", 32, 0x38383838, 14)])
+def test_sums_that_lose_what_lies_below_the_largest(kind: str, k: int, one: int, start: int) -> None:
+    """2^26, 2^14 for FP8, and K ones: a unit that keeps 26 or 14 bits of the largest adds none of them."""
+    body = "".join(f"mov.b32 %r{i}, {one};" for i in range(10, 16)) + "".join(
+        f"mov.b32 %r{i}, {127 + start << 23};" for i in range(20, 24)) + f"""
+mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%r20, %r21, %r22, %r23}}, {{%r10, %r11, %r12, %r13}}, {{%r14, %r15}},
+  {{%r20, %r21, %r22, %r23}};
+mul.wide.u32 %d11, %r60, 16; add.s64 %d11, %d11, %d0; st.global.v4.b32 [%d11], {{%r20, %r21, %r22, %r23}};"""
+    for sums, total in (("exact", 2.0 ** start + k), ("truncated", 2.0 ** start)):
+        out = torch.zeros(32, 4)
+        run(body, out, outputs=(out,), options=Options(sums=sums))
+        assert (out == total).all(), sums
 
 
 # -- atomics -----------------------------------------------------------------------------------------------------------------

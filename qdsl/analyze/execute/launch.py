@@ -48,15 +48,18 @@ class Execution:
 
 
 def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces: Sequence[Tensor] = (),
-            programs: Sequence[int] | None = None, options: Options | None = None) -> Execution:
+            after: Sequence[Tensor] | None = None, programs: Sequence[int] | None = None,
+            options: Options | None = None) -> Execution:
     """Compile a launch for an architecture and run it on its tensors, which lie in the CPU's memory.
 
-    outputs: tensors whose every byte must be stored once.  workspaces: tensors that begin as noise.  programs: numbers of
-    the programs of the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be run.
+    outputs: tensors whose every byte must be stored once.  workspaces: tensors that begin as noise.  after: tensors that the
+    launch before writes, where this one may begin before that has ended (launch_pdl).  programs: numbers of the programs of
+    the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be run.
     """
     compiled = build(call, arch_of(arch))
+    after = () if after is None and call.options.get("launch_pdl") else after
     return execute_ptx(compiled.asm["ptx"], arguments_of(call), call.grid, compiled.metadata.num_warps, compiled.metadata.shared,
-                       outputs=outputs, workspaces=workspaces, programs=programs, options=options)
+                       outputs=outputs, workspaces=workspaces, after=after, programs=programs, options=options)
 
 
 def arguments_of(call: Call) -> list[tuple[str, Any]]:
@@ -67,8 +70,8 @@ def arguments_of(call: Call) -> list[tuple[str, Any]]:
 
 
 def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]], grid: Sequence[int], warps: int, shared: int, *,
-                outputs: Sequence[Tensor] = (), workspaces: Sequence[Tensor] = (), programs: Sequence[int] | None = None,
-                options: Options | None = None) -> Execution:
+                outputs: Sequence[Tensor] = (), workspaces: Sequence[Tensor] = (), after: Sequence[Tensor] | None = None,
+                programs: Sequence[int] | None = None, options: Options | None = None) -> Execution:
     """Run the first entry of a PTX module.  arguments: names and values in order; parameters after them are 0.
 
     warps: of a program.  shared: bytes of dynamic shared memory.  The rest is as for `execute`.
@@ -76,7 +79,8 @@ def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]],
     options = options or Options()
     program = _parsed(ptx)
     steps = steps_of(program)
-    memory = GlobalMemory([(name, value) for name, value in arguments if isinstance(value, Tensor)], outputs, workspaces)
+    memory = GlobalMemory([(name, value) for name, value in arguments if isinstance(value, Tensor)], outputs, workspaces,
+                          after)
     values = _parameters(program, memory, [value for _, value in arguments])
     x, y, z = (*grid, 1, 1)[:3]
     numbers = list(range(x * y * z)) if programs is None else list(programs)
@@ -84,7 +88,7 @@ def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]],
         numbers.reverse()
     elif isinstance(options.order, int):
         np.random.default_rng(options.order).shuffle(numbers)
-    log, clocks, state = Log(), Clocks(), dict[str, Shadow]()
+    log, clocks, state = Log(), Clocks(), dict[int, Shadow]()
     size = max(1, THREADS // (WARP * warps))
     for start in range(0, len(numbers), size):
         some = numbers[start:start + size]
