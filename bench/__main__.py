@@ -13,6 +13,7 @@ from bench import (
     convert,
     dequantize,
     effort,
+    execute,
     families,
     linear,
     loading,
@@ -26,7 +27,7 @@ from bench.figure import Figure
 from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "convert": convert,
-          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear,
+          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "execute": execute,
           "loading": loading, "pretrained": pretrained}
 ROUNDS, QUICK = 15, 3
 

@@ -305,6 +305,15 @@ def test_addresses_need_64_bits() -> None:
         run(body.format("mul.lo.u32 %r1, %r1, 4; cvt.u64.u32 %d10, %r1;"), wrapped)
 
 
+def test_instructions_that_warps_issue() -> None:
+    """Counted as the text says, where the loop that loads goes round 7 times; predicated off or not."""
+    loop = ("LOOP: mul.wide.u32 %d10, %r60, 4; add.s64 %d10, %d10, %d0; ld.global.b32 %r3, [%d10]; add.u32 %r1, %r1, 1; "
+            "setp.lt.u32 %p2, %r60, 3; @%p2 add.u32 %r3, %r3, 1; setp.lt.u32 %p1, %r1, {}; @%p1 bra LOOP;")
+    execution = run("mov.u32 %r1, 0;" + loop.format(7), words(64), threads=64, programs=3)
+    assert execution.issued == 192 * execution.program.counted(7) == 192 * (execution.program.counted(1) + 6 * 8)
+    assert execution.instructions == execution.issued - 3 * 7 * (64 - 3) - 3 * 64         # the last branch is not taken
+
+
 def test_counts_of_sectors_and_banks() -> None:
     """A warp that loads words side by side touches 4 sectors; 32 words apart, 32 sectors, and as many passes over banks."""
     data = words(32 * 32)

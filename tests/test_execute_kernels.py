@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from qdsl.analyze.execute import trial
 from tests.execute_kernels import SUBNORMAL
 from tests.support.formats import ROOT
 from tests.support.ptx_mutants import EQUAL
@@ -57,8 +58,18 @@ def test_the_command_line_executes() -> None:
                           env=environment)
     assert done.returncode == 0, done.stderr
     dequantize, linear = json.loads(done.stdout)["trials"]
+    for result in (dequantize, linear):                          # these kernels have no branches but loops
+        assert result["counted"] == pytest.approx(result["issued"], rel=0.02)
+        assert result["corrected"] == pytest.approx(result["sass"] * result["issued"] / result["counted"])
     assert dequantize["error"] == 0 and linear["error"] < 4e-3 and linear["findings"] == []
     assert dequantize["memory"]["store bytes"] == 40 * 256 * 2
+
+
+@pytest.mark.parametrize(("issued", "line"), [(10.1, ""), (12.0, "they differ by +20%: SASS 6.00, corrected")])
+def test_counts_that_differ_are_said(issued: float, line: str) -> None:
+    result = trial.Trial(kind="linear", title="", arch="sm_90", kernels=("k",), error=0.1, findings=(), ideal=1, memory={},
+                         instructions=9.0, issued=issued, counted=10.0, sass=5.0, corrected=issued / 2)
+    assert (line in "\n".join(trial.block(result))) and ("differ" in "\n".join(trial.block(result))) == bool(line)
 
 
 def test_mutants_of_kernels_are_caught() -> None:

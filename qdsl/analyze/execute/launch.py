@@ -32,14 +32,19 @@ class Execution:
 
     findings: what hardware does not promise to do right.  opcodes: how often threads executed each.  lines: of the PTX, how
     often threads executed them.  memory: with Options.counts, requests of warps, bytes, 32-byte sectors of global memory, and
-    passes over shared memory.
+    passes over shared memory.  issued: instructions times 32 for each warp that came there, predicated off or not.
     """
 
-    name: str
+    program: Program
     findings: tuple[Finding, ...]
     opcodes: Mapping[str, int]
     lines: Mapping[int, int]
     memory: Mapping[str, int]
+    issued: int
+
+    @property
+    def name(self) -> str:
+        return self.program.name
 
     @property
     def instructions(self) -> int:
@@ -100,7 +105,7 @@ def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]],
     for place, count in log.executed.items():
         opcodes[program.instructions[place].opcode] += count
         lines[program.instructions[place].line] += count
-    return Execution(program.name, tuple(log.findings.values()), opcodes, lines, log.memory)
+    return Execution(program, tuple(log.findings.values()), opcodes, lines, log.memory, log.issued)
 
 
 @lru_cache(maxsize=32)

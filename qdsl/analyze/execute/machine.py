@@ -69,8 +69,8 @@ class Log:
 
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
     executed: Counter[int] = field(default_factory=Counter)      # threads, by instruction
-    issued: Counter[int] = field(default_factory=Counter)        # threads of the warps that came there, predicated off or not
     memory: Counter[str] = field(default_factory=Counter)
+    issued: int = 0                                              # instructions times threads of the warps that came there
 
     def add(self, finding: Finding) -> None:
         if len(self.findings) < FINDINGS:
@@ -297,8 +297,7 @@ class _Scheduler:
             instruction = instructions[place]
             active = self.active(instruction, at)
             executed[place] += batch.count if active is None else len(active)
-            if batch.options.counts:
-                batch.log.issued[place] += WARP * batch.warps_of(at)
+            batch.log.issued += WARP * batch.warps_of(at)
             if instruction.name == "bra":
                 self.branch(instruction, place, at, active)
             elif instruction.name in ("ret", "exit"):

@@ -108,6 +108,15 @@ class Program:
         """Slots of the registers in the first operand of each instruction."""
         return [_slots(instruction.operands[:1]) for instruction in self.instructions]
 
+    def counted(self, trips: int) -> int:
+        """Instructions that a thread executes if the loop with the most global loads goes round so often, and the rest once."""
+        is_load = [part.name in ("ld", "cp") and "global" in part.modifiers for part in self.instructions]
+        starts = {place: self.labels[part.operands[-1].name] for place, part in enumerate(self.instructions)  # type: ignore[union-attr]
+                  if part.name == "bra"}
+        loops = [range(start, place + 1) for place, start in starts.items() if start <= place]
+        loop = max(loops, key=lambda loop: sum(is_load[loop.start:loop.stop]), default=range(0))
+        return len(self.instructions) + len(loop) * (trips - 1) * any(is_load[loop.start:loop.stop])
+
     @cached_property
     def granules(self) -> dict[str, int]:
         """Bytes, 16 at most, that divide every access of a state space."""
