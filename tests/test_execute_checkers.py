@@ -285,6 +285,8 @@ def test_a_shuffle_whose_lanes_are_missing() -> None:
 @pytest.mark.parametrize(("text", "message"), [
     ("", "no entry"), (entry("mov.u32 %r1, 1;").replace("ret;\n}\n", ""), "the PTX ends within its entry"),
     (entry("bra NOWHERE;"), "no label"), (entry("add.s32 %r1, %r99, 1;"), "no variable '%r99' is known|no register"),
+    (entry("mov.u32 %r1, 12x;"), "cannot read the number '12x'"),
+    (entry("mov.b16 %h1, 1.5;"), "1.5 stands where a type of 16 bits"),
     (entry("@p9 mov.u32 %r1, 1;"), "'p9' is no register"), (entry("$$$;"), "cannot read")])
 def test_ptx_that_cannot_be_read(text: str, message: str) -> None:
     from qdsl.analyze.execute import execute_ptx

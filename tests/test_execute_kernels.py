@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def lines(module: str, *arguments: str) -> list[dict[str, Any]]:
     """What a module prints as JSON, in a process in which Triton compiles."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True,
-                          env={**environment, "PYTHONPATH": str(ROOT)})
+                          env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -44,11 +45,29 @@ def test_kernels_that_need_subnormal_numbers_of_float16() -> None:
 def test_kernels_of_anybody() -> None:
     """Functions, matrix units of all types, b transposed; a sum in parts is a race unless its atomics acquire and release."""
     executed = lines("tests.execute_others")
-    assert len(executed) == 18 + 9
-    for line in executed:
+    assert len(executed) == 18 + 9 + 2
+    for line in executed[:-2]:
         what = line["what"].split()
         assert line["findings"] == (["race"] if "relaxed" in what else []), line
         assert line["error"] <= {"softmax": 1e-7, "split_sum": 2e-5, "product": 0.0}[what[0]], line
+
+
+    assert executed[-2:] == [
+        {"what": "scaled True", "findings": [], "error": 0.0},
+        {"what": "scaled False", "error": 0.0, "findings": ["loads byte 0 of 'x' before griddepcontrol.wait",
+                                                            "stores to byte 0 of 'out' before griddepcontrol.wait"]}]
+
+
+@pytest.mark.parametrize(("package", "kernels", "error"), [("gemlite", {"gemv_INT_kernel"}, 0.0), ("inductor", {
+    "triton_per_fused__softmax_mul_0", "triton_poi_fused__softmax_add_sum_tanh_1"}, 1e-6)])
+def test_kernels_of_other_packages(package: str, kernels: set[str], error: float) -> None:
+    """GemLite's product of one row, where it is installed; and what torch.compile makes of a function."""
+    if package == "gemlite" and not find_spec("gemlite"):
+        pytest.skip("pip install --no-deps gemlite")
+    executed = lines("tests.execute_packages", package)
+    assert {name for line in executed for name in line["kernels"]} == kernels
+    for line in executed:
+        assert line["findings"] == [] and line["error"] <= error, line
 
 
 def test_the_command_line_executes() -> None:

@@ -179,6 +179,11 @@ def test_atomics_of_floats_and_compare_and_swap() -> None:
             f"ld.global.b{8 * dtype.itemsize} {register}, [%d10]; "
             f"red.global.add{noftz}.{kind} [%d0], {register};", total, ones)
         assert total.item() == 16
+    sums, pairs = torch.zeros(2), torch.zeros(32, 2)             # sm_90 has vectors, each number of which is added alone
+    assert run("mov.b32 %r1, 0f3F000000; mov.b32 %r2, 2.5; atom.global.add.v2.f32 {%r3, %r4}, [%d0], {%r1, %r2}; "
+               "mul.wide.u32 %d10, %r60, 8; add.s64 %d10, %d10, %d1; st.global.v2.b32 [%d10], {%r3, %r4};",
+               sums, pairs, outputs=(pairs,)).findings == ()
+    assert sums.tolist() == [16, 80] and torch.equal(pairs, torch.arange(32)[:, None] * torch.tensor([0.5, 2.5]))
     flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     run("add.u32 %r1, %r60, 1; atom.global.cas.b32 %r3, [%d1], %r60, %r1; mul.wide.u32 %d10, %r60, 4; add.s64 %d10, %d10, %d0; "
         "st.global.b32 [%d10], %r3;", out, flag)

@@ -278,63 +278,74 @@ ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
 
 @opcode("atom", "red")
 def atomic(context: Context) -> Step:
-    """One thread after the other: in order, or in a random order where the batch runs in one."""
-    kind, modifiers, reduce = context.kind, context.modifiers, context.instruction.name == "red"
-    bits, part = type_bits(kind), element(kind)
-    operation = next((name for name in (*ATOMIC, "cas") if name in modifiers), None)
-    if operation is None:
-        raise context.unknown()
-    address, space = context.address(0 if reduce else 1), "shared" in modifiers
-    operands = [context.source(place, bits) for place in range(1 if reduce else 2, len(context.instruction.operands))]
-    put = None if reduce else context.target()
-    narrow = "cta" in modifiers
-    acquire, release = "acquire" in modifiers or "acq_rel" in modifiers, "release" in modifiers or "acq_rel" in modifiers
-
-    def combine(old: Bits, given: list[Bits]) -> Bits:
-        if operation == "cas":
-            return np.where(old == given[0], given[1], old)
-        if is_float(part):
-            x, y = decode(packed(old, kind), part), decode(packed(given[0], kind), part)
-            return joined(encode((x.astype(np.float64) + y) if operation == "add" else
-                                 {"min": np.fmin, "max": np.fmax}[operation](x, y), part), kind)
-        view = SIGNED[bits] if kind[0] == "s" else UNSIGNED[bits]
-        value = ATOMIC[operation](int(old.view(view)[0]), int(given[0].view(view)[0]))
-        return np.array([value & ((1 << bits) - 1)], UNSIGNED[bits])
+    """One thread after the other, and each number of a vector: in order, or in a random order where the batch runs in one."""
+    kind, modifiers, first = context.kind, context.modifiers, 1 if context.instruction.name == "red" else 2
+    size, combine = type_bits(kind) // 8, _combination(context)
+    address, is_shared = context.address(first - 1), "shared" in modifiers
+    vectors = [context.sources(place, 8 * size) for place in range(first, len(context.instruction.operands))]
+    puts = context.targets(0) if first == 2 else []
+    orders = not is_shared and "cta" not in modifiers            # programs
+    acquire, release = bool({"acquire", "acq_rel"} & modifiers), bool({"release", "acq_rel"} & modifiers)
 
     def step(batch: Batch, at: At) -> None:
         lanes, place = batch.lanes(at), address(batch, at)
-        values = broadcast(batch, at, [operand(batch, at) for operand in operands])
-        results = np.zeros(len(lanes), UNSIGNED[bits])
+        parts = [broadcast(batch, at, [source(batch, at) for source in part]) for part in zip(*vectors, strict=True)]
+        results = np.zeros((len(parts), len(lanes)), UNSIGNED[8 * size])
         order = np.arange(len(lanes)) if batch.options.order == "lockstep" else batch.random.permutation(len(lanes))
         for number in order:
-            lane, target = lanes[number:number + 1], place[number:number + 1]
-            if not narrow and not space and (release or batch.fenced[lane[0]] >= 0):
+            one = slice(number, number + 1)
+            lane, target = lanes[one], place[one]
+            if orders and (release or batch.fenced[lane[0]] >= 0):
                 _release(batch, lane, target, batch.epoch[lane] if release else batch.fenced[lane])
-            if space:
-                where = batch.shared_place(lane, target, bits // 8, "an atomic")
-                words: Any = batch.shared.view(UNSIGNED[bits])
-                index = where // (bits // 8)
-                batch.shared_written[where[:, None] + np.arange(bits // 8)] = True
-            else:
-                ((allocation, _, offset),) = batch.memory.locate(target, bits // 8, "an atomic")
-                words, index = allocation.words(allocation.data, offset, bits // 8)
-                index = index[:, 0]
-                if batch.memory.is_dependent:
-                    note_dependent(batch, allocation, lane, offset, bits // 8, write=True)
-                if allocation.written is not None:
-                    allocation.written[offset[0]:offset[0] + bits // 8] = 1
-                if allocation.stores is not None:
-                    allocation.stores[offset[0]:offset[0] + bits // 8] = 1
-            old = words[index]
-            words[index] = combine(old, [value[number:number + 1] for value in values])
-            results[number] = old[0]
-            if not narrow and not space:
+            if len(parts) > 1 and not is_shared:
+                batch.memory.locate(target, size * len(parts), "an atomic")
+            for column, part in enumerate(parts):
+                words, index = _atomic_word(batch, lane, target + column * size, size, is_shared)
+                results[column, number] = words[index][0]
+                words[index] = combine(words[index], [value[one] for value in part])
+            if orders:
                 batch.relaxed[lane] = target
                 if acquire:
                     _acquire(batch, lane, target)
-        if put is not None:
-            put(batch, at, results)
+        for put, result in zip(puts, results, strict=False):
+            put(batch, at, result)
     return step
+
+
+def _combination(context: Context) -> Callable[[Bits, list[Bits]], Bits]:
+    """What an atomic stores, of what was there and its operands."""
+    kind, bits, part = context.kind, type_bits(context.kind), element(context.kind)
+    operation = next((name for name in (*ATOMIC, "cas") if name in context.modifiers), None)
+    if operation is None:
+        raise context.unknown()
+
+    def combine(old: Bits, values: list[Bits]) -> Bits:
+        if operation == "cas":
+            return np.where(old == values[0], values[1], old)
+        if is_float(part):
+            x, y = decode(packed(old, kind), part), decode(packed(values[0], kind), part)
+            return joined(encode((x.astype(np.float64) + y) if operation == "add" else
+                                 {"min": np.fmin, "max": np.fmax}[operation](x, y), part), kind)
+        view = SIGNED[bits] if kind[0] == "s" else UNSIGNED[bits]
+        value = ATOMIC[operation](int(old.view(view)[0]), int(values[0].view(view)[0]))
+        return np.array([value & ((1 << bits) - 1)], UNSIGNED[bits])
+    return combine
+
+
+def _atomic_word(batch: Batch, lane: Indices, address: Indices, size: int, is_shared: bool) -> tuple[Any, Indices]:
+    """Memory as words, and the one that an atomic of a thread changes.  Raises Fault."""
+    if is_shared:
+        place = batch.shared_place(lane, address, size, "an atomic")
+        batch.shared_written[place[0]:place[0] + size] = True
+        return batch.shared.view(UNSIGNED[8 * size]), place // size
+    ((allocation, _, offset),) = batch.memory.locate(address, size, "an atomic")
+    if batch.memory.is_dependent:
+        note_dependent(batch, allocation, lane, offset, size, write=True)
+    for marks in (allocation.written, allocation.stores):
+        if marks is not None:
+            marks[offset[0]:offset[0] + size] = 1
+    words, index = allocation.words(allocation.data, offset, size)
+    return words, index[:, 0]
 
 
 @opcode("fence", "membar")

@@ -105,7 +105,7 @@ def _copy_now(batch: Batch, flight: InFlight, pending: _Copy, chosen: Indices) -
 
 
 def _constant(context: Context, operand: Operand) -> int:
-    if not isinstance(operand, Immediate):
+    if not isinstance(operand, Immediate) or not isinstance(operand.value, int):
         raise context.unknown("an operand is no constant")
     return operand.value
 

@@ -25,9 +25,9 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Immediate:
-    """A constant; that of a float by its bits."""
+    """A constant: an integer or the bits of a float; as a float where the text has it in decimal."""
 
-    value: int
+    value: int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,10 @@ class _Parser:
         if text[:2] in _FLOAT:
             return Immediate(int(text[2:], 16))
         if text[0].isdigit() or text[0] == "-":
-            return Immediate(int(text.rstrip("U"), 0))
+            try:
+                return Immediate(float(text) if "." in text else int(text.rstrip("U"), 0))
+            except ValueError:
+                raise ExecutionError(f"line {line}: cannot read the number '{text}'") from None
         return Symbol(text)
 
 
@@ -324,7 +327,7 @@ def _access_size(instruction: Instruction, space: str) -> int:
     """Bytes that a thread's load, store, atomic or copy accesses; 0 where it accesses another space, or 16 or more."""
     parts = instruction.modifiers
     if instruction.name == "cp" and space in parts and len(instruction.operands) > 2:
-        return instruction.operands[2].value if isinstance(instruction.operands[2], Immediate) else 1
+        return int(instruction.operands[2].value) if isinstance(instruction.operands[2], Immediate) else 1
     is_access = instruction.name in ("ld", "ldu", "st", "atom", "red") and "param" not in parts
     if not is_access or ("shared" in parts) != (space == "shared"):
         return 0
