@@ -115,7 +115,7 @@ def _constant(context: Context, operand: Operand) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """D [64, N] (+)= A [64, K] @ B [K, N].  signs: of A and B.  transposed: operands with K as their slower dimension."""
+    """D [64, N] (+)= A [64, K] @ B [K, N].  transposed: of A and B, whether K is the slower dimension.  negative: -A @ B."""
 
     n: int
     k: int
@@ -159,13 +159,13 @@ def _multiply(context: Context) -> Step:
     if size is None or len(kinds) != 3 or kinds[0] not in ("f32", "s32") or "sp" in context.modifiers:
         raise context.unknown()
     constants = [_constant(context, operand) for operand in context.instruction.operands[4:]]
-    held = isinstance(context.operand(1), Vector)
-    turned = [*([False] if held else []), *(bool(value) for value in constants[2:]), False, False]
+    in_registers = isinstance(context.operand(1), Vector)
+    transposed = [*([False] if in_registers else []), *(bool(value) for value in constants[2:]), False, False]
     shape = _Shape(int(size[1]), int(size[2]), kinds[1], kinds[0] == "s32", "satfinite" in context.modifiers,
-                   (turned[0], turned[1]), len(constants) >= 2 and constants[0] * constants[1] < 0)
+                   (transposed[0], transposed[1]), len(constants) >= 2 and constants[0] * constants[1] < 0)
     accumulators, puts, keep = context.sources(0, 32), context.targets(0), context.source(3, 1)
-    fragments_of_a = context.sources(1, 32) if held else []
-    described = [context.source(place, 64) for place in ((2,) if held else (1, 2))]
+    fragments_of_a = context.sources(1, 32) if in_registers else []
+    described = [context.source(place, 64) for place in ((2,) if in_registers else (1, 2))]
     result, fragments = (frozenset(part.slot for part in getattr(operand, "parts", ()) if isinstance(part, Register))
                          for operand in context.instruction.operands[:2])
 
@@ -178,17 +178,17 @@ def _multiply(context: Context) -> Step:
         batch.check_ordered_registers(lanes, slots)
         flight = batch.products
         descriptors = [_descriptor(batch, at, source) for source in described]
-        rows = (() if held else (64,)) + (shape.n,)
-        turns = shape.transposed[1:] if held else shape.transposed
-        places = [_places(batch, groups, words, extent, shape, turn)
-                  for words, extent, turn in zip(descriptors, rows, turns, strict=True)]
+        rows = (() if in_registers else (64,)) + (shape.n,)
+        transpositions = shape.transposed[1:] if in_registers else shape.transposed
+        places = [_places(batch, groups, words, extent, shape, is_transposed)
+                  for words, extent, is_transposed in zip(descriptors, rows, transpositions, strict=True)]
         for place in places:
             batch.note_matrix(groups, place.reshape(len(groups), -1), WIDTHS[shape.kind] // 8)
-        words = fragment(batch, at, fragments_of_a, (len(groups) * 4, WARP)).reshape(len(groups), 4, WARP, -1) if held else None
+        words = fragment(batch, at, fragments_of_a, (len(groups), 4, WARP)) if in_registers else None
         keeps = np.broadcast_to(keep(batch, at), lanes.shape).reshape(-1, WARP_GROUP)[:, 0]
 
         def run(batch: Batch, chosen: Indices) -> None:
-            late = batch.options.fragments and held
+            late = batch.options.fragments and in_registers
             left = fragment(batch, groups[chosen].reshape(-1), fragments_of_a, (len(chosen) * 4, WARP)) if late else \
                 None if words is None else words[chosen].reshape(len(chosen) * 4, WARP, -1)
             _multiply_now(batch, groups[chosen], shape, left, [place[chosen] for place in places],
@@ -243,11 +243,11 @@ def _multiply_now(batch: Batch, groups: Indices, shape: _Shape, words: Bits | No
     else:
         left = _matrix(batch, places[0], shape.kind)
     left = -left if shape.negative else left
-    held = np.stack([numbers_of(value.reshape(count, 4, WARP), shape.integer) for value in
+    before = np.stack([numbers_of(value.reshape(count, 4, WARP), shape.integer) for value in
                      broadcast(batch, at, [source(batch, at) for source in accumulators])], 0)
     total = np.zeros((count, 64, shape.n))
     row, column = _accumulator_places(len(puts))
-    total[:, row, column] = held.transpose(1, 0, 2, 3)
+    total[:, row, column] = before.transpose(1, 0, 2, 3)
     result = bits_of(product(left, b, np.where(keep[:, None, None], total, 0), shape.kind, batch.options), shape.integer,
                      shape.saturate)
     values: Bits = result[:, row, column].transpose(1, 0, 2, 3)

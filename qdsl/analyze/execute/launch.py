@@ -70,8 +70,8 @@ def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces
 def arguments_of(call: Call) -> list[tuple[str, Any]]:
     """Names and values of the arguments that a compiled kernel still takes: those that are no part of it."""
     types, _, _ = specialised(call)
-    given = dict(zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False))
-    return [(name, value) for name, value in given.items() if types[name] != "constexpr"]
+    arguments = dict(zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False))
+    return [(name, value) for name, value in arguments.items() if types[name] != "constexpr"]
 
 
 def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]], grid: Sequence[int], warps: int, shared: int, *,

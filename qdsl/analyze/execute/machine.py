@@ -132,7 +132,7 @@ class Batch:
             place = {"x": self.number % x, "y": self.number // x % y, "z": self.number // (x * y)}
             base, _, axis = name.partition(".")
             ones = np.ones(self.count, np.int64)
-            known = {
+            values = {
                 "%tid": self.thread if axis == "x" else 0 * ones, "%ntid": self.per_program * ones if axis == "x" else ones,
                 "%ctaid": place.get(axis), "%nctaid": dict(zip("xyz", self.grid, strict=True)).get(axis, 0) * ones,
                 "%laneid": self.lane, "%warpid": self.thread // WARP, "%clusterid": place.get(axis), "%cluster_ctaid": 0 * ones,
@@ -141,9 +141,9 @@ class Batch:
                 "%lanemask_le": (2 << self.lane) - 1, "%lanemask_eq": 1 << self.lane,
                 "%lanemask_gt": 0xFFFF_FFFF - ((2 << self.lane) - 1), "%lanemask_ge": 0xFFFF_FFFF - ((1 << self.lane) - 1),
             }.get(base)
-            if known is None:
+            if values is None:
                 raise ExecutionError(f"{self.current}: no register '{name}' is known")
-            self._special[name] = np.asarray(known).astype(np.uint32)
+            self._special[name] = np.asarray(values).astype(np.uint32)
         return self._special[name]
 
     def has_waited(self, lanes: Indices) -> NDArray[np.bool_]:
@@ -195,8 +195,8 @@ class Batch:
             spread = (place[:, None] + np.arange(size)).reshape(-1) if size > 1 else place
             if write:
                 self.shared_written[spread] = True
-            elif not (known := self.shared_written[spread]).all():
-                lane = int(np.flatnonzero(~known)[0]) // size
+            elif not (is_written := self.shared_written[spread]).all():
+                lane = int(np.flatnonzero(~is_written)[0]) // size
                 byte = int(place[lane] % self.shared_bytes)
                 self.find("unwritten", f"reads shared byte {byte} before anyone wrote it", int(lanes[lane]))
         if self.shared_shadow is not None:

@@ -74,9 +74,9 @@ class Context:
             raise self.unknown("it lacks operands")
         return operands[place]
 
-    def only(self, *known: str) -> None:
-        """Refuse modifiers that are neither types nor known."""
-        if strange := self.modifiers - set(self.types) - set(known):
+    def only(self, *expected: str) -> None:
+        """Refuse modifiers that are neither types nor expected."""
+        if strange := self.modifiers - set(self.types) - set(expected):
             raise self.unknown(f"'.{min(strange)}' is not known")
 
     def unknown(self, why: str = "it is not known") -> ExecutionError:

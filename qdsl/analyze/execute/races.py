@@ -44,9 +44,9 @@ class Shadow:
         """Marks a read; whether a write before it is unordered."""
         race = self.writer.unordered(place, who, ordered)
         last, other = self.readers
-        held = last.at(place)
-        differs = (held.thread >= 0) & ((held.program != who.program) | (held.thread // 32 != who.thread // 32)
-                                        | (held.thread != who.thread) & (other.thread[place] < 0))
+        before = last.at(place)
+        differs = (before.thread >= 0) & ((before.program != who.program) | (before.thread // 32 != who.thread // 32)
+                                        | (before.thread != who.thread) & (other.thread[place] < 0))
         moved = place[differs]
         if len(moved):
             other.copy(moved, last)
@@ -121,8 +121,8 @@ class Clocks:
         self.seen: dict[int, dict[int, tuple[int, int, int, int]]] = {}
 
     def release(self, address: int, program: int, thread: int, epoch: int) -> None:
-        known = {q: (e, t) for q, (e, t, since, by) in self.seen.get(program, {}).items() if since < epoch or by == thread}
-        self.released.setdefault(address, {}).update(known | {program: (epoch, thread)})
+        passed_on = {q: (e, t) for q, (e, t, since, by) in self.seen.get(program, {}).items() if since < epoch or by == thread}
+        self.released.setdefault(address, {}).update(passed_on | {program: (epoch, thread)})
 
     def acquire(self, address: int, program: int, thread: int, epoch: int) -> None:
         mine = self.seen.setdefault(program, {})
@@ -134,9 +134,9 @@ class Clocks:
         """Whether an access came before, in whichever program."""
         fine = (before.thread < 0) | (before.program == who.program) & ordered_in_program(before, who)
         for place in np.flatnonzero(~fine & (before.program != who.program)):
-            known = self.seen.get(int(who.program[place]), {}).get(int(before.program[place]))
-            if known:
-                epoch, thread, since, by = known
+            acquired = self.seen.get(int(who.program[place]), {}).get(int(before.program[place]))
+            if acquired:
+                epoch, thread, since, by = acquired
                 visible = since < who.epoch[place] or by == who.thread[place]
                 fine[place] = visible and (before.epoch[place] < epoch or before.thread[place] == thread)
         return fine

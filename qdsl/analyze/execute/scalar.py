@@ -310,10 +310,10 @@ def _wide(context: Context, added: bool) -> Step:
     wide = (SIGNED if signed else UNSIGNED)[2 * bits]
     narrow = SIGNED[bits] if signed else UNSIGNED[bits]
 
-    def function(a: Bits, b: Bits, *rest: Bits) -> Bits:
+    def function(a: Bits, b: Bits, *added_to: Bits) -> Bits:
         product = (a.view(narrow).astype(wide) * b.view(narrow).astype(wide)).view(UNSIGNED[2 * bits])
         result = (product >> product.dtype.type(bits)).astype(UNSIGNED[bits]) if high else product
-        return result + rest[0] if rest else result
+        return result + added_to[0] if added_to else result
     last = [context.source(3, bits if high else 2 * bits)] if added else []
     return _map(context, [context.source(1, bits), context.source(2, bits), *last], function)
 
@@ -366,8 +366,8 @@ def divide(context: Context) -> Step:
 
     def function(a: Bits, b: Bits) -> Bits:
         one = np.where(b == 0, b.dtype.type(1), b)
-        rest = np.fmod(a, one)
-        value = rest if remainder else (a - rest) // one
+        left = np.fmod(a, one)
+        value = left if remainder else (a - left) // one
         return np.where(b == 0, a if remainder else a.dtype.type(-1 if kind[0] == "s" else np.iinfo(a.dtype).max), value)
     return _integers(context, 2, function)
 

@@ -184,10 +184,10 @@ def multiply(context: Context) -> Step:
         warps = len(batch.whole_warps(at))
         left = a_tile(fragment(batch, at, a, (warps, WARP)), kind_a, k, batch.options)
         right = b_tile(fragment(batch, at, b, (warps, WARP)), kind_b, k, batch.options)
-        held = fragment(batch, at, c, (warps, WARP))
+        added = fragment(batch, at, c, (warps, WARP))
         total = np.empty((warps, 16, 8))
         for place in range(4):
-            total[:, GROUP + 8 * (place // 2), 2 * MEMBER + place % 2] = numbers_of(held[..., place], integer)
+            total[:, GROUP + 8 * (place // 2), 2 * MEMBER + place % 2] = numbers_of(added[..., place], integer)
         result = bits_of(product(left, right, total, kind_a, batch.options), integer, "satfinite" in context.modifiers)
         for place, put in enumerate(puts):
             put(batch, at, np.ascontiguousarray(result[:, GROUP + 8 * (place // 2), 2 * MEMBER + place % 2]).reshape(-1))
