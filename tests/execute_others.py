@@ -10,6 +10,7 @@ import triton.language as tl
 
 from qdsl.analyze.execute import Options, execute
 from qdsl.runtime.call import Call
+from tests.support.only_ptx import stop_at_ptx
 
 ROWS, COLUMNS, SPLITS = 6, 512, 4
 
@@ -87,5 +88,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    stop_at_ptx()
     main()
     dependent_launches()
