@@ -13,6 +13,7 @@ from bench import (
     convert,
     dequantize,
     effort,
+    execute,
     families,
     linear,
     loading,
@@ -27,7 +28,8 @@ from bench.figure import Figure
 from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "convert": convert,
-          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "sharding": sharding,
+          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "execute": execute,
+          "sharding": sharding,
           "loading": loading, "pretrained": pretrained}
 ROUNDS, QUICK = 15, 3
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-DIGITS = {"s": 3, "x": 2, "GiB": 2, "GB/s": 2, "MB/s": 0, "us": 1, "bits": 3}         # of other units, such as lines, none
+DIGITS = {"s": 3, "x": 2, "GiB": 2, "GB/s": 2, "MB/s": 0, "M/s": 1, "us": 1, "bits": 3}      # of other units, such as lines, none
 
 
 @dataclass(frozen=True)

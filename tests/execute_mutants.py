@@ -18,6 +18,7 @@ from qdsl.analyze.execute.launch import arguments_of
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight, configure, launch
 from qdsl.runtime.call import Call
+from tests.support.only_ptx import stop_at_ptx
 from tests.support.ptx_mutants import mutants
 
 N, K = 41, 512
@@ -77,5 +78,6 @@ def every() -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    stop_at_ptx()
     for line in every():
         print(json.dumps(line), flush=True)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from qdsl.analyze.execute import Options, execute
 from qdsl.runtime.call import Call
+from tests.support.only_ptx import stop_at_ptx
 
 ROWS, COLUMNS, SPLITS = 6, 512, 4
 
@@ -40,6 +41,26 @@ def product(a, b, out, K: tl.constexpr, N: tl.constexpr):
     tl.store(out + m[:, None] * N + n[None, :], tl.dot(left, right))
 
 
+@triton.jit
+def scaled(x, w, out, COLUMNS: tl.constexpr, WAITS: tl.constexpr):
+    """A dependent launch: x comes from the launch before, w does not."""
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    weight = tl.load(w + at)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out + at, weight * tl.load(x + at))
+
+
+def dependent_launches() -> None:
+    for waits in (True, False):
+        x, w, out = (torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+        call = Call(scaled, (x, w, out), {"COLUMNS": COLUMNS, "WAITS": waits}, (ROWS,), {"num_warps": 4, "launch_pdl": True})
+        findings = execute(call, "sm_90", outputs=(out,), after=(x,)).findings
+        print(json.dumps({"what": f"scaled {waits}", "findings": [finding.message for finding in findings],
+                          "error": (out - x * w).abs().max().item()}))
+
+
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
     for arch in ("sm_80", "sm_90"):
@@ -67,4 +88,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    stop_at_ptx()
     main()
+    dependent_launches()

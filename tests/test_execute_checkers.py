@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,8 +58,19 @@ def test_a_value_is_read_before_the_next_is_stored() -> None:
 
 def test_threads_that_store_one_value_at_one_place() -> None:
     """Compilers let threads that hold the same value store it; other values race, in one instruction too."""
-    assert kinds("mov.b32 %r3, 5; st.shared.b32 [0], %r3;" + OUT, words(64), threads=64, shared=256) == set()
-    assert kinds("mov.b32 %r3, 5; st.shared.b32 [0], %r60;" + OUT, words(64), threads=64, shared=256) == {"race"}
+    for order in ("lockstep", "reverse"):
+        for value, wanted in (("%r3", set()), ("%r60", {"race"})):
+            body = f"mov.b32 %r3, 5; st.shared.b32 [0], {value};" + OUT
+            assert kinds(body, words(64), threads=64, shared=256, options=Options(order=order)) == wanted
+
+
+def test_accesses_of_other_widths_meet() -> None:
+    """A thread stores 16 bytes, and one of another warp loads the last four."""
+    body = ("setp.lt.u32 %p1, %r60, 32; and.b32 %r1, %r60, 31; mul.wide.u32 %d10, %r1, 16; add.s64 %d11, %d10, %d1; "
+            "@%p1 st.global.v4.b32 [%d11], {{%r60, %r60, %r60, %r60}}; {} @!%p1 ld.global.b32 %r3, [%d11+12];")
+    for barrier, wanted in (("bar.sync 0;", set()), ("", {"race"})):
+        space = words(128)
+        assert kinds(body.format(barrier), words(1), space, threads=64, workspaces=(space,)) == wanted
 
 
 def test_bytes_that_nobody_wrote() -> None:
@@ -79,6 +91,27 @@ def test_outputs_are_stored_once() -> None:
     assert finding.message == "element 0 of 't0' was stored more than once"
     other = words(64)
     assert "which is no output" in str(run("mov.b32 %r3, 1;" + OUT, other, out, threads=64, outputs=(out,)).findings[0])
+
+
+def test_outputs_in_one_storage_are_stored_once_each() -> None:
+    storage = words(64)
+    both = "mov.b32 %r3, 1;" + OUT + OUT.replace("%d10, %d0", "%d10, %d1")
+    assert kinds(both, storage[:32], storage[32:], outputs=(storage[:32], storage[32:])) == set()
+    (finding,) = run("mov.b32 %r3, 1;" + OUT, storage[:32], storage[32:], outputs=(storage[:32], storage[32:])).findings
+    assert finding.message == "element 0 of 't1' was never stored"
+    early = "mul.wide.u32 %d10, %r63, 4; add.s64 %d10, %d10, %d0; ld.global.b32 %r3, [%d10];" + both
+    assert kinds(early, storage[:32], storage[32:], outputs=(storage[:32], storage[32:])) == {"unwritten"}
+    with pytest.raises(ExecutionError, match=r"a tensor \[7\] that is declared is no argument of the launch"):
+        run("mov.b32 %r3, 1;" + OUT, storage, outputs=(words(7),))
+
+
+def test_a_storage_that_begins_anywhere() -> None:
+    """Words of 16 bytes lie where their addresses say, though the first byte of the storage lies at no multiple of 16."""
+    memory = np.zeros(1024 + 16, np.uint8)
+    first = -memory.ctypes.data % 16 + 4
+    tensor = torch.from_numpy(memory[first:first + 1024])
+    run("mul.wide.u32 %d10, %r60, 16; add.s64 %d10, %d10, %d0; st.global.v4.b32 [%d10], {%r60, %r60, %r60, %r60};", tensor[12:])
+    assert tensor[12:12 + 512].view(32, 16)[:, ::4].eq(torch.arange(32)[:, None]).all() and tensor[12 + 512:].eq(0).all()
 
 
 def test_copies_are_waited_for() -> None:
@@ -104,8 +137,30 @@ def test_products_of_warp_groups() -> None:
     assert (out.view(torch.float32) == 16).all()
     for left_out, kind in (("proxy", "race"), ("barrier", "race"), ("fence", "asynchronous"), ("wait", "asynchronous")):
         assert kind in kinds(PRODUCT.format(**{**RIGHT, left_out: ""}), words(128), threads=128, shared=4096), left_out
+    bytes_too = PRODUCT + "st.shared.b8 [4095], %h1;"            # then checks are for each byte, and elements have two
+    again = {"barrier": "bar.sync 0; st.shared.b8 [%r1+1], %h1;"}
+    for pieces, wanted in (({}, set()), ({"barrier": ""}, {"race"}), ({"proxy": ""}, {"race"}), (again, {"race"})):
+        assert kinds(bytes_too.format(**{**RIGHT, **pieces}), words(128), threads=128, shared=4096) == wanted, pieces
+    unwritten = bytes_too.replace("st.shared.v4.b32 [%r1+2048], {{%r10, %r10, %r10, %r10}};", "")
+    assert "unwritten" in kinds(unwritten.format(**RIGHT), words(128), threads=128, shared=4096)
     refilled = PRODUCT.replace("{wait}", "st.shared.b32 [%r1], %r60; {wait}")
     assert "asynchronous" in kinds(refilled.format(**RIGHT), words(128), threads=128, shared=4096)
+
+
+# The same with ones of A [64, 16] in registers.
+FRAGMENTS = PRODUCT.replace("{{%r20, %r21, %r22, %r23}}, %d20, %d21, 1, 1, 1, 0, 0;",
+                            "{{%r20, %r21, %r22, %r23}}, {{%r10, %r11, %r12, %r13}}, %d21, 1, 1, 1, 0;").replace(
+    "mov.b64 %d20", "mov.b32 %r11, %r10; mov.b32 %r12, %r10; mov.b32 %r13, %r10; mov.b64 %d20")
+
+
+def test_registers_of_a_product_that_are_written_before_its_wait() -> None:
+    """The ISA forbids it; ptxas allows for it, so that it is a finding for those who ask."""
+    early = RIGHT | {"wait": "mov.b32 %r12, 0; " + RIGHT["wait"]}
+    for asked in (False, True):
+        for pieces, wanted in ((RIGHT, set()), (early, {"asynchronous"} if asked else set())):
+            out = words(128)
+            assert kinds(FRAGMENTS.format(**pieces), out, threads=128, shared=4096, options=Options(fragments=asked)) == wanted
+            assert bool((out.view(torch.float32) == 16).all()) == (not wanted)
 
 
 # A program stores data and raises a flag; the other waits for the flag and loads the data.
@@ -131,6 +186,44 @@ def test_atomics_order_programs() -> None:
     body = FLAG.format(**right).replace(".gpu.", ".cta.")
     data = words(64)
     assert kinds(body, words(64), data, words(1), threads=64, programs=2, workspaces=(data,)) == {"race"}
+
+
+@pytest.mark.parametrize(("before", "after", "wanted"), [
+    ("bar.sync 0; fence.acq_rel.gpu;", "fence.acq_rel.gpu; bar.sync 0;", set()),
+    ("bar.sync 0;", "fence.acq_rel.gpu; bar.sync 0;", {"race"}),
+    ("bar.sync 0; fence.acq_rel.gpu;", "bar.sync 0;", {"race"}),
+    ("bar.sync 0; fence.acq_rel.cta;", "fence.acq_rel.gpu; bar.sync 0;", {"race"}),
+    # a fence orders what came before it: not what other threads do until the next barrier, nor a store of its thread
+    ("fence.acq_rel.gpu; bar.sync 0;", "fence.acq_rel.gpu; bar.sync 0;", {"race"}),
+    ("bar.sync 0; fence.acq_rel.gpu; setp.eq.u32 %p4, %r60, 0; @%p4 st.global.b32 [%d11], %r60;",
+     "fence.acq_rel.gpu; bar.sync 0;", {"race"})])
+def test_fences_order_what_relaxed_atomics_pass_on(before: str, after: str, wanted: set[str]) -> None:
+    body = FLAG.format(barrier="{}", release="relaxed", acquire="relaxed").format(before, after)
+    out, data, flag = words(64), words(64), words(1)
+    assert kinds(body, out, data, flag, threads=64, programs=2, workspaces=(data,)) == wanted
+
+
+# Loads what the launch before wrote, and stores it elsewhere.
+AFTER = ("mul.wide.u32 %d10, %r63, 4; add.s64 %d11, %d10, %d1; add.s64 %d12, %d10, %d2; {first} ld.global.b32 %r4, [%d12]; "
+         "{second} ld.global.b32 %r3, [%d11]; {third}" + OUT)
+
+
+@pytest.mark.parametrize(("pieces", "wanted"), [
+    ({"second": "griddepcontrol.wait;"}, set()), ({"first": "griddepcontrol.launch_dependents; griddepcontrol.wait;"}, set()),
+    ({"second": "griddepcontrol.launch_dependents;"}, {"dependent"}), ({"third": "griddepcontrol.wait;"}, {"dependent"}),
+    ({"second": "setp.eq.u32 %p1, %r60, 0; @%p1 griddepcontrol.wait; bar.sync 0;"}, set()),
+    ({"second": "setp.eq.u32 %p1, %r60, 0; @%p1 griddepcontrol.wait;"}, {"dependent"}),
+    ({"first": "st.global.b32 [%d12], %r60; griddepcontrol.wait;"}, {"dependent"}),
+    ({"first": "red.global.add.u32 [%d12], %r60; griddepcontrol.wait;"}, {"dependent"}),
+    ({"first": "shl.b32 %r1, %r60, 2; cp.async.ca.shared.global [%r1], [%d11], 4; griddepcontrol.wait; "
+               "cp.async.wait_all;"}, {"dependent"})])
+def test_a_dependent_launch_waits_for_the_one_before(pieces: dict[str, str], wanted: set[str]) -> None:
+    """What the one before writes is read after the wait, of the thread or before a barrier; and stores come after it."""
+    body = AFTER.format(**{"first": "", "second": "", "third": "", **pieces})
+    out, data, weights = words(64), torch.arange(64, dtype=torch.int32), words(64)
+    assert kinds(body, out, data, weights, threads=64, shared=256, after=(data,)) == wanted
+    assert torch.equal(out, torch.arange(64, dtype=torch.int32))
+    assert kinds(body, out, data, weights, threads=64, shared=256) == set()
 
 
 def test_atomics_add_in_any_order() -> None:
@@ -192,6 +285,8 @@ def test_a_shuffle_whose_lanes_are_missing() -> None:
 @pytest.mark.parametrize(("text", "message"), [
     ("", "no entry"), (entry("mov.u32 %r1, 1;").replace("ret;\n}\n", ""), "the PTX ends within its entry"),
     (entry("bra NOWHERE;"), "no label"), (entry("add.s32 %r1, %r99, 1;"), "no variable '%r99' is known|no register"),
+    (entry("mov.u32 %r1, 12x;"), "cannot read the number '12x'"),
+    (entry("mov.b16 %h1, 1.5;"), "1.5 stands where a type of 16 bits"),
     (entry("@p9 mov.u32 %r1, 1;"), "'p9' is no register"), (entry("$$$;"), "cannot read")])
 def test_ptx_that_cannot_be_read(text: str, message: str) -> None:
     from qdsl.analyze.execute import execute_ptx
@@ -210,6 +305,15 @@ def test_addresses_need_64_bits() -> None:
     wrapped = torch.zeros(1 << 20, dtype=torch.int8)
     with pytest.raises(ExecutionError, match="of 't0', which has 1048576"):
         run(body.format("mul.lo.u32 %r1, %r1, 4; cvt.u64.u32 %d10, %r1;"), wrapped)
+
+
+def test_instructions_that_warps_issue() -> None:
+    """Counted as the text says, where the loop that loads goes round 7 times; predicated off or not."""
+    loop = ("LOOP: mul.wide.u32 %d10, %r60, 4; add.s64 %d10, %d10, %d0; ld.global.b32 %r3, [%d10]; add.u32 %r1, %r1, 1; "
+            "setp.lt.u32 %p2, %r60, 3; @%p2 add.u32 %r3, %r3, 1; setp.lt.u32 %p1, %r1, {}; @%p1 bra LOOP;")
+    execution = run("mov.u32 %r1, 0;" + loop.format(7), words(64), threads=64, programs=3)
+    assert execution.issued == 192 * execution.program.counted(7) == 192 * (execution.program.counted(1) + 6 * 8)
+    assert execution.instructions == execution.issued - 3 * 7 * (64 - 3) - 3 * 64         # the last branch is not taken
 
 
 def test_counts_of_sectors_and_banks() -> None:

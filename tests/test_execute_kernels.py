@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from qdsl.analyze.execute import trial
 from tests.execute_kernels import SUBNORMAL
 from tests.support.formats import ROOT
 from tests.support.ptx_mutants import EQUAL
@@ -21,7 +23,7 @@ def lines(module: str, *arguments: str) -> list[dict[str, Any]]:
     """What a module prints as JSON, in a process in which Triton compiles."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True,
-                          env={**environment, "PYTHONPATH": str(ROOT)})
+                          env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -43,11 +45,29 @@ def test_kernels_that_need_subnormal_numbers_of_float16() -> None:
 def test_kernels_of_anybody() -> None:
     """Functions, matrix units of all types, b transposed; a sum in parts is a race unless its atomics acquire and release."""
     executed = lines("tests.execute_others")
-    assert len(executed) == 18 + 9
-    for line in executed:
+    assert len(executed) == 18 + 9 + 2
+    for line in executed[:-2]:
         what = line["what"].split()
         assert line["findings"] == (["race"] if "relaxed" in what else []), line
         assert line["error"] <= {"softmax": 1e-7, "split_sum": 2e-5, "product": 0.0}[what[0]], line
+
+
+    assert executed[-2:] == [
+        {"what": "scaled True", "findings": [], "error": 0.0},
+        {"what": "scaled False", "error": 0.0, "findings": ["loads byte 0 of 'x' before griddepcontrol.wait",
+                                                            "stores to byte 0 of 'out' before griddepcontrol.wait"]}]
+
+
+@pytest.mark.parametrize(("package", "kernels", "error"), [("gemlite", {"gemv_INT_kernel"}, 0.0), ("inductor", {
+    "triton_per_fused__softmax_mul_0", "triton_poi_fused__softmax_add_sum_tanh_1"}, 1e-6)])
+def test_kernels_of_other_packages(package: str, kernels: set[str], error: float) -> None:
+    """GemLite's product of one row, where it is installed; and what torch.compile makes of a function."""
+    if package == "gemlite" and not find_spec("gemlite"):
+        pytest.skip("pip install --no-deps gemlite")
+    executed = lines("tests.execute_packages", package)
+    assert {name for line in executed for name in line["kernels"]} == kernels
+    for line in executed:
+        assert line["findings"] == [] and line["error"] <= error, line
 
 
 def test_the_command_line_executes() -> None:
@@ -57,8 +77,18 @@ def test_the_command_line_executes() -> None:
                           env=environment)
     assert done.returncode == 0, done.stderr
     dequantize, linear = json.loads(done.stdout)["trials"]
+    for result in (dequantize, linear):                          # these kernels have no branches but loops
+        assert result["counted"] == pytest.approx(result["issued"], rel=0.02)
+        assert result["corrected"] == pytest.approx(result["sass"] * result["issued"] / result["counted"])
     assert dequantize["error"] == 0 and linear["error"] < 4e-3 and linear["findings"] == []
     assert dequantize["memory"]["store bytes"] == 40 * 256 * 2
+
+
+@pytest.mark.parametrize(("issued", "line"), [(10.1, ""), (12.0, "they differ by +20%: SASS 6.00, corrected")])
+def test_counts_that_differ_are_said(issued: float, line: str) -> None:
+    result = trial.Trial(kind="linear", title="", arch="sm_90", kernels=("k",), error=0.1, findings=(), ideal=1, memory={},
+                         instructions=9.0, issued=issued, counted=10.0, sass=5.0, corrected=issued / 2)
+    assert (line in "\n".join(trial.block(result))) and ("differ" in "\n".join(trial.block(result))) == bool(line)
 
 
 def test_mutants_of_kernels_are_caught() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from qdsl.analyze.execute import Options
 from tests.support.ptx import run
 
 OPERAND = 1 << 15                                                # bytes of shared memory for each operand of a product
@@ -110,6 +111,24 @@ st.global.v4.b32 [%d11+16], {{%r24, %r25, %r26, %r27}};"""
         assert out[thread, number] == wanted[row, column], (thread, number)
 
 
+# -- sums --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "k", "one", "start"), [("f16", 16, 0x3C003C00, 26), ("bf16", 16, 0x3F803F80, 26),
+                                                         ("e4m3", 32, 0x38383838, 14)])
+def test_sums_that_lose_what_lies_below_the_largest(kind: str, k: int, one: int, start: int) -> None:
+    """2^26, 2^14 for FP8, and K ones: a unit that keeps 26 or 14 bits of the largest adds none of them."""
+    body = "".join(f"mov.b32 %r{i}, {one};" for i in range(10, 16)) + "".join(
+        f"mov.b32 %r{i}, {127 + start << 23};" for i in range(20, 24)) + f"""
+mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%r20, %r21, %r22, %r23}}, {{%r10, %r11, %r12, %r13}}, {{%r14, %r15}},
+  {{%r20, %r21, %r22, %r23}};
+mul.wide.u32 %d11, %r60, 16; add.s64 %d11, %d11, %d0; st.global.v4.b32 [%d11], {{%r20, %r21, %r22, %r23}};"""
+    for sums, total in (("exact", 2.0 ** start + k), ("truncated", 2.0 ** start)):
+        out = torch.zeros(32, 4)
+        run(body, out, outputs=(out,), options=Options(sums=sums))
+        assert (out == total).all(), sums
+
+
 # -- atomics -----------------------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +179,11 @@ def test_atomics_of_floats_and_compare_and_swap() -> None:
             f"ld.global.b{8 * dtype.itemsize} {register}, [%d10]; "
             f"red.global.add{noftz}.{kind} [%d0], {register};", total, ones)
         assert total.item() == 16
+    sums, pairs = torch.zeros(2), torch.zeros(32, 2)             # sm_90 has vectors, each number of which is added alone
+    assert run("mov.b32 %r1, 0f3F000000; mov.b32 %r2, 2.5; atom.global.add.v2.f32 {%r3, %r4}, [%d0], {%r1, %r2}; "
+               "mul.wide.u32 %d10, %r60, 8; add.s64 %d10, %d10, %d1; st.global.v2.b32 [%d10], {%r3, %r4};",
+               sums, pairs, outputs=(pairs,)).findings == ()
+    assert sums.tolist() == [16, 80] and torch.equal(pairs, torch.arange(32)[:, None] * torch.tensor([0.5, 2.5]))
     flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     run("add.u32 %r1, %r60, 1; atom.global.cas.b32 %r3, [%d1], %r60, %r1; mul.wide.u32 %d10, %r60, 4; add.s64 %d10, %d10, %d0; "
         "st.global.b32 [%d10], %r3;", out, flag)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 import qdsl
 from qdsl import places
@@ -38,8 +39,23 @@ def calls(packed: PackedWeight, kind: str, rows: int, dtype: torch.dtype) -> lis
 
     A kernel whose loops go round as often as the weights have it, DF11's, does not say how many weights a program takes.
     """
+    k = packed.shape[1]
+    x, out = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((rows, k), out_shape(packed, kind, rows)))
+    return calls_on(packed, kind, x, out)
+
+
+def calls_on(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> list[Call]:
+    """The launches of `linear` of x, or of `dequantize`, into out."""
+    return list(launch.dequantize_calls(packed, out) if kind == "dequantize" else launch.linear_calls(x, packed, None, out))
+
+
+def out_shape(packed: PackedWeight, kind: str, rows: int) -> tuple[int, int]:
+    """The shape of what `linear` of so many rows, or `dequantize`, gives."""
     n, k = packed.shape
-    if kind == "dequantize":
-        return list(launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta")))
-    x, out = (torch.empty(rows, columns, dtype=dtype, device="meta") for columns in (k, n))
-    return list(launch.linear_calls(x, packed, None, out))
+    return (n, k) if kind == "dequantize" else (rows, n)
+
+
+def title(packed: PackedWeight, kind: str, rows: int, x: str) -> str:
+    """What is launched, in words: 'linear of q4_0.blocks [256, 1024], 1 row of x in bf16'."""
+    where = f"{kind} of {packed.format.name}.{packed.storage} [{packed.shape[0]}, {packed.shape[1]}]"
+    return f"{where} to {x}" if kind == "dequantize" else f"{where}, {rows} row{'s' * (rows > 1)} of x in {x}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from qdsl.analyze.counts import Report, report
 from qdsl.analyze.gpus import GPUS, AnalyzeError, Gpu, arch_of, gpu_of
-from qdsl.analyze.launches import TYPES, calls
+from qdsl.analyze.launches import TYPES, calls, title
 from qdsl.analyze.predict import Prediction, predict
 from qdsl.runtime import FormatError, PackedWeight, configure
 
@@ -43,22 +43,21 @@ def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs:
 
     kinds: of launches.KERNELS.  rows: of x.  x: its type, one of launches.TYPES.  Raises AnalyzeError.
     """
-    where = f"{packed.format.name}.{packed.storage} [{packed.shape[0]}, {packed.shape[1]}]"
     every = list(dict.fromkeys([*archs, *(gpu.arch for gpu in gpus)]))
     alike = [[arch for arch in every if (arch_of(arch).capability // 10 == 9) is hopper] for hopper in (False, True)]
     for kind in kinds:
-        what = f"{where} to {x}" if kind == "dequantize" else f"{where}, {rows} row{'s' * (rows > 1)} of x in {x}"
+        what = title(packed, kind, rows, x)
         for group in filter(None, alike):                        # Hopper may be given another kernel than the others
             with configure.assumed(arch_of(group[0]).capability // 10, configure.MULTIPROCESSORS):
                 launches = calls(packed, kind, rows, TYPES[x])
             if not launches:
-                raise AnalyzeError(f"{kind} of {what} launches no kernel")
+                raise AnalyzeError(f"{what} launches no kernel")
             if not all(call.weights for call in launches):       # DF11's
-                raise AnalyzeError(f"{kind} of {what}: how often loops go round depends on the weights, so that nothing can be "
+                raise AnalyzeError(f"{what}: how often loops go round depends on the weights, so that nothing can be "
                                    "counted for each")
             for call in launches:
                 reports = {arch: report(call, arch) for arch in group}
-                yield Examined(f"{kind} of {what}", reports, [predict(reports[g.arch], g) for g in gpus if g.arch in group])
+                yield Examined(what, reports, [predict(reports[g.arch], g) for g in gpus if g.arch in group])
 
 
 def data(examined: Examined, listing: bool) -> Iterator[dict[str, Any]]:

@@ -31,10 +31,11 @@ def entry(body: str, parameters: int = 2, shared: int = 0) -> str:
 
 def run(body: str, *tensors: torch.Tensor, threads: int = 32, programs: int = 1, shared: int = 0,
         outputs: Sequence[torch.Tensor] = (),
-        workspaces: Sequence[torch.Tensor] = (), options: Options | None = None) -> Execution:
+        workspaces: Sequence[torch.Tensor] = (), after: Sequence[torch.Tensor] | None = None,
+        options: Options | None = None) -> Execution:
     arguments = [(f"t{place}", tensor) for place, tensor in enumerate(tensors)]
     return execute_ptx(entry(body, len(tensors), shared), arguments, (programs,), threads // 32, 0, outputs=outputs,
-                       workspaces=workspaces, options=options)
+                       workspaces=workspaces, after=after, options=options)
 
 
 def evaluate(instruction: str, widths: Sequence[int], result: int, values: Sequence[NDArray[Any]],

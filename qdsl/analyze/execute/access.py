@@ -1,4 +1,4 @@
-"""Instructions that touch memory: loads, stores, atomics and fences."""
+"""Instructions that touch memory: loads, stores, atomics, fences, and the wait for the launch before."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load(context: Context) -> Step:
                 value = value.view(SIGNED[bits]).astype(SIGNED[width])
             put(batch, at, np.ascontiguousarray(value))
         if acquire:
-            _order(batch, lanes, place, acquire=True, release=False)
+            _acquire(batch, lanes, place)
     return step
 
 
@@ -75,7 +75,7 @@ def store(context: Context) -> Step:
         values = broadcast(batch, at, [source(batch, at) for source in sources])
         data = values[0][:, None] if len(values) == 1 else np.stack(values, 1)
         if "release" in modifiers:
-            _order(batch, lanes, place, acquire=False, release=True)
+            _release(batch, lanes, place, batch.epoch[lanes])
         write(batch, lanes, place, np.ascontiguousarray(data).view(np.uint8).reshape(len(lanes), size))
     return step
 
@@ -92,8 +92,7 @@ def shared_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bi
     word = min(size, 8)
     rows = batch.shared.view(UNSIGNED[8 * word])[(place // word)[:, None] + np.arange(size // word)] if size > 8 else \
         batch.shared.view(UNSIGNED[8 * word])[place // word][:, None]
-    if batch.asynchronous:
-        check_in_flight(batch, lanes, place, size, "reads")
+    check_in_flight(batch, lanes, place, size, "reads")
     return rows
 
 
@@ -101,8 +100,7 @@ def shared_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
     """Store rows of bytes.  Raises Fault."""
     size = data.shape[1]
     place = batch.shared_place(lanes, address, size, "a store")
-    if batch.asynchronous:
-        check_in_flight(batch, lanes, place, size, "writes")
+    check_in_flight(batch, lanes, place, size, "writes")
     batch.note_shared(lanes, place, size, data)
     if batch.options.counts:
         count_banks(batch, lanes, address, size, "shared store")
@@ -115,9 +113,8 @@ def shared_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
 
 def check_in_flight(batch: Batch, lanes: Indices, place: Indices, size: int, verb: str) -> None:
     """Note an access of bytes that a copy will write, or a write of bytes that a matrix product will read."""
-    for title in ("copies", "products") if verb == "writes" else ("copies",):
-        flight: Any = batch.asynchronous.get(title)
-        if flight is not None and (hit := flight.touches(place, size)).any():
+    for title, flight in (("copies", batch.copies), ("products", batch.products))[:1 if verb == "reads" else 2]:
+        if batch.options.asynchronous and flight.pending and (hit := flight.touches(place, size)).any():
             lane = int(lanes[int(np.flatnonzero(hit)[0])])
             batch.find("asynchronous", f"{verb} shared memory of {title} in flight that were not waited for", lane)
 
@@ -130,16 +127,13 @@ def global_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bi
     if batch.options.counts:
         count_sectors(batch, lanes, address, size, "load")
     word = min(size, 8)
-    parts = batch.memory.locate(address, size, "a load")
     out = np.empty((len(lanes), size // word), UNSIGNED[8 * word])
-    for allocation, chosen, offset in parts:
-        some = lanes if chosen is None else lanes[chosen]
-        if allocation.written is not None:
-            _note_global(batch, allocation, some, offset, size)
-        rows = allocation.words(size)[offset // size].reshape(len(some), -1)
+    for allocation, chosen, offset in batch.memory.locate(address, size, "a load"):
+        _note_global(batch, allocation, lanes if chosen is None else lanes[chosen], offset, size)
+        words, index = allocation.words(allocation.data, offset, size)
         if chosen is None:
-            return rows
-        out[chosen] = rows
+            return words[index]
+        out[chosen] = words[index]
     return out
 
 
@@ -148,38 +142,71 @@ def global_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
     size = data.shape[1]
     if batch.options.counts:
         count_sectors(batch, lanes, address, size, "store")
+    batch.fenced[lanes] = -1
     for allocation, chosen, offset in batch.memory.locate(address, size, "a store"):
         some, rows = (lanes, data) if chosen is None else (lanes[chosen], data[chosen])
         _note_global(batch, allocation, some, offset, size, rows)
-        words = allocation.words(size)
-        words[offset // size] = rows.view(words.dtype).reshape((len(some), -1) if size > 8 else len(some))
+        words, index = allocation.words(allocation.data, offset, size)
+        words[index] = rows.view(words.dtype)
 
 
 def _note_global(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int,
                  data: Bits | None = None) -> None:
-    """Check an access of an output or workspace against those before it.  data: the bytes that will be written."""
+    """Check an access against those before it.  data: the bytes that will be written."""
     write = data is not None
-    spread = (offset[:, None] + np.arange(size)).reshape(-1)
+    if batch.memory.is_dependent:
+        note_dependent(batch, allocation, lanes, offset, size, write)
     if write and allocation.stores is not None:
-        np.add.at(allocation.stores, spread, 1)
+        words, index = allocation.words(allocation.stores, offset, size)
+        np.add.at(words, index.reshape(-1), _ones(words))
     if allocation.written is None:
         if write and batch.memory.outputs:
             batch.find("stores", f"stores to {allocation.byte(offset[0])}, which is no output", int(lanes[0]))
         return
+    words, index = allocation.words(allocation.written, offset, size)
     if write:
-        allocation.written[spread] = True
-    elif batch.options.written and not (known := allocation.written[spread]).all():
-        which = int(np.flatnonzero(~known)[0]) // size
+        words[index] = _ones(words)
+    elif batch.options.written and (missing := (words[index] != _ones(words)).any(1)).any():
+        which = int(np.flatnonzero(missing)[0])
         batch.find("unwritten", f"reads {allocation.byte(offset[which])} before anyone wrote it", int(lanes[which]))
     if batch.options.races:
-        shadow = batch.global_shadows.setdefault(str(allocation.start), Shadow(len(allocation.data)))
-        who = batch.who(lanes).repeated(size)
-        race = shadow.read(spread, who, batch.clocks.ordered) if data is None else \
-            shadow.write(spread, who, batch.clocks.ordered, allocation.data[spread] != data.reshape(-1))
-        if race.any():
-            which = int(np.flatnonzero(race)[0]) // size
-            batch.find("race", f"{'writes' if write else 'reads'} {allocation.byte(offset[which])} "
-                       "with nothing that orders it after another thread's access", int(lanes[which]))
+        _note_race(batch, allocation, lanes, offset, size, data)
+
+
+def _ones(words: Bits) -> Any:
+    """A word whose bytes are all 1."""
+    return words.dtype.type(int.from_bytes(bytes([1]) * words.itemsize))
+
+
+def _note_race(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, data: Bits | None) -> None:
+    granule = batch.program.granules["global"]
+    shadow = batch.global_shadows.get(allocation.start)
+    if shadow is None:
+        shadow = batch.global_shadows[allocation.start] = Shadow(len(allocation.data) // granule + 2)
+    times = max(1, size // granule)
+    place = (offset + allocation.start % granule) // granule
+    place = (place[:, None] + np.arange(times)).reshape(-1) if times > 1 else place
+    who = batch.who(lanes).repeated(times)
+    if data is None:
+        race = shadow.read(place, who, batch.clocks.ordered)
+    else:
+        race = shadow.write(place, who, batch.clocks.ordered, lambda: (
+            allocation.data[offset[:, None] + np.arange(size)] != data).reshape(len(place), -1).any(1))
+    if race.any():
+        which = int(np.flatnonzero(race)[0]) // times
+        batch.find("race", f"{'reads' if data is None else 'writes'} {allocation.byte(offset[which])} "
+                   "with nothing that orders it after another thread's access", int(lanes[which]))
+
+
+def note_dependent(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, write: bool) -> None:
+    """Note a store before the launch before was waited for, or a load of what that one writes."""
+    early = ~batch.has_waited(lanes)
+    if not write:
+        early &= np.any([(offset < end) & (offset + size > first) for first, end in allocation.before], axis=0)
+    if early.any():
+        which = int(np.flatnonzero(early)[0])
+        what = "stores to" if write else "loads"
+        batch.find("dependent", f"{what} {allocation.byte(offset[which])} before griddepcontrol.wait", int(lanes[which]))
 
 
 # -- counts ----------------------------------------------------------------------------------------------------------------
@@ -231,14 +258,15 @@ def count_banks(batch: Batch, lanes: Indices, address: Indices, size: int, what:
 # -- atomics and fences ----------------------------------------------------------------------------------------------------
 
 
-def _order(batch: Batch, lanes: Indices, address: Indices, acquire: bool, release: bool) -> None:
-    """What a synchronising access of threads orders; before it, that their programs released."""
+def _release(batch: Batch, lanes: Indices, address: Indices, epoch: Indices) -> None:
+    """Order what programs did before a barrier, and what the threads did, before those that acquire it at the address."""
+    for lane, place, before in zip(lanes.tolist(), address.tolist(), epoch.tolist(), strict=True):
+        batch.clocks.release(place, int(batch.number[lane]), int(batch.thread[lane]), before)
+
+
+def _acquire(batch: Batch, lanes: Indices, address: Indices) -> None:
     for lane, place in zip(lanes.tolist(), address.tolist(), strict=True):
-        who = int(batch.number[lane]), int(batch.thread[lane]), int(batch.epoch[lane])
-        if release:
-            batch.clocks.release(place, *who)
-        if acquire:
-            batch.clocks.acquire(place, *who)
+        batch.clocks.acquire(place, int(batch.number[lane]), int(batch.thread[lane]), int(batch.epoch[lane]))
 
 
 ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -250,66 +278,74 @@ ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
 
 @opcode("atom", "red")
 def atomic(context: Context) -> Step:
-    """One thread after the other: in order, or in a random order where the batch runs in one."""
-    kind, modifiers, reduce = context.kind, context.modifiers, context.instruction.name == "red"
-    bits, part = type_bits(kind), element(kind)
-    operation = next((name for name in (*ATOMIC, "cas") if name in modifiers), None)
-    if operation is None:
-        raise context.unknown()
-    address, space = context.address(0 if reduce else 1), "shared" in modifiers
-    operands = [context.source(place, bits) for place in range(1 if reduce else 2, len(context.instruction.operands))]
-    put = None if reduce else context.target()
-    narrow = "cta" in modifiers
-    acquire, release = "acquire" in modifiers or "acq_rel" in modifiers, "release" in modifiers or "acq_rel" in modifiers
-
-    def combine(old: Bits, given: list[Bits]) -> Bits:
-        if operation == "cas":
-            return np.where(old == given[0], given[1], old)
-        if is_float(part):
-            x, y = decode(packed(old, kind), part), decode(packed(given[0], kind), part)
-            return joined(encode((x.astype(np.float64) + y) if operation == "add" else
-                                 {"min": np.fmin, "max": np.fmax}[operation](x, y), part), kind)
-        view = SIGNED[bits] if kind[0] == "s" else UNSIGNED[bits]
-        value = ATOMIC[operation](int(old.view(view)[0]), int(given[0].view(view)[0]))
-        return np.array([value & ((1 << bits) - 1)], UNSIGNED[bits])
+    """One thread after the other, and each number of a vector: in order, or in a random order where the batch runs in one."""
+    kind, modifiers, first = context.kind, context.modifiers, 1 if context.instruction.name == "red" else 2
+    size, combine = type_bits(kind) // 8, _combination(context)
+    address, is_shared = context.address(first - 1), "shared" in modifiers
+    vectors = [context.sources(place, 8 * size) for place in range(first, len(context.instruction.operands))]
+    puts = context.targets(0) if first == 2 else []
+    orders = not is_shared and "cta" not in modifiers            # programs
+    acquire, release = bool({"acquire", "acq_rel"} & modifiers), bool({"release", "acq_rel"} & modifiers)
 
     def step(batch: Batch, at: At) -> None:
         lanes, place = batch.lanes(at), address(batch, at)
-        values = broadcast(batch, at, [operand(batch, at) for operand in operands])
-        results = np.zeros(len(lanes), UNSIGNED[bits])
+        parts = [broadcast(batch, at, [source(batch, at) for source in part]) for part in zip(*vectors, strict=True)]
+        results = np.zeros((len(parts), len(lanes)), UNSIGNED[8 * size])
         order = np.arange(len(lanes)) if batch.options.order == "lockstep" else batch.random.permutation(len(lanes))
         for number in order:
-            lane, target = lanes[number:number + 1], place[number:number + 1]
-            fenced = _fenced(batch, int(lane[0]))
-            if (release or fenced) and not narrow and not space:
-                _order(batch, lane, target, acquire=False, release=True)
-            if space:
-                where = batch.shared_place(lane, target, bits // 8, "an atomic")
-                words: Any = batch.shared.view(UNSIGNED[bits])
-                index = where // (bits // 8)
-                batch.shared_written[where[:, None] + np.arange(bits // 8)] = True
-            else:
-                ((allocation, _, offset),) = batch.memory.locate(target, bits // 8, "an atomic")
-                words, index = allocation.words(bits // 8), offset // (bits // 8)
-                if allocation.written is not None:
-                    allocation.written[offset[0]:offset[0] + bits // 8] = True
-                if allocation.stores is not None:
-                    allocation.stores[offset[0]:offset[0] + bits // 8] = 1
-            old = words[index]
-            words[index] = combine(old, [value[number:number + 1] for value in values])
-            results[number] = old[0]
-            if not narrow and not space:
-                batch.asynchronous.setdefault("relaxed", {})[int(lane[0])] = int(target[0])
+            one = slice(number, number + 1)
+            lane, target = lanes[one], place[one]
+            if orders and (release or batch.fenced[lane[0]] >= 0):
+                _release(batch, lane, target, batch.epoch[lane] if release else batch.fenced[lane])
+            if len(parts) > 1 and not is_shared:
+                batch.memory.locate(target, size * len(parts), "an atomic")
+            for column, part in enumerate(parts):
+                words, index = _atomic_word(batch, lane, target + column * size, size, is_shared)
+                results[column, number] = words[index][0]
+                words[index] = combine(words[index], [value[one] for value in part])
+            if orders:
+                batch.relaxed[lane] = target
                 if acquire:
-                    _order(batch, lane, target, acquire=True, release=False)
-        if put is not None:
-            put(batch, at, results)
+                    _acquire(batch, lane, target)
+        for put, result in zip(puts, results, strict=False):
+            put(batch, at, result)
     return step
 
 
-def _fenced(batch: Batch, lane: int) -> bool:
-    fenced: Any = batch.asynchronous.get("fenced", set())
-    return lane in fenced
+def _combination(context: Context) -> Callable[[Bits, list[Bits]], Bits]:
+    """What an atomic stores, of what was there and its operands."""
+    kind, bits, part = context.kind, type_bits(context.kind), element(context.kind)
+    operation = next((name for name in (*ATOMIC, "cas") if name in context.modifiers), None)
+    if operation is None:
+        raise context.unknown()
+
+    def combine(old: Bits, values: list[Bits]) -> Bits:
+        if operation == "cas":
+            return np.where(old == values[0], values[1], old)
+        if is_float(part):
+            x, y = decode(packed(old, kind), part), decode(packed(values[0], kind), part)
+            return joined(encode((x.astype(np.float64) + y) if operation == "add" else
+                                 {"min": np.fmin, "max": np.fmax}[operation](x, y), part), kind)
+        view = SIGNED[bits] if kind[0] == "s" else UNSIGNED[bits]
+        value = ATOMIC[operation](int(old.view(view)[0]), int(values[0].view(view)[0]))
+        return np.array([value & ((1 << bits) - 1)], UNSIGNED[bits])
+    return combine
+
+
+def _atomic_word(batch: Batch, lane: Indices, address: Indices, size: int, is_shared: bool) -> tuple[Any, Indices]:
+    """Memory as words, and the one that an atomic of a thread changes.  Raises Fault."""
+    if is_shared:
+        place = batch.shared_place(lane, address, size, "an atomic")
+        batch.shared_written[place[0]:place[0] + size] = True
+        return batch.shared.view(UNSIGNED[8 * size]), place // size
+    ((allocation, _, offset),) = batch.memory.locate(address, size, "an atomic")
+    if batch.memory.is_dependent:
+        note_dependent(batch, allocation, lane, offset, size, write=True)
+    for marks in (allocation.written, allocation.stores):
+        if marks is not None:
+            marks[offset[0]:offset[0] + size] = 1
+    words, index = allocation.words(allocation.data, offset, size)
+    return words, index[:, 0]
 
 
 @opcode("fence", "membar")
@@ -326,10 +362,22 @@ def fence(context: Context) -> Step:
         return lambda batch, at: None
 
     def step(batch: Batch, at: At) -> None:
-        fenced: Any = batch.asynchronous.setdefault("fenced", set())
-        relaxed: Any = batch.asynchronous.get("relaxed", {})
-        for lane in batch.lanes(at).tolist():
-            fenced.add(lane)
-            if lane in relaxed:
-                _order(batch, np.array([lane]), np.array([relaxed[lane]]), acquire=True, release=False)
+        lanes = batch.lanes(at)
+        batch.fenced[lanes] = batch.epoch[lanes]
+        done = lanes[batch.relaxed[lanes] >= 0]
+        _acquire(batch, done, batch.relaxed[done])
     return step
+
+
+@opcode("griddepcontrol")
+def dependent_launch(context: Context) -> Step:
+    """wait: the launch before has ended, and what it wrote is seen.  launch_dependents: the next launch may begin."""
+    context.only("wait", "launch_dependents")
+    if "wait" not in context.modifiers:
+        return lambda batch, at: None
+
+    def wait(batch: Batch, at: At) -> None:
+        lanes = batch.lanes(at)
+        batch.waited[lanes] = True
+        np.minimum.at(batch.wait_epoch, batch.row[lanes], batch.epoch[lanes])
+    return wait

@@ -13,44 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from qdsl.analyze.execute.access import global_load, shared_store
+from qdsl.analyze.execute.access import check_in_flight, global_load, note_dependent, shared_store
 from qdsl.analyze.execute.machine import WARP, At, Batch, Step
-from qdsl.analyze.execute.memory import Indices
+from qdsl.analyze.execute.memory import Indices, InFlight
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
 from qdsl.analyze.execute.operands import Context, Source, Target, broadcast, opcode
 from qdsl.analyze.execute.program import Immediate, Operand, Register, Vector
 from qdsl.analyze.execute.warps import WIDTHS, Matrix, a_tile, bits_of, elements, fragment, numbers_of, product
 
 WARP_GROUP = 128                                                 # threads
-
-
-class InFlight:
-    """Operations of threads that were started, with the group of each; and the shared bytes that they use."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.groups = np.zeros(batch.count, np.int64)            # that each thread has committed
-        self.pending: list[Any] = []
-        self.bytes = np.zeros(len(batch.shared), np.uint8)
-
-    def touches(self, place: Indices, size: int) -> Any:
-        return self.bytes[place[:, None] + np.arange(size)].any(1)
-
-    def mark(self, spread: Indices, change: int) -> None:
-        np.add.at(self.bytes, spread.reshape(-1), np.uint8(change & 255))
-
-    def commit(self, lanes: Indices) -> None:
-        self.groups[lanes] += 1
-
-    def due(self, lanes: Indices, group: Indices, waiting: Any, late: int) -> Any:
-        """Of operations of lanes in groups, those that a wait for all but the last `late` groups ends."""
-        return waiting[lanes] & (group < self.groups[lanes] - late)
-
-
-def _flight(batch: Batch, title: str) -> InFlight:
-    flight = batch.asynchronous.get(title)
-    if not isinstance(flight, InFlight):
-        flight = batch.asynchronous[title] = InFlight(batch)
-    return flight
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------------
@@ -74,7 +45,7 @@ def copy(context: Context) -> Step:
     if "async" not in modifiers or modifiers & {"bulk", "mbarrier", "reduce"}:
         raise context.unknown()
     if "commit_group" in modifiers:
-        return lambda batch, at: _flight(batch, "copies").commit(batch.lanes(at))
+        return lambda batch, at: _commit(batch.copies, batch.lanes(at))
     if modifiers & {"wait_group", "wait_all"}:
         everything = "wait_all" in modifiers
         late = 0 if everything else _constant(context, context.operand(0))
@@ -85,26 +56,25 @@ def copy(context: Context) -> Step:
     def step(batch: Batch, at: At) -> None:
         lanes = batch.lanes(at)
         place = batch.shared_place(lanes, to(batch, at), size, "a copy")
-        flight = _flight(batch, "copies")
+        flight = batch.copies
+        if batch.memory.is_dependent:                            # a copy may load at once
+            for allocation, chosen, offset in batch.memory.locate(of(batch, at), size, "a copy"):
+                some = lanes if chosen is None else lanes[chosen]
+                note_dependent(batch, allocation, some, offset, size, write=False)
         live = np.full(len(lanes), size) if count is None else np.broadcast_to(count(batch, at), lanes.shape).astype(np.int64)
         if batch.options.asynchronous:
-            _check_write(batch, lanes, place, size)
+            check_in_flight(batch, lanes, place, size, "starts a copy into")
             flight.mark(place[:, None] + np.arange(size), 1)
         flight.pending.append(_Copy(lanes, to(batch, at), of(batch, at), size, live, flight.groups[lanes], batch.current))
     return step
 
 
-def _check_write(batch: Batch, lanes: Indices, place: Indices, size: int) -> None:
-    """A copy may not be started into what another still writes, or a product still reads."""
-    for title in ("copies", "products"):
-        flight = batch.asynchronous.get(title)
-        if isinstance(flight, InFlight) and (hit := flight.touches(place, size)).any():
-            batch.find("asynchronous", f"starts a copy into shared memory of {title} in flight that were not waited for",
-                       int(lanes[int(np.flatnonzero(hit)[0])]))
+def _commit(flight: InFlight, lanes: Indices) -> None:
+    flight.groups[lanes] += 1
 
 
 def _finish_copies(batch: Batch, lanes: Indices, late: int, everything: bool) -> None:
-    flight = _flight(batch, "copies")
+    flight = batch.copies
     waiting = np.zeros(batch.count, bool)
     waiting[lanes] = True
     left = []
@@ -135,7 +105,7 @@ def _copy_now(batch: Batch, flight: InFlight, pending: _Copy, chosen: Indices) -
 
 
 def _constant(context: Context, operand: Operand) -> int:
-    if not isinstance(operand, Immediate):
+    if not isinstance(operand, Immediate) or not isinstance(operand.value, int):
         raise context.unknown("an operand is no constant")
     return operand.value
 
@@ -145,7 +115,7 @@ def _constant(context: Context, operand: Operand) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """D [64, N] (+)= A [64, K] @ B [K, N].  signs: of A and B.  transposed: operands with K as their slower dimension."""
+    """D [64, N] (+)= A [64, K] @ B [K, N].  transposed: of A and B, whether K is the slower dimension.  negative: -A @ B."""
 
     n: int
     k: int
@@ -174,7 +144,7 @@ def warp_group(context: Context) -> Step:
             batch.order_registers(batch.lanes(at))
         return fence
     if "commit_group" in modifiers:
-        return lambda batch, at: _flight(batch, "products").commit(batch.whole_warps(at).reshape(-1))
+        return lambda batch, at: _commit(batch.products, batch.whole_warps(at).reshape(-1))
     if "wait_group" in modifiers:
         late = _constant(context, context.operand(0))
         return lambda batch, at: _finish_products(batch, batch.whole_warps(at).reshape(-1), late)
@@ -189,13 +159,13 @@ def _multiply(context: Context) -> Step:
     if size is None or len(kinds) != 3 or kinds[0] not in ("f32", "s32") or "sp" in context.modifiers:
         raise context.unknown()
     constants = [_constant(context, operand) for operand in context.instruction.operands[4:]]
-    held = isinstance(context.operand(1), Vector)
-    turned = [*([False] if held else []), *(bool(value) for value in constants[2:]), False, False]
+    in_registers = isinstance(context.operand(1), Vector)
+    transposed = [*([False] if in_registers else []), *(bool(value) for value in constants[2:]), False, False]
     shape = _Shape(int(size[1]), int(size[2]), kinds[1], kinds[0] == "s32", "satfinite" in context.modifiers,
-                   (turned[0], turned[1]), len(constants) >= 2 and constants[0] * constants[1] < 0)
+                   (transposed[0], transposed[1]), len(constants) >= 2 and constants[0] * constants[1] < 0)
     accumulators, puts, keep = context.sources(0, 32), context.targets(0), context.source(3, 1)
-    fragments_of_a = context.sources(1, 32) if held else []
-    described = [context.source(place, 64) for place in ((2,) if held else (1, 2))]
+    fragments_of_a = context.sources(1, 32) if in_registers else []
+    described = [context.source(place, 64) for place in ((2,) if in_registers else (1, 2))]
     result, fragments = (frozenset(part.slot for part in getattr(operand, "parts", ()) if isinstance(part, Register))
                          for operand in context.instruction.operands[:2])
 
@@ -206,19 +176,19 @@ def _multiply(context: Context) -> Step:
         groups = lanes.reshape(-1, WARP_GROUP)
         slots = result | fragments if batch.options.fragments else result
         batch.check_ordered_registers(lanes, slots)
-        flight = _flight(batch, "products")
+        flight = batch.products
         descriptors = [_descriptor(batch, at, source) for source in described]
-        rows = (() if held else (64,)) + (shape.n,)
-        turns = shape.transposed[1:] if held else shape.transposed
-        places = [_places(batch, groups, words, extent, shape, turn)
-                  for words, extent, turn in zip(descriptors, rows, turns, strict=True)]
+        rows = (() if in_registers else (64,)) + (shape.n,)
+        transpositions = shape.transposed[1:] if in_registers else shape.transposed
+        places = [_places(batch, groups, words, extent, shape, is_transposed)
+                  for words, extent, is_transposed in zip(descriptors, rows, transpositions, strict=True)]
         for place in places:
             batch.note_matrix(groups, place.reshape(len(groups), -1), WIDTHS[shape.kind] // 8)
-        words = fragment(batch, at, fragments_of_a, (len(groups) * 4, WARP)).reshape(len(groups), 4, WARP, -1) if held else None
+        words = fragment(batch, at, fragments_of_a, (len(groups), 4, WARP)) if in_registers else None
         keeps = np.broadcast_to(keep(batch, at), lanes.shape).reshape(-1, WARP_GROUP)[:, 0]
 
         def run(batch: Batch, chosen: Indices) -> None:
-            late = batch.options.fragments and held
+            late = batch.options.fragments and in_registers
             left = fragment(batch, groups[chosen].reshape(-1), fragments_of_a, (len(chosen) * 4, WARP)) if late else \
                 None if words is None else words[chosen].reshape(len(chosen) * 4, WARP, -1)
             _multiply_now(batch, groups[chosen], shape, left, [place[chosen] for place in places],
@@ -273,11 +243,11 @@ def _multiply_now(batch: Batch, groups: Indices, shape: _Shape, words: Bits | No
     else:
         left = _matrix(batch, places[0], shape.kind)
     left = -left if shape.negative else left
-    held = np.stack([numbers_of(value.reshape(count, 4, WARP), shape.integer) for value in
+    before = np.stack([numbers_of(value.reshape(count, 4, WARP), shape.integer) for value in
                      broadcast(batch, at, [source(batch, at) for source in accumulators])], 0)
     total = np.zeros((count, 64, shape.n))
     row, column = _accumulator_places(len(puts))
-    total[:, row, column] = held.transpose(1, 0, 2, 3)
+    total[:, row, column] = before.transpose(1, 0, 2, 3)
     result = bits_of(product(left, b, np.where(keep[:, None, None], total, 0), shape.kind, batch.options), shape.integer,
                      shape.saturate)
     values: Bits = result[:, row, column].transpose(1, 0, 2, 3)
@@ -300,7 +270,7 @@ def _matrix(batch: Batch, places: Indices, kind: str) -> Matrix:
 
 def _finish_products(batch: Batch, lanes: Indices, late: int) -> None:
     """Do the products that a wait ends, in order.  A wait also orders memory between the lanes of a warp."""
-    flight = _flight(batch, "products")
+    flight = batch.products
     waiting = np.zeros(batch.count, bool)
     waiting[lanes] = True
     left = []
@@ -328,7 +298,7 @@ def _some_of(run: Callable[[Batch, Indices], None], kept: Indices) -> Callable[[
 # -- hints -------------------------------------------------------------------------------------------------------------------
 
 
-@opcode("griddepcontrol", "createpolicy", "prefetch", "prefetchu", "nanosleep", "setmaxnreg", "discard", "applypriority")
+@opcode("createpolicy", "prefetch", "prefetchu", "nanosleep", "setmaxnreg", "discard", "applypriority")
 def hint(context: Context) -> Step:
     """What changes no result; a policy of caches is any number."""
     if context.instruction.name != "createpolicy":

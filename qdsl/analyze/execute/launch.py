@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from qdsl.analyze.compile import build, specialised
-from qdsl.analyze.execute import access, groups, scalar, warps
+from qdsl.analyze.execute import access, conversions, groups, scalar, warps
 from qdsl.analyze.execute.machine import WARP, Batch, Finding, Log, Options
 from qdsl.analyze.execute.memory import GlobalMemory
 from qdsl.analyze.execute.operands import steps_of
@@ -23,7 +23,7 @@ from qdsl.analyze.gpus import arch_of
 from qdsl.runtime.call import Call
 
 THREADS = 8192                                                   # of a batch, about
-OPCODES = (access, groups, scalar, warps)                        # importing them registers what they know
+OPCODES = (access, conversions, groups, scalar, warps)                        # importing them registers what they know
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,19 @@ class Execution:
 
     findings: what hardware does not promise to do right.  opcodes: how often threads executed each.  lines: of the PTX, how
     often threads executed them.  memory: with Options.counts, requests of warps, bytes, 32-byte sectors of global memory, and
-    passes over shared memory.
+    passes over shared memory.  issued: instructions times 32 for each warp that came there, predicated off or not.
     """
 
-    name: str
+    program: Program
     findings: tuple[Finding, ...]
     opcodes: Mapping[str, int]
     lines: Mapping[int, int]
     memory: Mapping[str, int]
+    issued: int
+
+    @property
+    def name(self) -> str:
+        return self.program.name
 
     @property
     def instructions(self) -> int:
@@ -48,27 +53,30 @@ class Execution:
 
 
 def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces: Sequence[Tensor] = (),
-            programs: Sequence[int] | None = None, options: Options | None = None) -> Execution:
+            after: Sequence[Tensor] | None = None, programs: Sequence[int] | None = None,
+            options: Options | None = None) -> Execution:
     """Compile a launch for an architecture and run it on its tensors, which lie in the CPU's memory.
 
-    outputs: tensors whose every byte must be stored once.  workspaces: tensors that begin as noise.  programs: numbers of
-    the programs of the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be run.
+    outputs: tensors whose every byte must be stored once.  workspaces: tensors that begin as noise.  after: tensors that the
+    launch before writes, where this one may begin before that has ended (launch_pdl).  programs: numbers of the programs of
+    the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be run.
     """
     compiled = build(call, arch_of(arch))
+    after = () if after is None and call.options.get("launch_pdl") else after
     return execute_ptx(compiled.asm["ptx"], arguments_of(call), call.grid, compiled.metadata.num_warps, compiled.metadata.shared,
-                       outputs=outputs, workspaces=workspaces, programs=programs, options=options)
+                       outputs=outputs, workspaces=workspaces, after=after, programs=programs, options=options)
 
 
 def arguments_of(call: Call) -> list[tuple[str, Any]]:
     """Names and values of the arguments that a compiled kernel still takes: those that are no part of it."""
     types, _, _ = specialised(call)
-    given = dict(zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False))
-    return [(name, value) for name, value in given.items() if types[name] != "constexpr"]
+    arguments = dict(zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False))
+    return [(name, value) for name, value in arguments.items() if types[name] != "constexpr"]
 
 
 def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]], grid: Sequence[int], warps: int, shared: int, *,
-                outputs: Sequence[Tensor] = (), workspaces: Sequence[Tensor] = (), programs: Sequence[int] | None = None,
-                options: Options | None = None) -> Execution:
+                outputs: Sequence[Tensor] = (), workspaces: Sequence[Tensor] = (), after: Sequence[Tensor] | None = None,
+                programs: Sequence[int] | None = None, options: Options | None = None) -> Execution:
     """Run the first entry of a PTX module.  arguments: names and values in order; parameters after them are 0.
 
     warps: of a program.  shared: bytes of dynamic shared memory.  The rest is as for `execute`.
@@ -76,7 +84,8 @@ def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]],
     options = options or Options()
     program = _parsed(ptx)
     steps = steps_of(program)
-    memory = GlobalMemory([(name, value) for name, value in arguments if isinstance(value, Tensor)], outputs, workspaces)
+    memory = GlobalMemory([(name, value) for name, value in arguments if isinstance(value, Tensor)], outputs, workspaces,
+                          after)
     values = _parameters(program, memory, [value for _, value in arguments])
     x, y, z = (*grid, 1, 1)[:3]
     numbers = list(range(x * y * z)) if programs is None else list(programs)
@@ -84,7 +93,7 @@ def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]],
         numbers.reverse()
     elif isinstance(options.order, int):
         np.random.default_rng(options.order).shuffle(numbers)
-    log, clocks, state = Log(), Clocks(), dict[str, Shadow]()
+    log, clocks, state = Log(), Clocks(), dict[int, Shadow]()
     size = max(1, THREADS // (WARP * warps))
     for start in range(0, len(numbers), size):
         some = numbers[start:start + size]
@@ -96,7 +105,7 @@ def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]],
     for place, count in log.executed.items():
         opcodes[program.instructions[place].opcode] += count
         lines[program.instructions[place].line] += count
-    return Execution(program.name, tuple(log.findings.values()), opcodes, lines, log.memory)
+    return Execution(program, tuple(log.findings.values()), opcodes, lines, log.memory, log.issued)
 
 
 @lru_cache(maxsize=32)

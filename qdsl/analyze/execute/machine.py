@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.analyze.execute.memory import Fault, GlobalMemory, Indices
+from qdsl.analyze.execute.memory import Fault, GlobalMemory, Indices, InFlight
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
-from qdsl.analyze.execute.program import ExecutionError, Instruction, Program, registers_of
+from qdsl.analyze.execute.program import ExecutionError, Instruction, Program
 from qdsl.analyze.execute.races import Clocks, Shadow, Threads, ordered_in_program
 
 WARP = 32
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that hardware does not promise to do right.  kind: race, unwritten, asynchronous, barrier, stores."""
+    """Something that hardware does not promise to do right.  kind: race, unwritten, asynchronous, barrier, stores, dependent."""
 
     kind: str
     message: str
@@ -68,9 +68,9 @@ class Log:
     """What a run leaves: findings, one of a kind for each instruction, and counts over all batches."""
 
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
-    executed: Counter[int] = field(default_factory=Counter)
+    executed: Counter[int] = field(default_factory=Counter)      # threads, by instruction
     memory: Counter[str] = field(default_factory=Counter)
-    steps: int = 0
+    issued: int = 0                                              # instructions times threads of the warps that came there
 
     def add(self, finding: Finding) -> None:
         if len(self.findings) < FINDINGS:
@@ -82,7 +82,7 @@ class Batch:
 
     def __init__(self, program: Program, steps: Sequence[Step], memory: GlobalMemory, values: dict[str, bytes],
                  grid: tuple[int, int, int], programs: Sequence[int], warps: int, shared: int, options: Options, clocks: Clocks,
-                 log: Log, state: dict[str, Shadow]) -> None:
+                 log: Log, state: dict[int, Shadow]) -> None:
         self.program, self.steps, self.memory, self.values = program, steps, memory, values
         self.grid, self.options, self.clocks, self.log, self.global_shadows = grid, options, clocks, log, state
         self.per_program = WARP * warps
@@ -98,7 +98,7 @@ class Batch:
         self.shared_bytes = -(-max(shared, program.shared_bytes, 16) // 16) * 16
         self.shared = np.random.default_rng(1).integers(0, 256, len(programs) * self.shared_bytes, np.uint8)
         self.shared_written = np.zeros(len(self.shared), bool)
-        self.granule = _granule(program) if options.races else 1
+        self.granule = program.granules["shared"]
         self.shared_shadow = Shadow(len(self.shared) // self.granule) if options.races else None
         self.epoch = np.zeros(self.count, np.int64)              # barriers of each thread's program
         self.warp_epoch = np.zeros(self.count, np.int64)
@@ -106,7 +106,11 @@ class Batch:
         self.carry = np.zeros(self.count, bool)
         self.current: Instruction | None = None
         self.in_flight: set[int] = set()                         # registers that matrix products will write or still read
-        self.asynchronous: dict[str, Any] = {}                # what groups.py keeps
+        self.copies, self.products = (InFlight(self.count, len(self.shared)) for _ in range(2))
+        self.fenced = np.full(self.count, -1, np.int64)          # barriers before a thread's fence, with no store since
+        self.relaxed = np.full(self.count, -1, np.int64)         # where a thread last did an atomic
+        self.waited = np.zeros(self.count, bool)                 # for the launch before
+        self.wait_epoch = np.full(len(programs), np.iinfo(np.int64).max)     # barriers before a program's first such wait
         self.has_products = any(instruction.name == "wgmma" for instruction in program.instructions)
         self.time = 0
         self.changed: dict[int, Indices] = {}                    # when each warp last wrote a register, and fenced them all
@@ -114,10 +118,6 @@ class Batch:
         self.proxy_writer = np.full(len(self.shared) // self.granule, -1, np.int64)
         self.proxy_fence = np.zeros(len(self.shared) // self.granule, np.int64)
         self.random = np.random.default_rng(options.order if isinstance(options.order, int) else 0)
-        self._touched = [frozenset(register.slot for register in registers_of(instruction.operands))
-                         for instruction in program.instructions]
-        self._written = [frozenset(register.slot for register in registers_of(instruction.operands[:1]))
-                         for instruction in program.instructions]
         self._special: dict[str, NDArray[np.uint32]] = {}
 
     # -- what instructions use ---------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Batch:
             place = {"x": self.number % x, "y": self.number // x % y, "z": self.number // (x * y)}
             base, _, axis = name.partition(".")
             ones = np.ones(self.count, np.int64)
-            known = {
+            values = {
                 "%tid": self.thread if axis == "x" else 0 * ones, "%ntid": self.per_program * ones if axis == "x" else ones,
                 "%ctaid": place.get(axis), "%nctaid": dict(zip("xyz", self.grid, strict=True)).get(axis, 0) * ones,
                 "%laneid": self.lane, "%warpid": self.thread // WARP, "%clusterid": place.get(axis), "%cluster_ctaid": 0 * ones,
@@ -141,10 +141,14 @@ class Batch:
                 "%lanemask_le": (2 << self.lane) - 1, "%lanemask_eq": 1 << self.lane,
                 "%lanemask_gt": 0xFFFF_FFFF - ((2 << self.lane) - 1), "%lanemask_ge": 0xFFFF_FFFF - ((1 << self.lane) - 1),
             }.get(base)
-            if known is None:
+            if values is None:
                 raise ExecutionError(f"{self.current}: no register '{name}' is known")
-            self._special[name] = np.asarray(known).astype(np.uint32)
+            self._special[name] = np.asarray(values).astype(np.uint32)
         return self._special[name]
+
+    def has_waited(self, lanes: Indices) -> NDArray[np.bool_]:
+        """Whether the launch before has ended for threads: they waited for it, or another did before a barrier."""
+        return self.waited[lanes] | (self.epoch[lanes] > self.wait_epoch[self.row[lanes]])
 
     def who(self, lanes: Indices) -> Threads:
         return Threads(self.number[lanes], self.thread[lanes], self.epoch[lanes], self.warp_epoch[lanes])
@@ -156,6 +160,10 @@ class Batch:
         instruction = self.current
         self.log.add(Finding(kind, message, str(instruction), instruction.source if instruction else "",
                              (number % x, number // x % y, number // (x * y)), int(self.thread[lane])))
+
+    def warps_of(self, at: At) -> int:
+        """How many warps threads are of."""
+        return self.count // WARP if at is None else 1 + int(np.count_nonzero(np.diff(self.warp[at])))
 
     def whole_warps(self, at: At) -> Indices:
         """Lanes that execute as [warps, 32].  Raises ExecutionError where some of a warp are missing."""
@@ -187,8 +195,8 @@ class Batch:
             spread = (place[:, None] + np.arange(size)).reshape(-1) if size > 1 else place
             if write:
                 self.shared_written[spread] = True
-            elif not (known := self.shared_written[spread]).all():
-                lane = int(np.flatnonzero(~known)[0]) // size
+            elif not (is_written := self.shared_written[spread]).all():
+                lane = int(np.flatnonzero(~is_written)[0]) // size
                 byte = int(place[lane] % self.shared_bytes)
                 self.find("unwritten", f"reads shared byte {byte} before anyone wrote it", int(lanes[lane]))
         if self.shared_shadow is not None:
@@ -197,12 +205,9 @@ class Batch:
             if times > 1:
                 granules = (granules[:, None] + np.arange(times)).reshape(-1)
             who = self.who(lanes).repeated(times)
-            if data is not None:
-                old = self.shared[place[:, None] + np.arange(size)]
-                changes = (old != data).reshape(len(granules), -1).any(1)
-                race = self.shared_shadow.write(granules, who, ordered_in_program, changes)
-            else:
-                race = self.shared_shadow.read(granules, who, ordered_in_program)
+            race = self.shared_shadow.read(granules, who, ordered_in_program) if data is None else \
+                self.shared_shadow.write(granules, who, ordered_in_program, lambda: (
+                    self.shared[place[:, None] + np.arange(size)] != data).reshape(len(granules), -1).any(1))
             if write and self.has_products:
                 self.proxy_writer[granules] = np.repeat(lanes, times)
                 self.proxy_fence[granules] = np.repeat(self.fences[lanes], times)
@@ -217,11 +222,10 @@ class Batch:
     def note_matrix(self, groups: Indices, places: Indices, size: int) -> None:
         """Check what warp groups [groups, 128] will read at places [groups, elements] of shared memory."""
         for lanes, place in zip(groups, places, strict=True):
-            granules = np.unique(place // self.granule)
+            granules = np.unique((place[:, None] + np.arange(0, size, min(size, self.granule))) // self.granule)
             first = granules * self.granule
-            if self.granule >= size or not self.options.races:
-                for lane in lanes[[0, WARP]]:                    # two warps stand for all
-                    self.note_shared(np.full(len(first), lane), first, self.granule)
+            for lane in lanes[[0, WARP]]:                        # two warps stand for all
+                self.note_shared(np.full(len(first), lane), first, self.granule)
             writer = self.proxy_writer[granules]
             missing = (writer >= 0) & (self.fences[writer] <= self.proxy_fence[granules])
             if self.options.races and missing.any():
@@ -254,7 +258,7 @@ class Batch:
 
     def execute(self, place: int, at: At) -> None:
         instruction = self.current = self.program.instructions[place]
-        if self.in_flight and instruction.name != "wgmma" and self.in_flight & self._touched[place]:
+        if self.in_flight and instruction.name != "wgmma" and self.in_flight & self.program.touched[place]:
             self.find("asynchronous", "touches a register of a matrix product that was not waited for", int(self.lanes(at)[0]))
         try:
             self.steps[place](self, at)
@@ -263,21 +267,8 @@ class Batch:
         if self.has_products and self.options.asynchronous and instruction.name not in ("wgmma", "st"):
             self.time += 1
             warps = slice(None) if at is None else np.unique(self.warp[at])
-            for slot in self._written[place]:
+            for slot in self.program.written[place]:
                 self.changed.setdefault(slot, np.zeros(len(self.ordered), np.int64))[warps] = self.time
-
-
-def _granule(program: Program) -> int:
-    """Bytes that every access of shared memory covers whole."""
-    sizes = [16]
-    for instruction in program.instructions:
-        if instruction.name in ("ld", "st", "atom", "red") and "shared" in instruction.modifiers:
-            bits = next(int(part[1:]) for part in reversed(instruction.modifiers) if part[1:].isdigit() and part[0] in "busf")
-            vector = next((int(part[1:]) for part in instruction.modifiers if part in ("v2", "v4", "v8")), 1)
-            sizes.append(bits // 8 * vector)
-        elif instruction.name == "cp" and "shared" in instruction.modifiers:
-            sizes.append(4)
-    return min(sizes)
 
 
 class _Scheduler:
@@ -306,6 +297,7 @@ class _Scheduler:
             instruction = instructions[place]
             active = self.active(instruction, at)
             executed[place] += batch.count if active is None else len(active)
+            batch.log.issued += WARP * batch.warps_of(at)
             if instruction.name == "bra":
                 self.branch(instruction, place, at, active)
             elif instruction.name in ("ret", "exit"):

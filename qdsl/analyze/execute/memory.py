@@ -38,23 +38,24 @@ class Fault(ExecutionError):
 class Allocation:
     """A torch storage.  spans: first byte and end of the tensors in it.  names: of those tensors.
 
-    written: for bytes that begin as noise, whether they were stored.  stores: for outputs, how often each byte was.
+    written: for bytes that begin as noise, 1 where they were stored.  stores: for outputs, how often each byte was.
+    before: first byte and end of what the launch before writes.
     """
 
     start: int
     data: NDArray[np.uint8]
     spans: list[tuple[int, int]]
     names: list[str]
-    written: Flags | None = None
+    written: NDArray[np.uint8] | None = None
     stores: NDArray[np.uint8] | None = None
-    views: dict[int, NDArray[Any]] = field(default_factory=dict)
+    before: list[tuple[int, int]] = field(default_factory=list)
 
-    def words(self, size: int) -> NDArray[Any]:
-        """The bytes as words [words], or as rows of 64-bit words where an access is wider."""
-        if size not in self.views:
-            whole = self.data[:len(self.data) // size * size]
-            self.views[size] = whole.view(UNSIGNED[8 * size]) if size <= 8 else whole.view(np.uint64).reshape(-1, size // 8)
-        return self.views[size]
+    def words(self, array: NDArray[np.uint8], offset: Indices, size: int) -> tuple[NDArray[Any], Indices]:
+        """An array with an entry per byte as words of at most 8, and which of them accesses [threads, words] are of."""
+        word = min(size, 8)
+        skipped = -self.start % word                             # the storage may begin anywhere; addresses of words do not
+        whole = array[skipped:skipped + (len(array) - skipped) // word * word].view(UNSIGNED[8 * word])
+        return whole, (offset // word)[:, None] + np.arange(size // word)
 
     def byte(self, offset: Any) -> str:
         """A byte as a message names it."""
@@ -63,15 +64,37 @@ class Allocation:
         return f"byte {int(offset) - first} of '{name}'"
 
 
+class InFlight:
+    """Copies or products that threads have started, with the group of each; and the shared bytes that they use."""
+
+    def __init__(self, threads: int, shared_bytes: int) -> None:
+        self.groups = np.zeros(threads, np.int64)                # that each thread has committed
+        self.pending: list[Any] = []
+        self.bytes = np.zeros(shared_bytes, np.uint8)
+
+    def touches(self, place: Indices, size: int) -> Flags:
+        """Whether accesses are of bytes in flight."""
+        used: Flags = self.bytes[place[:, None] + np.arange(size)].any(1)
+        return used
+
+    def mark(self, spread: Indices, change: int) -> None:
+        np.add.at(self.bytes, spread.reshape(-1), np.uint8(change & 255))
+
+    def due(self, lanes: Indices, group: Indices, waiting: Flags, late: int) -> Flags:
+        """Of operations of lanes in groups, those that a wait for all but the last `late` groups ends."""
+        return waiting[lanes] & (group < self.groups[lanes] - late)
+
+
 class GlobalMemory:
     """Tensors of a launch, in place: views of one storage are one allocation.
 
     An address is that of the tensor in the CPU's memory modulo 512, because launches look at addresses to choose a kernel.
-    outputs: tensors whose every byte the launch must store once.  workspaces: tensors that begin as noise.
+    outputs: tensors whose every byte the launch must store once.  workspaces: tensors that begin as noise.  after: tensors
+    that the launch before writes, where this one may begin before that has ended.  Raises ExecutionError for others.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]], outputs: Sequence[Tensor] = (),
-                 workspaces: Sequence[Tensor] = ()) -> None:
+                 workspaces: Sequence[Tensor] = (), after: Sequence[Tensor] | None = None) -> None:
         self.allocations: list[Allocation] = []
         by_storage: dict[int, Allocation] = {}
         start = FIRST
@@ -87,21 +110,28 @@ class GlobalMemory:
             by_storage[key].names.append(name)
         self.by_storage = by_storage
         self.starts = np.array([allocation.start for allocation in self.allocations], np.int64)
+        self.outputs, self.is_dependent = outputs, after is not None
         for tensor in (*outputs, *workspaces):
-            allocation = by_storage.get(tensor.untyped_storage().data_ptr())
-            if allocation is not None:
-                allocation.written = np.zeros(len(allocation.data), bool)
-                allocation.written[:] = True
-                first, end = _span(tensor)
-                allocation.written[first:end] = False
+            allocation, (first, end) = self.allocation(tensor), _span(tensor)
+            if allocation.written is None:
+                allocation.written = np.ones(len(allocation.data), np.uint8)
+            allocation.written[first:end] = 0
         for tensor in outputs:
-            allocation = by_storage.get(tensor.untyped_storage().data_ptr())
-            if allocation is not None:
-                allocation.stores = np.zeros(len(allocation.data), np.uint8)
-        self.outputs = outputs
+            allocation = self.allocation(tensor)
+            allocation.stores = np.zeros(len(allocation.data), np.uint8)
+        for tensor in after or ():
+            if tensor.untyped_storage().data_ptr() in by_storage:
+                self.allocation(tensor).before.append(_span(tensor))
+
+    def allocation(self, tensor: Tensor) -> Allocation:
+        """The allocation of a tensor.  Raises ExecutionError where no argument shares its storage."""
+        key = tensor.untyped_storage().data_ptr()
+        if key not in self.by_storage:
+            raise ExecutionError(f"a tensor {list(tensor.shape)} that is declared is no argument of the launch")
+        return self.by_storage[key]
 
     def address(self, tensor: Tensor) -> int:
-        return self.by_storage[tensor.untyped_storage().data_ptr()].start + int(tensor.storage_offset()) * tensor.element_size()
+        return self.allocation(tensor).start + int(tensor.storage_offset()) * tensor.element_size()
 
     def locate(self, address: Indices, size: int, what: str) -> list[tuple[Allocation, Indices | None, Indices]]:
         """Allocations that are accessed, by which of the threads (None: all), at which bytes.  Raises Fault."""
@@ -140,14 +170,16 @@ class GlobalMemory:
         """Outputs with bytes that were not stored once: name, first such byte, what is wrong."""
         problems = []
         for tensor in self.outputs:
-            allocation = self.by_storage.get(tensor.untyped_storage().data_ptr())
-            if allocation is None or allocation.stores is None:
+            allocation, (first, end) = self.allocation(tensor), _span(tensor)
+            assert allocation.stores is not None
+            if (allocation.stores[first:end] == 1).all():
                 continue
             item = tensor.element_size()
             stores = torch.from_numpy(allocation.stores[:allocation.stores.size // item * item].reshape(-1, item))
             numbers = torch.arange(len(stores)).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             counts = stores[numbers.reshape(-1)].numpy()
-            name = allocation.names[allocation.spans.index(_span(tensor))]
+            name = next((name for name, span in zip(allocation.names, allocation.spans, strict=True) if span == (first, end)),
+                        allocation.names[0])
             for wrong, text in ((counts == 0, "never stored"), (counts > 1, "stored more than once")):
                 if wrong.any():
                     problems.append((name, int(np.flatnonzero(wrong.any(1))[0]), text))

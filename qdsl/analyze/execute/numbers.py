@@ -7,7 +7,6 @@ lost.  Rounding it again to a type of at most 51 bits of precision then rounds o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.analyze.execute.program import ExecutionError
+from qdsl.numbers import FLOATS as NUMBERS
+from qdsl.numbers import Number
 
 Bits = NDArray[Any]                                              # unsigned integers, a bit pattern per thread
 Floats = NDArray[Any]
@@ -23,31 +24,10 @@ UNSIGNED: dict[int, Any] = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16), 32: 
 SIGNED: dict[int, Any] = {8: np.dtype(np.int8), 16: np.dtype(np.int16), 32: np.dtype(np.int32), 64: np.dtype(np.int64)}
 
 
-@dataclass(frozen=True, slots=True)
-class FloatType:
-    """A binary float.  precision: bits with the hidden one.  lowest, highest: exponents of normal numbers.
-
-    infinite: whether there are infinities.  largest: the largest finite number.  nan: the bits of the NaN that is written.
-    """
-
-    bits: int
-    precision: int
-    lowest: int
-    highest: int
-    infinite: bool
-    largest: float
-    nan: int
-
-
-FLOATS = {
-    "f64": FloatType(64, 53, -1022, 1023, True, float(np.finfo(np.float64).max), 0x7FF8_0000_0000_0000),
-    "f32": FloatType(32, 24, -126, 127, True, float(np.finfo(np.float32).max), 0x7FFF_FFFF),
-    "tf32": FloatType(32, 11, -126, 127, True, (2 - 2.0 ** -10) * 2.0 ** 127, 0x7FFF_FFFF),
-    "f16": FloatType(16, 11, -14, 15, True, 65504.0, 0x7FFF),
-    "bf16": FloatType(16, 8, -126, 127, True, (2 - 2.0 ** -7) * 2.0 ** 127, 0x7FFF),
-    "e5m2": FloatType(8, 3, -14, 15, True, 57344.0, 0x7F),
-    "e4m3": FloatType(8, 4, -6, 8, False, 448.0, 0x7F),
-}
+FLOATS = {**{name: NUMBERS[name] for name in ("f32", "f16", "bf16", "e5m2", "e4m3")},
+          "f64": Number("f64", 64, "float", 11, 52, 1023, "ieee"), "tf32": Number("tf32", 19, "float", 8, 10, 127, "ieee")}
+TF32_SHIFT = 13                                                  # tf32 is the upper 19 of 32 bits
+TABLES = {kind: np.array([FLOATS[kind].decode(code) for code in range(256)], np.float32) for kind in ("e4m3", "e5m2")}
 ROUNDINGS: dict[str, Callable[[Any], Any]] = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil,
              # to the nearest, ties away from zero
              "rna": lambda x: np.where(np.abs(x) < 2.0 ** 52, np.trunc(x + np.copysign(0.5, x)), x)}
@@ -55,6 +35,15 @@ ROUNDINGS: dict[str, Callable[[Any], Any]] = {"rn": np.rint, "rz": np.trunc, "rm
 
 def is_float(kind: str) -> bool:
     return kind in FLOATS
+
+
+def smallest_normal(kind: str) -> float:
+    return 2.0 ** (1 - FLOATS[kind].bias)
+
+
+def flushed(x: Floats, kind: str) -> Floats:
+    """Subnormal numbers of a type as zeros of their sign."""
+    return np.where(np.abs(x) < smallest_normal(kind), np.copysign(x.dtype.type(0), x), x)
 
 
 def decode(bits: Bits, kind: str) -> Floats:
@@ -83,58 +72,41 @@ def encode(x: Floats, kind: str, rounding: str = "rn", saturate: bool = False) -
         if kind == "f64" or (rounding == "rn" and not saturate and kind in ("f32", "f16")):
             wanted = {"f16": np.float16, "f32": np.float32, "f64": np.float64}[kind]
             narrow = x if x.dtype == wanted else x.astype(wanted)
-            return _canonical(narrow.view(UNSIGNED[narrow.itemsize * 8]), np.isnan(narrow), FLOATS[kind].nan)
-        return _encode(x.astype(np.float64), FLOATS[kind], rounding, saturate)
+            return _canonical(narrow.view(UNSIGNED[8 * narrow.itemsize]), np.isnan(narrow), kind)
+        return _encode(x.astype(np.float64), kind, rounding, saturate)
 
 
-def _encode(x: NDArray[np.float64], to: FloatType, rounding: str, saturate: bool) -> Bits:
+def _encode(x: NDArray[np.float64], kind: str, rounding: str, saturate: bool) -> Bits:
+    to = FLOATS[kind]
+    lowest, infinity = 1 - to.bias, (1 << to.exponent) - 1 << to.mantissa
     _, exponent = np.frexp(x)
-    step = np.ldexp(1.0, np.clip(exponent - 1, to.lowest, None) - (to.precision - 1))
+    step = np.ldexp(1.0, np.maximum(exponent - 1, lowest) - to.mantissa)
     magnitude = np.abs(ROUNDINGS[rounding](x / step) * step)
     beyond = magnitude > to.largest
     if saturate:
         magnitude = np.where(beyond, to.largest, magnitude)
-    elif to.infinite:
-        away = {"rz": np.zeros(x.shape, bool), "rm": x < 0, "rp": x > 0}.get(rounding, np.ones(x.shape, bool))
-        magnitude = np.where(beyond, np.where(away | np.isinf(x), np.inf, to.largest), magnitude)
+    elif to.specials == "ieee" and rounding in ("rz", "rm", "rp"):         # to the largest, not to infinity, towards zero
+        away = {"rz": np.isinf(x), "rm": (x < 0) | np.isinf(x), "rp": (x > 0) | np.isinf(x)}[rounding]
+        magnitude = np.where(beyond & ~away, to.largest, magnitude)
+    beyond = magnitude > to.largest
     _, exponent = np.frexp(magnitude)
-    mantissa_bits = to.precision - 1
-    stored = np.clip(exponent - 1, to.lowest, None)
-    normal = magnitude >= 2.0 ** to.lowest
-    fraction = np.ldexp(np.where(np.isfinite(magnitude), magnitude, 0), mantissa_bits - stored)
-    code = fraction.astype(np.uint64) + np.where(normal, (stored - to.lowest) << mantissa_bits, 0).astype(np.uint64)
-    if to.infinite:
-        infinity = ((to.highest - to.lowest + 2) << mantissa_bits)
-        code = np.where(np.isinf(magnitude), np.uint64(infinity), code)
-    else:
-        code = np.where(beyond & (not saturate), np.uint64(to.nan), code)
-    total = 19 if to is FLOATS["tf32"] else to.bits
-    code |= np.signbit(x).astype(np.uint64) << np.uint64(total - 1)
-    if to is FLOATS["tf32"]:
-        code <<= np.uint64(13)
-    return _canonical(code.astype(UNSIGNED[to.bits]), np.isnan(x), to.nan)
+    stored = np.maximum(exponent - 1, lowest)
+    fraction = np.ldexp(np.where(beyond | np.isnan(x), 0, magnitude), to.mantissa - stored).astype(np.uint64)
+    code = fraction + np.where(magnitude >= 2.0 ** lowest, stored - lowest << to.mantissa, 0).astype(np.uint64)
+    code = np.where(beyond, np.uint64(infinity if to.specials == "ieee" else _nan(kind)), code)
+    code |= np.signbit(x).astype(np.uint64) << np.uint64(to.bits - 1)
+    if kind == "tf32":
+        code <<= np.uint64(TF32_SHIFT)
+    return _canonical(code.astype(UNSIGNED[32 if kind == "tf32" else to.bits]), np.isnan(x), kind)
 
 
-def _canonical(bits: Bits, is_nan: NDArray[np.bool_], nan: int) -> Bits:
-    return np.where(is_nan, bits.dtype.type(nan), bits) if is_nan.any() else bits
+def _nan(kind: str) -> int:
+    """The NaN that is written: all ones without a sign, but for f64."""
+    return 0x7FF8_0000_0000_0000 if kind == "f64" else (1 << (32 if kind == "tf32" else FLOATS[kind].bits) - 1) - 1
 
 
-def _table(kind: str) -> NDArray[np.float32]:
-    """The 256 numbers of an 8-bit float."""
-    to, codes = FLOATS[kind], np.arange(256)
-    mantissa_bits = to.precision - 1
-    exponent, fraction = codes >> mantissa_bits & (1 << 7 - mantissa_bits) - 1, codes & (1 << mantissa_bits) - 1
-    normal = exponent > 0
-    value = np.ldexp(fraction + normal * 2.0 ** mantissa_bits, np.where(normal, exponent - 1, 0) + to.lowest - mantissa_bits)
-    top = exponent == to.highest - to.lowest + (2 if to.infinite else 1)
-    if to.infinite:
-        value = np.where(top, np.where(fraction > 0, np.nan, np.inf), value)
-    else:
-        value = np.where(top & (fraction == (1 << mantissa_bits) - 1), np.nan, value)
-    return np.where(codes & 128, -value, value).astype(np.float32)
-
-
-TABLES = {kind: _table(kind) for kind in ("e4m3", "e5m2")}
+def _canonical(bits: Bits, is_nan: NDArray[np.bool_], kind: str) -> Bits:
+    return np.where(is_nan, bits.dtype.type(_nan(kind)), bits) if is_nan.any() else bits
 
 
 # -- arithmetic that rounds once ---------------------------------------------------------------------------------------

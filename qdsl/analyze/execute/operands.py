@@ -6,6 +6,7 @@ An array in a register is never changed in place, so that registers may share on
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -73,9 +74,9 @@ class Context:
             raise self.unknown("it lacks operands")
         return operands[place]
 
-    def only(self, *known: str) -> None:
-        """Refuse modifiers that are neither types nor known."""
-        if strange := self.modifiers - set(self.types) - set(known):
+    def only(self, *expected: str) -> None:
+        """Refuse modifiers that are neither types nor expected."""
+        if strange := self.modifiers - set(self.types) - set(expected):
             raise self.unknown(f"'.{min(strange)}' is not known")
 
     def unknown(self, why: str = "it is not known") -> ExecutionError:
@@ -90,7 +91,8 @@ class Context:
             inner = self.source(operand.register, 1)
             return lambda batch, at: ~inner(batch, at)
         if isinstance(operand, Immediate):
-            number = operand.value & ((1 << bits) - 1)
+            number = operand.value if isinstance(operand.value, int) else self._bits_of(operand.value, bits)
+            number &= (1 << bits) - 1
             constant = np.array([bool(number)] if bits == 1 else [number], bool if bits == 1 else UNSIGNED[bits])
             return lambda batch, at: constant
         if isinstance(operand, Symbol):
@@ -104,6 +106,11 @@ class Context:
             dtype = UNSIGNED[bits]
             return lambda batch, at: (batch.registers[slot] if at is None else batch.registers[slot][at]).astype(dtype)
         raise self.unknown(f"operand {operand} is of another kind")
+
+    def _bits_of(self, value: float, bits: int) -> int:
+        if bits not in (32, 64):
+            raise self.unknown(f"{value} stands where a type of {bits} bits should")
+        return int.from_bytes(struct.pack("<f" if bits == 32 else "<d", value), "little")
 
     def _symbol(self, name: str, bits: int) -> Source:
         if name.startswith("%"):

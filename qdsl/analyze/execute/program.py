@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 
@@ -25,9 +25,9 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Immediate:
-    """A constant; that of a float by its bits."""
+    """A constant: an integer or the bits of a float; as a float where the text has it in decimal."""
 
-    value: int
+    value: int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class Instruction:
     negated: bool
     line: int
     source: str
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.opcode.partition(".")[0]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.opcode.partition(".")[0])
 
     @property
     def modifiers(self) -> tuple[str, ...]:
@@ -99,8 +99,29 @@ class Program:
     labels: Mapping[str, int]
 
     @cached_property
-    def opcodes(self) -> frozenset[str]:
-        return frozenset(instruction.opcode for instruction in self.instructions)
+    def touched(self) -> list[frozenset[int]]:
+        """Slots of the registers in each instruction."""
+        return [_slots(instruction.operands) for instruction in self.instructions]
+
+    @cached_property
+    def written(self) -> list[frozenset[int]]:
+        """Slots of the registers in the first operand of each instruction."""
+        return [_slots(instruction.operands[:1]) for instruction in self.instructions]
+
+    def counted(self, trips: int) -> int:
+        """Instructions that a thread executes if the loop with the most global loads goes round so often, and the rest once."""
+        is_load = [part.name in ("ld", "cp") and "global" in part.modifiers for part in self.instructions]
+        starts = {place: self.labels[part.operands[-1].name] for place, part in enumerate(self.instructions)  # type: ignore[union-attr]
+                  if part.name == "bra"}
+        loops = [range(start, place + 1) for place, start in starts.items() if start <= place]
+        loop = max(loops, key=lambda loop: sum(is_load[loop.start:loop.stop]), default=range(0))
+        return len(self.instructions) + len(loop) * (trips - 1) * any(is_load[loop.start:loop.stop])
+
+    @cached_property
+    def granules(self) -> dict[str, int]:
+        """Bytes, 16 at most, that divide every access of a state space."""
+        return {space: min((size for instruction in self.instructions if (size := _access_size(instruction, space))), default=16)
+                for space in ("shared", "global")}
 
 
 _STATEMENT = re.compile(r"(?:@(?P<negated>!?)(?P<predicate>%?[\w$]+)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>.*)", re.S)
@@ -272,7 +293,10 @@ class _Parser:
         if text[:2] in _FLOAT:
             return Immediate(int(text[2:], 16))
         if text[0].isdigit() or text[0] == "-":
-            return Immediate(int(text.rstrip("U"), 0))
+            try:
+                return Immediate(float(text) if "." in text else int(text.rstrip("U"), 0))
+            except ValueError:
+                raise ExecutionError(f"line {line}: cannot read the number '{text}'") from None
         return Symbol(text)
 
 
@@ -287,14 +311,25 @@ def _split(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def registers_of(operands: Sequence[Operand]) -> Iterator[Register]:
-    """Registers in operands, also within vectors, addresses and negations."""
+def _slots(operands: Sequence[Operand]) -> frozenset[int]:
+    """Slots of the registers in operands, also within vectors, addresses and negations."""
+    slots: set[int] = set()
     for operand in operands:
-        if isinstance(operand, Register):
-            yield operand
-        elif isinstance(operand, Vector):
-            yield from registers_of(operand.parts)
-        elif isinstance(operand, Negated):
-            yield operand.register
-        elif isinstance(operand, Address) and isinstance(operand.base, Register):
-            yield operand.base
+        inner = operand.register if isinstance(operand, Negated) else operand.base if isinstance(operand, Address) else operand
+        if isinstance(inner, Register):
+            slots.add(inner.slot)
+        elif isinstance(inner, Vector):
+            slots |= _slots(inner.parts)
+    return frozenset(slots)
+
+
+def _access_size(instruction: Instruction, space: str) -> int:
+    """Bytes that a thread's load, store, atomic or copy accesses; 0 where it accesses another space, or 16 or more."""
+    parts = instruction.modifiers
+    if instruction.name == "cp" and space in parts and len(instruction.operands) > 2:
+        return int(instruction.operands[2].value) if isinstance(instruction.operands[2], Immediate) else 1
+    is_access = instruction.name in ("ld", "ldu", "st", "atom", "red") and "param" not in parts
+    if not is_access or ("shared" in parts) != (space == "shared"):
+        return 0
+    vector = next((int(part[1:]) for part in parts if part in ("v2", "v4", "v8")), 1)
+    return min(16, type_bits(parts[-1]) // 8 * vector)

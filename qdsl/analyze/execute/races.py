@@ -40,28 +40,30 @@ class Shadow:
         self.writer = _Accesses(granules)
         self.readers = (_Accesses(granules), _Accesses(granules))
 
-    def read(self, place: Indices, who: Threads, ordered: Callable[[_Entry, Threads], Flags]) -> Flags:
+    def read(self, place: Indices, who: Threads, ordered: Ordered) -> Flags:
         """Marks a read; whether a write before it is unordered."""
-        race = ~ordered(self.writer.at(place), who)
+        race = self.writer.unordered(place, who, ordered)
         last, other = self.readers
-        held = last.at(place)
-        differs = (held.thread >= 0) & ((held.program != who.program) | (held.thread // 32 != who.thread // 32)
-                                        | (held.thread != who.thread) & (other.thread[place] < 0))
+        before = last.at(place)
+        differs = (before.thread >= 0) & ((before.program != who.program) | (before.thread // 32 != who.thread // 32)
+                                        | (before.thread != who.thread) & (other.thread[place] < 0))
         moved = place[differs]
         if len(moved):
             other.copy(moved, last)
         last.mark(place, who)
         return race
 
-    def write(self, place: Indices, who: Threads, ordered: Callable[[_Entry, Threads], Flags], changes: Flags) -> Flags:
-        """Marks a write; whether an access before it is unordered.  A write that changes nothing races with reads alone:
-        compilers let threads that hold the same value store it."""
-        race = ~ordered(self.writer.at(place), who) & changes
+    def write(self, place: Indices, who: Threads, ordered: Ordered, changes: Callable[[], Flags]) -> Flags:
+        """Marks a write; whether it changes the granule, and an access before it is unordered.
+
+        A write that changes nothing races with nothing: compilers let threads that hold the same value store it.
+        """
+        race = self.writer.unordered(place, who, ordered)
         for readers in self.readers:
-            race |= ~ordered(readers.at(place), who) & changes
+            race |= readers.unordered(place, who, ordered)
             readers.thread[place] = -1
         self.writer.mark(place, who)
-        return race
+        return race & changes() if race.any() else race
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ class _Entry:
     thread: NDArray[np.int32]
     epoch: NDArray[np.int32]
     warp_epoch: NDArray[np.int32]
+
+
+Ordered = Callable[[_Entry, Threads], Flags]
 
 
 class _Accesses:
@@ -81,6 +86,12 @@ class _Accesses:
 
     def at(self, place: Indices) -> _Entry:
         return _Entry(self.program[place], self.thread[place], self.epoch[place], self.warp_epoch[place])
+
+    def unordered(self, place: Indices, who: Threads, ordered: Ordered) -> Flags:
+        """Whether the access of each granule does not come before one that threads make now."""
+        if (self.thread[place] < 0).all():
+            return np.zeros(len(place), bool)
+        return ~ordered(self.at(place), who)
 
     def mark(self, place: Indices, who: Threads) -> None:
         self.program[place], self.thread[place] = who.program, who.thread
@@ -110,8 +121,8 @@ class Clocks:
         self.seen: dict[int, dict[int, tuple[int, int, int, int]]] = {}
 
     def release(self, address: int, program: int, thread: int, epoch: int) -> None:
-        known = {q: (e, t) for q, (e, t, since, by) in self.seen.get(program, {}).items() if since < epoch or by == thread}
-        self.released.setdefault(address, {}).update(known | {program: (epoch, thread)})
+        passed_on = {q: (e, t) for q, (e, t, since, by) in self.seen.get(program, {}).items() if since < epoch or by == thread}
+        self.released.setdefault(address, {}).update(passed_on | {program: (epoch, thread)})
 
     def acquire(self, address: int, program: int, thread: int, epoch: int) -> None:
         mine = self.seen.setdefault(program, {})
@@ -123,9 +134,9 @@ class Clocks:
         """Whether an access came before, in whichever program."""
         fine = (before.thread < 0) | (before.program == who.program) & ordered_in_program(before, who)
         for place in np.flatnonzero(~fine & (before.program != who.program)):
-            known = self.seen.get(int(who.program[place]), {}).get(int(before.program[place]))
-            if known:
-                epoch, thread, since, by = known
+            acquired = self.seen.get(int(who.program[place]), {}).get(int(before.program[place]))
+            if acquired:
+                epoch, thread, since, by = acquired
                 visible = since < who.epoch[place] or by == who.thread[place]
                 fine[place] = visible and (before.epoch[place] < epoch or before.thread[place] == thread)
         return fine

@@ -1,4 +1,4 @@
-"""Instructions of single threads that touch no memory: moves, integers, floats, comparisons, conversions."""
+"""Instructions of single threads that touch no memory: moves, bits, integers and floats."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import numpy as np
 
 from qdsl.analyze.execute import numbers
 from qdsl.analyze.execute.machine import At, Batch, Step
-from qdsl.analyze.execute.numbers import FLOATS, ROUNDINGS, SIGNED, UNSIGNED, Bits, decode, encode, is_float
+from qdsl.analyze.execute.numbers import SIGNED, UNSIGNED, Bits, Floats, decode, encode, flushed, is_float
 from qdsl.analyze.execute.operands import Context, Source, broadcast, element, joined, opcode, packed
 from qdsl.analyze.execute.program import Vector, type_bits
-
-Floats = numbers.Floats
-
 
 # -- moves and bits ------------------------------------------------------------------------------------------------------
 
@@ -189,10 +186,6 @@ def select(context: Context) -> Step:
 # -- integers and floats ---------------------------------------------------------------------------------------------------
 
 
-def _flushed(x: Floats, kind: str) -> Floats:
-    return np.where(np.abs(x) < 2.0 ** FLOATS[kind].lowest, np.copysign(x.dtype.type(0), x), x)
-
-
 def _floats(context: Context, count: int, function: Callable[..., Floats]) -> Step:
     """A float function of operands: flushed to zero, rounded, clamped as the modifiers say.
 
@@ -206,13 +199,13 @@ def _floats(context: Context, count: int, function: Callable[..., Floats]) -> St
     def whole(*values: Bits) -> Bits:
         inputs = [decode(packed(value, of), element(of)) for value, of in zip(values, kinds, strict=True)]
         if flush:
-            inputs = [_flushed(value, element(of)) for value, of in zip(inputs, kinds, strict=True)]
+            inputs = [flushed(value, element(of)) for value, of in zip(inputs, kinds, strict=True)]
         result = function(*inputs)
         if clamp:
             result = np.where(np.isnan(result), 0, np.clip(result, 0, 1)).astype(result.dtype)
         coded = encode(result, part, rounding)
         if flush:
-            coded = encode(_flushed(decode(coded, part), part), part)
+            coded = encode(flushed(decode(coded, part), part), part)
         return joined(coded, kind)
     return _map(context, [context.source(place, type_bits(of)) for place, of in enumerate(kinds, 1)], whole)
 
@@ -230,17 +223,13 @@ def _integers(context: Context, count: int, function: Callable[..., Any]) -> Ste
     return _map(context, [context.source(place, bits) for place in range(1, count + 1)], whole)
 
 
-def _less(a: Floats, b: Floats) -> Floats:
+def _minimum(a: Floats, b: Floats) -> Floats:
     """The minimum of two: a number rather than NaN, and -0 below +0."""
     return np.where((a == b) & np.signbit(a), a, np.where((a == b), b, np.fmin(a, b)))
 
 
-def _minimum(a: Floats, b: Floats) -> Floats:
-    return _less(a, b)
-
-
 def _maximum(a: Floats, b: Floats) -> Floats:
-    return -_less(-a, -b)
+    return -_minimum(-a, -b)
 
 
 EXACT: dict[str, Callable[..., Floats]] = {
@@ -321,10 +310,10 @@ def _wide(context: Context, added: bool) -> Step:
     wide = (SIGNED if signed else UNSIGNED)[2 * bits]
     narrow = SIGNED[bits] if signed else UNSIGNED[bits]
 
-    def function(a: Bits, b: Bits, *rest: Bits) -> Bits:
+    def function(a: Bits, b: Bits, *added_to: Bits) -> Bits:
         product = (a.view(narrow).astype(wide) * b.view(narrow).astype(wide)).view(UNSIGNED[2 * bits])
         result = (product >> product.dtype.type(bits)).astype(UNSIGNED[bits]) if high else product
-        return result + rest[0] if rest else result
+        return result + added_to[0] if added_to else result
     last = [context.source(3, bits if high else 2 * bits)] if added else []
     return _map(context, [context.source(1, bits), context.source(2, bits), *last], function)
 
@@ -377,8 +366,8 @@ def divide(context: Context) -> Step:
 
     def function(a: Bits, b: Bits) -> Bits:
         one = np.where(b == 0, b.dtype.type(1), b)
-        rest = np.fmod(a, one)
-        value = rest if remainder else (a - rest) // one
+        left = np.fmod(a, one)
+        value = left if remainder else (a - left) // one
         return np.where(b == 0, a if remainder else a.dtype.type(-1 if kind[0] == "s" else np.iinfo(a.dtype).max), value)
     return _integers(context, 2, function)
 
@@ -428,145 +417,3 @@ def function_of_one(context: Context) -> Step:
 @opcode("copysign")
 def copy_sign(context: Context) -> Step:
     return _floats(context, 2, lambda signs, values: np.copysign(values, signs))
-
-
-# -- comparisons -------------------------------------------------------------------------------------------------------------
-
-
-COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
-UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
-
-
-@opcode("setp", "set")
-def compare(context: Context) -> Step:
-    """A predicate, or for `set` a number, by a comparison; both of p|q where two are written."""
-    parts = context.instruction.modifiers
-    test, kind = parts[0], context.kind
-    bits = type_bits(kind)
-    combine = BITWISE.get(parts[1])
-
-    def holds(a: Bits, b: Bits) -> Any:
-        if not is_float(kind):
-            if kind[0] == "s":
-                a, b = a.view(SIGNED[bits]), b.view(SIGNED[bits])
-            return COMPARE[UNSIGNED_NAMES.get(test, test)](a, b)
-        x, y = decode(a, kind), decode(b, kind)
-        if "ftz" in context.modifiers:
-            x, y = _flushed(x, kind), _flushed(y, kind)
-        nan = np.isnan(x) | np.isnan(y)
-        if test in ("num", "nan"):
-            return nan == (test == "nan")
-        unordered = len(test) == 3
-        result = COMPARE[test[:2]](x, y)
-        return result | nan if unordered else result & ~nan
-
-    if test not in (*COMPARE, *UNSIGNED_NAMES, "num", "nan", *(name + "u" for name in COMPARE)):
-        raise context.unknown()
-    first, second = context.source(1, bits), context.source(2, bits)
-    other = context.source(3, 1) if combine else None
-    if context.instruction.name == "set":
-        kind_of_result = context.types[0]
-        true = {"f32": np.uint32(0x3F80_0000)}.get(kind_of_result, np.uint32(0xFFFF_FFFF))
-        put = context.target()
-
-        def number(batch: Batch, at: At) -> None:
-            put(batch, at, np.where(holds(first(batch, at), second(batch, at)), true, np.uint32(0)))
-        return number
-    puts = context.targets(0)
-
-    def step(batch: Batch, at: At) -> None:
-        result = holds(first(batch, at), second(batch, at))
-        for put, value in zip(puts, (result, ~result), strict=False):
-            put(batch, at, value if combine is None or other is None else combine(value, other(batch, at)))
-    return step
-
-
-# -- conversions -------------------------------------------------------------------------------------------------------------
-
-
-TO_WHOLE = {"rni": "rn", "rzi": "rz", "rmi": "rm", "rpi": "rp"}
-
-
-@opcode("cvt")
-def convert(context: Context) -> Step:
-    if len(context.types) != 2:
-        raise context.unknown()
-    to, of = context.types
-    context.only("rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "satfinite", "relu")
-    if to.endswith("x2"):
-        return _to_pair(context, to, of)
-    bits_of = type_bits(of) if of != "tf32" else 32
-    whole = next((TO_WHOLE[part] for part in TO_WHOLE if part in context.modifiers), None)
-
-    def function(value: Bits) -> Bits:
-        if is_float(of):
-            x = decode(value, of)
-            x = _flushed(x, of) if "ftz" in context.modifiers else x
-            x = ROUNDINGS[whole](x) if whole else x
-            return _of_float(x, to, context)
-        number = value.view(SIGNED[bits_of]) if of[0] == "s" else value
-        if is_float(to):
-            return encode(number.astype(np.float64) if to == "f64" else _integer_to_odd(number), to, context.rounding)
-        width = type_bits(to)
-        if "sat" in context.modifiers:
-            limits = np.iinfo(SIGNED[width] if to[0] == "s" else UNSIGNED[width])
-            number = np.array([min(max(int(n), limits.min), limits.max) for n in number], object)
-        return number.astype(SIGNED[width] if to[0] == "s" else UNSIGNED[width])
-    put = context.target()
-    register = context.operand(0)
-    width = getattr(register, "bits", 32)
-    read = context.source(1, bits_of)
-
-    def step(batch: Batch, at: At) -> None:
-        value = function(read(batch, at))
-        if 8 * value.dtype.itemsize < width:                     # a narrow result in a wide register keeps its sign
-            value = value.astype(SIGNED[width] if value.dtype.kind == "i" else UNSIGNED[width])
-        put(batch, at, value)
-    return step
-
-
-def _of_float(x: Floats, to: str, context: Context) -> Bits:
-    """A float as another, or as the nearest integer that there is; NaN is 0."""
-    if is_float(to):
-        if "relu" in context.modifiers:
-            x = np.where(x < 0, x.dtype.type(0), x)
-        if "sat" in context.modifiers:
-            x = np.where(np.isnan(x), 0, np.clip(x, 0, 1)).astype(x.dtype)
-        return encode(x, to, context.rounding, "satfinite" in context.modifiers)
-    width, signed = type_bits(to), to[0] == "s"
-    dtype = SIGNED[width] if signed else UNSIGNED[width]
-    limits = np.iinfo(dtype)
-    wide = np.where(np.isnan(x), 0, x).astype(np.float64)
-    low, high = wide <= limits.min, wide >= float(limits.max)
-    inside = np.where(low | high, 0, wide).astype(np.int64 if signed else np.uint64).astype(dtype)
-    return np.where(low, dtype.type(limits.min), np.where(high, dtype.type(limits.max), inside))
-
-
-def _integer_to_odd(number: Bits) -> Floats:
-    """Integers as float64 that are exact, or rounded to odd beyond 53 bits."""
-    if number.dtype.itemsize < 8:
-        return number.astype(np.float64)
-    low = (number & number.dtype.type(0x7FF)).astype(np.float64)
-    return numbers.sum_to_odd((number - low.astype(number.dtype)).astype(np.float64), low)
-
-
-def _to_pair(context: Context, to: str, of: str) -> Step:
-    """Two floats as a packed pair, the first operand in the upper half; or a packed pair as another."""
-    part, saturate = element(to), "satfinite" in context.modifiers or element(to) in ("e4m3", "e5m2")
-    put = context.target()
-
-    def coded(x: Floats) -> Bits:
-        if "relu" in context.modifiers:
-            x = np.where(x < 0, x.dtype.type(0), x)
-        return encode(x, part, context.rounding, saturate)
-    if of == "f32":
-        high, low = context.source(1, 32), context.source(2, 32)
-
-        def two(batch: Batch, at: At) -> None:
-            values = broadcast(batch, at, [low(batch, at), high(batch, at)])
-            put(batch, at, joined(coded(decode(np.stack(values, 1), "f32")), to))
-        return two
-    bits = 16 if of[0] == "e" else 32
-    read = context.source(1, bits)
-    return lambda batch, at: put(batch, at, joined(coded(decode(packed(read(batch, at), of), element(of))), to))

@@ -10,14 +10,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from qdsl.analyze.execute.launch import execute
+from qdsl.analyze import launches
+from qdsl.analyze.counts import report
+from qdsl.analyze.execute.launch import Execution, execute
 from qdsl.analyze.execute.machine import Finding, Options
-from qdsl.analyze.gpus import AnalyzeError, arch_of
-from qdsl.analyze.launches import TYPES
-from qdsl.runtime import PackedWeight, configure, launch, ops
+from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
+from qdsl.runtime import PackedWeight, configure, ops
 from qdsl.runtime.call import Call
 
 SHAPE = (256, 1024)
+ALIKE = 0.02                                                     # static and executed counts that differ less agree
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +27,31 @@ class Trial:
     """What came of the launches of one call.
 
     error: the largest, as a share of sum |x w|; for dequantize 0 where all bits are the reference's, else of the largest weight;
-    None where only some programs ran.  instructions: that threads executed, per weight.  ideal: bytes of the weight, x and
-    out.  memory: as in Execution.
+    None where only some programs ran.  ideal: bytes of the weight, x and out.  memory: as in Execution.
+
+    instructions: that threads executed, per weight.  issued: that warps issued, as instructions of 32 threads, per weight.
+    counted: the same as the static count of `qdsl analyze` has it, the hot loop by its trips and the rest once.  sass: that count
+    of SASS.  corrected: sass by issued and counted.  None where only some programs ran, or trips depend on weights.
     """
 
+    kind: str
     title: str
     arch: str
     kernels: tuple[str, ...]
     error: float | None
     findings: tuple[Finding, ...]
-    instructions: float
     ideal: int
     memory: Mapping[str, int]
+    instructions: float
+    issued: float
+    counted: float | None
+    sass: float | None
+    corrected: float | None
 
     @property
     def is_right(self) -> bool:
         """Whether nothing was found, and dequantize is exact; the error of linear is the reader's to judge."""
-        return not self.findings and (self.error is None or not self.title.startswith("dequantize") or self.error == 0)
+        return not self.findings and (self.error is None or self.kind != "dequantize" or self.error == 0)
 
 
 def trial(module: ModuleType, kind: str, arch: str, *, storage: str | None = None, params: Mapping[str, int | str] | None = None,
@@ -55,21 +65,37 @@ def trial(module: ModuleType, kind: str, arch: str, *, storage: str | None = Non
     options = options or Options(counts=True)
     packed = _weight(module, storage, dict(params or {}), shape, zeros=programs is not None)
     n, k = packed.shape
-    out = torch.full((n, k) if kind == "dequantize" else (rows, n), torch.nan, dtype=TYPES[x]) if programs is None else \
-        torch.empty((n, k) if kind == "dequantize" else (rows, n), dtype=TYPES[x])
-    activation = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).to(TYPES[x])
+    out = torch.empty(launches.out_shape(packed, kind, rows), dtype=launches.TYPES[x])
+    if programs is None:
+        out.fill_(torch.nan)
+    activation = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    stored, weight = ops.as_stored(activation, packed) if kind == "linear" else (activation, packed)
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
-        calls = list(_calls(packed, kind, activation, out))
+        calls = launches.calls_on(weight, kind, stored, out)
     executions = [execute(call, arch, outputs=(out,) if call is calls[-1] and programs is None else (), programs=programs,
                           options=options) for call in calls]
     memory: Counter[str] = sum((Counter(execution.memory) for execution in executions), Counter())
     moved = sum(tensor.nbytes for tensor in (*packed.tensors.values(), out, *(() if kind == "dequantize" else (activation,))))
-    what = f"{kind} of {packed.format.name}.{packed.storage} [{n}, {k}]"
-    title = f"{what} to {x}" if kind == "dequantize" else f"{what}, {rows} row{'s' * (rows > 1)} of x in {x}"
-    return Trial(title, arch, tuple(execution.name for execution in executions),
-                 _error(packed, kind, activation, out) if programs is None else None,
-                 tuple(finding for execution in executions for finding in execution.findings),
-                 sum(execution.instructions for execution in executions) / (n * k), moved, dict(memory))
+    issued = sum(execution.issued for execution in executions) / (n * k)
+    counted, sass = _counted(calls, executions, arch, n * k) if programs is None else (None, None)
+    return Trial(kind=kind, title=launches.title(packed, kind, rows, x), arch=arch,
+                 kernels=tuple(execution.name for execution in executions),
+                 error=_error(packed, kind, activation, out) if programs is None else None,
+                 findings=tuple(finding for execution in executions for finding in execution.findings),
+                 ideal=moved, memory=dict(memory), instructions=sum(execution.instructions for execution in executions) / (n * k),
+                 issued=issued, counted=counted, sass=sass, corrected=sass * issued / counted if sass and counted else None)
+
+
+def _counted(calls: Sequence[Call], executions: Sequence[Execution], arch: str, weights: int,
+             ) -> tuple[float, float] | tuple[None, None]:
+    """Instructions per weight of PTX and of the machine, as the static count has them; none where it cannot be done."""
+    try:
+        reports = [report(call, arch) for call in calls]
+    except AnalyzeError:                                         # trips that depend on weights
+        return None, None
+    ptx = sum(execution.program.counted(report.trips * report.unroll) * WARP * report.warps * report.programs
+              for execution, report in zip(executions, reports, strict=True))
+    return ptx / weights, sum(report.whole * report.weights * report.programs for report in reports) / weights
 
 
 def _weight(module: ModuleType, storage: str | None, params: dict[str, int | str], shape: tuple[int, int],
@@ -86,14 +112,6 @@ def _weight(module: ModuleType, storage: str | None, params: dict[str, int | str
     return converted
 
 
-def _calls(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> Iterator[Call]:
-    if kind == "dequantize":
-        yield from launch.dequantize_calls(packed, out)
-    else:
-        stored, weight = ops.as_stored(x, packed)
-        yield from launch.linear_calls(stored, weight, None, out)
-
-
 def _error(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> float:
     if kind == "dequantize":
         weight = packed.format.dequantize(packed, out.dtype)
@@ -106,16 +124,17 @@ def _error(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> float:
 
 def block(trial: Trial) -> Iterator[str]:
     """What came of it, in lines for people."""
-    counts = trial.memory
+    counts = Counter(trial.memory)
     yield f"{trial.title}, {trial.arch}: {', '.join(trial.kernels)}"
     if trial.error is not None:
         exact = "every bit is the reference's" if trial.error == 0 else f"{trial.error:.1e}"
-        yield f"  error         {exact}{'' if trial.title.startswith('dequantize') else ' of the sum of |x w|, at most'}"
+        yield f"  error         {exact}{'' if trial.kind == 'dequantize' else ' of the sum of |x w|, at most'}"
     yield f"  findings      {len(trial.findings) or 'none'}"
     yield from (f"    {finding}" for finding in trial.findings)
     if trial.error is not None:
         moved = counts["load bytes"] + counts["store bytes"]
-        yield f"  instructions  {trial.instructions:.2f} per weight, executed by threads"
+        yield f"  instructions  {trial.instructions:.2f} of PTX per weight, executed by threads"
+        yield from _static(trial)
         yield f"  memory        {moved} bytes loaded and stored, {moved / trial.ideal:.2f} of weight, x and out"
     for what in ("load", "store"):
         if requests := counts[f"{what} requests"]:
@@ -123,3 +142,14 @@ def block(trial: Trial) -> Iterator[str]:
     for what in ("shared load", "shared store"):
         if ideal := counts[f"{what} ideal passes"]:
             yield f"  {what + 's':<13} {counts[f'{what} passes'] / ideal:.2f} of the passes without bank conflicts"
+
+
+def _static(trial: Trial) -> Iterator[str]:
+    """The static count beside what was issued."""
+    if trial.counted is None:
+        yield f"  issued        {trial.issued:.2f} of PTX per weight; no static count, since trips depend on the weights"
+        return
+    yield (f"  issued        {trial.issued:.2f} of PTX per weight, {trial.counted:.2f} by the static count; "
+           f"SASS {trial.sass:.2f} by that count")
+    if abs(trial.issued / trial.counted - 1) > ALIKE:
+        yield f"                they differ by {trial.issued / trial.counted - 1:+.0%}: SASS {trial.corrected:.2f}, corrected"

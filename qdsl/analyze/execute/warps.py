@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qdsl.analyze.execute.access import shared_load, shared_store
 from qdsl.analyze.execute.machine import WARP, At, Batch, Options, Step
-from qdsl.analyze.execute.numbers import FLOATS, SIGNED, TABLES, UNSIGNED, Bits, decode, encode
+from qdsl.analyze.execute.numbers import SIGNED, TABLES, UNSIGNED, Bits, decode, encode, flushed
 from qdsl.analyze.execute.operands import Context, Source, broadcast, opcode
 from qdsl.analyze.execute.program import ExecutionError
 
@@ -133,7 +133,7 @@ def elements(words: Bits, kind: str, options: Options) -> Matrix:
         return TABLES[kind][parts].astype(np.float64)
     values = decode(parts, kind).astype(np.float64)
     if options.flush_f16 and kind == "f16":
-        values = np.where(np.abs(values) < 2.0 ** FLOATS["f16"].lowest, np.copysign(0.0, values), values)
+        return flushed(values, kind)
     return values
 
 
@@ -184,10 +184,10 @@ def multiply(context: Context) -> Step:
         warps = len(batch.whole_warps(at))
         left = a_tile(fragment(batch, at, a, (warps, WARP)), kind_a, k, batch.options)
         right = b_tile(fragment(batch, at, b, (warps, WARP)), kind_b, k, batch.options)
-        held = fragment(batch, at, c, (warps, WARP))
+        added = fragment(batch, at, c, (warps, WARP))
         total = np.empty((warps, 16, 8))
         for place in range(4):
-            total[:, GROUP + 8 * (place // 2), 2 * MEMBER + place % 2] = numbers_of(held[..., place], integer)
+            total[:, GROUP + 8 * (place // 2), 2 * MEMBER + place % 2] = numbers_of(added[..., place], integer)
         result = bits_of(product(left, right, total, kind_a, batch.options), integer, "satfinite" in context.modifiers)
         for place, put in enumerate(puts):
             put(batch, at, np.ascontiguousarray(result[:, GROUP + 8 * (place // 2), 2 * MEMBER + place % 2]).reshape(-1))
