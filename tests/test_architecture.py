@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     # what joins them for a user
     "quantize": {"checkpoint", "drawing", "files", "runtime", "processes"},
     "rewrite": {"checkpoint", "files", "processes", ""},
-    "convert": {"rewrite", "checkpoint", "files", "quantize", "runtime", "generated", "shapes", "stored"},
+    "convert": {"rewrite", "checkpoint", "files", "processes", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
     "models": {"borders", "checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
                "stored"},

@@ -98,7 +98,8 @@ def test_every_place_of_a_model_holds_every_storage(case: formats.Case, tmp_path
         tensors |= {full: packed.tensors[own] for own, full in names_in_files(name, packed).items()}
     if stack[0].layout.streams:                                  # its files have a matrix of all experts' rows
         fields = [case.module.unpack(each) for each in stack]
-        whole = case.module.pack({own: torch.cat([each[own] for each in fields]) for own in fields[0]}, case.storage, **case.choice)
+        joined = {own: torch.cat([each[own] for each in fields]) for own in fields[0]}
+        whole = case.module.pack(joined, case.storage, **case.choice)
         tensors |= {full: whole.tensors[own] for own, full in names_in_files("stack.up", whole).items()}
     else:
         tensors |= {full: stacked(stack, own) for own, full in names_in_files("stack.up", stack[0]).items()}

@@ -55,8 +55,8 @@ def test_there_and_back(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         assert same_bits(case.module.dequantize(planar, torch.float32), case.module.dequantize(packed, torch.float32))
 
 
-# Scales and minimums of 4 bits in bytes of their own, 2 bits for digits of which five fill a byte, and codes of 8 bits whose exponents
-# take fewer in their entropy code: planar() leaves these.
+# Scales and minimums of 4 bits in bytes of their own, 2 bits for digits of which five fill a byte, and codes of 8 bits in
+# fewer of an entropy code: planar() leaves these.
 KEPT = ("q2_k.gguf", "tq1_0.gguf", "fp8_channel.fp8_lane")
 
 

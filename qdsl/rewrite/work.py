@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from qdsl.checkpoint.crc import checksum
 from qdsl.files import naming, replacing
@@ -15,6 +15,7 @@ from qdsl.processes import results
 from qdsl.rewrite import stage
 from qdsl.rewrite.shards import Shard, Step
 
+Some = TypeVar("Some", bound=Step)
 Tell = Callable[[int, str], None]
 Telling = Callable[[int], AbstractContextManager[Tell]]         # given how much there is to do
 
@@ -120,9 +121,9 @@ def _reserve(file: BinaryIO, size: int) -> None:
         file.truncate(size)
 
 
-def batches(steps: Sequence[Step], nbytes: int = 1 << 25) -> list[tuple[Step, ...]]:
+def batches(steps: Sequence[Some], nbytes: int = 1 << 25) -> list[tuple[Some, ...]]:
     """Steps in a row that are worth a task."""
-    found: list[list[Step]] = []
+    found: list[list[Some]] = []
     size = nbytes
     for step in steps:
         if size >= nbytes:
