@@ -19,6 +19,7 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import refuse_groups
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.safetensors import shown
+from qdsl.checkpoint.shaped import Shapes, shaped_layers
 from qdsl.convert import encoded
 from qdsl.convert.aim import Aim, aimed
 from qdsl.convert.config import readers, rewritten, stale
@@ -163,8 +164,8 @@ def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Mo
     return len(todo)
 
 
-def merge(out: Path) -> dict[str, Any]:
-    """Complete a checkpoint whose parts are all there.
+def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
+    """Complete a checkpoint whose parts are all there.  shapes: of layers whose tensors do not say theirs.
 
     Raises RewriteError where shards are missing, or are not of the input as it is now.
     """
@@ -180,7 +181,7 @@ def merge(out: Path) -> dict[str, Any]:
             models = _quantized(path, opened.enter_context(components.opened(path)), aim)
         else:
             folder = opened.enter_context(Folder(path))
-            known = layers(folder)
+            known = shaped_layers(folder, shapes)
             models = [_Model("", folder, known, plan(folder, known, aim))]
         if pieces := encoded.pieces([shard for model in models for shard in model.plan.shards], out / stage.STAGE):
             models = _resized(models, pieces)
