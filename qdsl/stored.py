@@ -20,6 +20,7 @@ FLOATS = {
     "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
 }
 PLANAR = "planar"                                                # the storage that the compiler derives
+NO_SHAPE = "; give shape=(N, K)"                                 # how messages end where tensors do not say N and K
 INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "index": "int32",
             "shape": "int64"}
 # Tensors of a layer without which its weight is another one: x is multiplied by them first.
@@ -318,7 +319,7 @@ def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
         solved |= _counted(layout[name].axes, prod(tensor.shape), solved, sizes)
     if missing := [dim for dim in ("N", "K") if dim not in solved]:
         shown_all = ", ".join(f"'{name}' {list(tensor.shape)} is [{layout[name].text}]" for name, tensor in tensors.items())
-        raise Misfit(1, f"{label}: the tensors do not say what {' and '.join(missing)} are ({shown_all}); give shape=(N, K)")
+        raise Misfit(1, f"{label}: the tensors do not say what {' and '.join(missing)} are ({shown_all}){NO_SHAPE}")
     return solved["N"], solved["K"]
 
 

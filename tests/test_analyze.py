@@ -278,7 +278,7 @@ def test_launches_say_how_many_weights_a_program_takes(case: Case) -> None:
         assert call.weights * math.prod(call.grid) == blocks * n * k and 0 < call.step <= call.weights
     for call in launches.calls(packed, "dequantize", 1, torch.bfloat16):
         assert n * k <= call.weights * math.prod(call.grid) < 2 * n * k
-        assert (call.step == 0) == (packed.layout.kernels.pairs is None)         # those of streams go along rows
+        assert (call.step == 0) == (call.kernel is packed.layout.kernels.dequantize)       # decoders go along rows
 
 
 # -- real kernels -----------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     # what joins them for a user
     "quantize": {"host", "checkpoint", "drawing", "files", "runtime", "processes"},
     "rewrite": {"host", "checkpoint", "files", "processes", ""},
-    "convert": {"rewrite", "checkpoint", "files", "quantize", "runtime", "generated", "shapes", "stored"},
+    "convert": {"rewrite", "checkpoint", "files", "processes", "quantize", "runtime", "generated", "shapes", "stored"},
     "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
     "models": {"borders", "host", "checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
                "stored"},

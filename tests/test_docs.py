@@ -29,7 +29,7 @@ from qdsl.checkpoint.gguf_write import NewTensor
 from qdsl.cli import app
 from qdsl.compress.run import compress
 from qdsl.compress.units import Aim
-from qdsl.generated import fp8_block, int_group, q4_0
+from qdsl.generated import fp8_block, fp8_channel, int_group, q4_0
 from qdsl.passes import compile_spec
 from qdsl.quantize.mixes import Model
 from qdsl.spec.schema import parse
@@ -288,6 +288,8 @@ def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     safetensors.write(tmp_path / "flux1-dev.safetensors", {"double_blocks.0.img_attn.proj.weight": torch.ones(8, 256)})
     layer = int_group.quantize(torch.ones(16, 64), "gptq_v2", bits=4, group=32)
     folders.folder(tmp_path / "Qwen3-8B-GPTQ", folders.named({"up": layer}))
+    scaled = fp8_channel.quantize(torch.ones(16, 64), "safetensors")
+    folders.folder(tmp_path / "Qwen3-8B-FP8-dynamic", folders.named({"up": scaled}), config={})
     folders.folder(tmp_path / "Qwen3-8B", {"up.weight": torch.randn(128, 128).bfloat16()}, config={}, index=False)
     matrices = {f"transformer_blocks.{block}.ff.weight": torch.randn(64, 128).bfloat16() for block in range(2)}
     folders.folder(tmp_path / "FLUX.1-dev" / "transformer", matrices, config={}, index=False)

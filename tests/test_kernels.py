@@ -194,7 +194,7 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
              "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs", "ranges.words",
              "ocp_mxfp6.compressed_tensors-codee2m3", "ocp_mxfp6.compressed_tensors-codee3m2",
              *(f"quanto.quanto-bits{bits}-group128-scale_typef32" for bits in (4, 2)),
-             "df11.df11", "fix4.fix4", "hlane.hlane")
+             "df11.df11", "fix4.fix4", "hlane.hlane", "fp8_channel.fp8_lane-scale_typebf16")
 
 
 TILE_ROWS = {"cpu_avx512": 64, "cpu_avx2": 32, "cpu_scalar": 32}      # of a whole tile: padding shares bytes with few rows

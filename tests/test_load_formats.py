@@ -97,7 +97,9 @@ def test_every_place_of_a_model_holds_every_storage(case: formats.Case, tmp_path
     for name, packed in weights.items():
         tensors |= {full: packed.tensors[own] for own, full in names_in_files(name, packed).items()}
     if stack[0].layout.streams:                                  # its files have a matrix of all experts' rows
-        whole = case.module.quantize(torch.cat([each.format.dequantize(each) for each in stack]))
+        fields = [case.module.unpack(each) for each in stack]
+        joined = {own: torch.cat([each[own] for each in fields]) for own in fields[0]}
+        whole = case.module.pack(joined, case.storage, **case.choice)
         tensors |= {full: whole.tensors[own] for own, full in names_in_files("stack.up", whole).items()}
     else:
         tensors |= {full: stacked(stack, own) for own, full in names_in_files("stack.up", stack[0]).items()}

@@ -15,8 +15,8 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.gguf_metadata import Value
 from qdsl.checkpoint.groups import SHARED_MEMORY
-from qdsl.checkpoint.layers import layers
 from qdsl.checkpoint.safetensors import Entry
+from qdsl.checkpoint.shaped import Shapes, shaped_layers
 from qdsl.checkpoint.survey import survey, tables, weights
 
 ARRAY_SHOWN = 8                                                  # elements of a metadata array
@@ -24,18 +24,18 @@ TEXT_SHOWN = 100                                                 # characters of
 STRING_SHOWN = 1 << 16                                           # characters of a string, in data
 
 
-def contents(path: Path, limit: int = SHARED_MEMORY) -> dict[str, Any]:
+def contents(path: Path, limit: int = SHARED_MEMORY, shapes: Shapes | None = None) -> dict[str, Any]:
     """A GGUF file, or the first of a set; a .safetensors file, a folder of them, or one of several such models.
 
-    limit: bytes of shared memory that a GPU gives a kernel.
+    limit: bytes of shared memory that a GPU gives a kernel.  shapes: of a model, for layers whose tensors do not say theirs.
     Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
     """
     if path.is_dir() or path.suffix == ".safetensors":
         models = names(path)
         if models != [""]:
-            inside = [_of_safetensors(path / name, limit) for name in models]
+            inside = [_of_safetensors(path / name, limit, shapes) for name in models]
             return {"file": str(path), "format": "safetensors", "models": inside}
-        return _of_safetensors(path, limit)
+        return _of_safetensors(path, limit, shapes)
     with GgufFile(path) as gguf:
         tensors = [_gguf_tensor(each) for each in gguf.tensors.values()]
         metadata = {key: _gguf_value(value) for key, value in gguf.metadata.stored().items()}
@@ -44,12 +44,12 @@ def contents(path: Path, limit: int = SHARED_MEMORY) -> dict[str, Any]:
                 "tensors": tensors}
 
 
-def _of_safetensors(path: Path, limit: int) -> dict[str, Any]:
+def _of_safetensors(path: Path, limit: int, shapes: Shapes | None) -> dict[str, Any]:
     """Layers, and the tensors one by one; what a folder's index names may be missing."""
     with Folder(path, partial=True) as folder:
         tensors = [_entry(name, folder.entry(name)) for name in folder.names()]
         pairs = {key: text for file in folder.files() for key, text in file.header.metadata.items()}
-        found, totals = layers(folder), _totals(tensors)
+        found, totals = shaped_layers(folder, shapes), _totals(tensors)
         (count, nbytes), whole = weights(folder, found), totals["total"]["nbytes"]
         totals["total"] = {**_total(len(tensors), count, nbytes), "nbytes": whole}
         notes = [f"{name} holds other weights, which are no part of the model" for name in folder.unread]

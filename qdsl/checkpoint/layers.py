@@ -25,7 +25,7 @@ from qdsl.checkpoint.safetensors import CheckpointError, shown, strict_json, tor
 from qdsl.checkpoint.stated import LAYER, Stated, flat
 from qdsl.shapes import granule
 from qdsl.spilled import LOST, is_spilled
-from qdsl.stored import OF_X, Description, Fit, Given, Misfit, element_dtype, fits, meant, named
+from qdsl.stored import NO_SHAPE, OF_X, Description, Fit, Given, Misfit, element_dtype, fits, meant, named
 
 SMALL = 1 << 16                                                  # bytes of a tensor that are looked at
 ENOUGH = 64                                                      # elements in which nothing is no chance
@@ -78,6 +78,11 @@ class Layer:
     def is_unknown(self) -> bool:
         """Whether it is quantized as no format is."""
         return self.why.startswith(NOT_KNOWN)
+
+    @property
+    def lacks_shape(self) -> bool:
+        """Whether its tensors do not say what N and K are."""
+        return self.why.endswith(NO_SHAPE)
 
     @property
     def stacked(self) -> bool:

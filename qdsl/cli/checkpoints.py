@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from qdsl.cli.app import SHOWN, Force, Jobs, Json, app, exit_on_sigterm, fail, input_argument, read_size, reported
+from qdsl.cli.compress import layer_shapes
 
 
 @app.command()
@@ -31,7 +32,7 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
 
     limit = SHARED_MEMORY if shared_memory is None else read_size(shared_memory)
     with reported(), local_headers(file) as path:
-        report = {**contents(path, limit), "file": file}
+        report = {**contents(path, limit, layer_shapes), "file": file}
     typer.echo(json.dumps({"schema": 1, **report}) if as_json else "\n".join(lines(report)))
     models = report.get("models", [report])
     if any(model["problems"] for model in models):

@@ -38,6 +38,16 @@ def model_shapes(folder: Any) -> Any:
     return model_shapes(folder)
 
 
+def layer_shapes(folder: Any) -> dict[str, Any]:
+    """The same by the names of modules, and nothing where the model is not known."""
+    from qdsl.rewrite import RewriteError
+
+    try:
+        return {name.removesuffix(".weight"): shape for name, shape in model_shapes(folder).items()}
+    except RewriteError:
+        return {}
+
+
 @app.command()
 def compress(folder: Annotated[Path, input_argument("A folder of safetensors files, a pipeline of diffusers, or one file.")],
              format: Annotated[str, typer.Option("--format", "-f", help="hlane, the smallest; fix4, the fastest to decode; df11, "

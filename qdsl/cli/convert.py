@@ -26,7 +26,7 @@ from qdsl.cli.app import (
     read_patterns,
     reported,
 )
-from qdsl.cli.compress import model_shapes, print_compressed, print_restored
+from qdsl.cli.compress import layer_shapes, model_shapes, print_compressed, print_restored
 
 
 @app.command()
@@ -50,7 +50,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     from functools import partial
 
     from qdsl.checkpoint.folder import Folder
-    from qdsl.checkpoint.layers import layers
+    from qdsl.checkpoint.shaped import shaped_layers
     from qdsl.convert import run
     from qdsl.convert.aim import aimed
     from qdsl.host.system import processors
@@ -64,7 +64,8 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
                     keep_misfits=keep_misfits)
     with reported(), exit_on_sigterm(), Folder(folder) as source:
-        report = run.convert(source, layers(source), aim, out, jobs=jobs or processors(), part=part, force=force,
+        known = shaped_layers(source, layer_shapes)
+        report = run.convert(source, known, aim, out, jobs=jobs or processors(), part=part, force=force,
                              tell=partial(progress, unit="B"))
     print_converted(report, as_json, "" if part is None else f"part {shard} of ")
 
@@ -94,7 +95,7 @@ def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all pa
         else:
             from qdsl.convert import run
 
-            print_converted(run.merge(out), as_json)
+            print_converted(run.merge(out, layer_shapes), as_json)
 
 
 def print_converted(report: dict[str, Any], as_json: bool, part: str = "") -> None:

@@ -85,7 +85,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
 
     ignore, only: as of Aim, for plain layers that are quantized.  skip, keep_misfits: for layers that are quantized already.
 
-    Raises RewriteError for a format or parameters that there are not, and for storages that are held in entropy codes.
+    Raises RewriteError for a format or parameters that there are not, and for plain numbers in entropy codes.
     """
     if not requantize:
         format, _, storage = to.rpartition(".")
@@ -100,7 +100,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
         chosen, rest, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
     except FormatError as error:
         raise RewriteError(str(error)) from None
-    if format.storage(storage, chosen)[1].streams:
+    if format.storage(storage, chosen)[1].streams and format.variant(chosen).copies:
         raise RewriteError(f"{name}.{storage} holds bfloat16 in an entropy code, as long as the numbers want it: "
                            f"`qdsl compress --format {name}` writes plain matrices so, without loss")
     if ignore is not None and "safetensors" in description(name).detect:

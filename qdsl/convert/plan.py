@@ -22,7 +22,7 @@ from qdsl.checkpoint.layers import Layer, Layers
 from qdsl.checkpoint.leaves import WEIGHT
 from qdsl.checkpoint.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
 from qdsl.checkpoint.stated import Stated
-from qdsl.convert import header
+from qdsl.convert import encoded, header
 from qdsl.convert.aim import Aim, become, description, params_in, shares_scale, target
 from qdsl.convert.fused import fused_layers
 from qdsl.files import digest, identity
@@ -49,18 +49,22 @@ LONGEST = -1.1754943508222875e-38                                # a float32 wit
 class Change:
     """A layer that becomes something else; where its tensors, named as there, go in the new file.
 
-    settings: words that small tensors beside it have, as the config has them.  source: the folder that has the layer.
-    model: that of a pipeline, ''.  sharing: the layers that share a super-scale with it, itself among them; none where
-    it has its own.
+    names: what its tensors are called in the new file.  settings: words that small tensors beside it have, as the config has
+    them.  source: the folder that has the layer.  model: that of a pipeline, ''.  sharing: the layers that share a super-scale
+    with it, itself among them; none where it has its own.  has_streams: whether some of its tensors are as long as an entropy
+    code, whose extents are 0 until `encoded`, a file of qdsl/convert/encoded.py, holds them.
     """
 
     layer: Layer
     aim: Aim
     to: Mapping[str, Entry]
+    names: Mapping[str, str]
     settings: Mapping[str, Any]
     source: Path
     model: str = ""
     sharing: tuple[Layer, ...] = ()
+    has_streams: bool = False
+    encoded: Path | None = None
 
     @property
     def label(self) -> str:
@@ -79,6 +83,8 @@ class Change:
         """What requantizing it cost, None where it is exact.  Raises RewriteError where the storage cannot hold it after all."""
         from qdsl.convert.steps import change
 
+        if self.encoded is not None:
+            return encoded.copy(self, self.encoded, out)
         cost = change(self, out)
         return None if cost is None else (self.label, asdict(cost))
 
@@ -260,8 +266,8 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
         raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
                            f"{format.name} has no such storage; it has {', '.join(written)}")
     try:
-        if format.storage(aim.storage, params)[1].streams:
-            raise RewriteError(f"{aim.storage} is as long as its entropy code; convert weights in memory and use qdsl.save_model")
+        if layer.experts is not None and has_streams(layer, aim):
+            raise RewriteError("an entropy code has all rows of a matrix in one, and these are experts in one tensor")
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
         stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.options.items()))] if aim.is_from_plain else \
             [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
@@ -329,9 +335,15 @@ def beside(layer: Layer, format: Format, params: Mapping[str, int | str], settin
 
 def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
     """A weight's first rows as they will be.  Raises FormatError where some rows cannot be so."""
+    import torch
+
     least = math.lcm(weight.step("N"), other.step("N"))
     fields = weight.variant.fields
     every = aim.exact(layer) and any(fields[name].type != "index" for name in other.layout.where)
+    if weight.layout.streams and not every:                      # which can be cut nowhere, but some of whose rows can be decoded
+        rows = weight.open_rows(torch.arange(min(weight.shape[0], other.step("N"))))
+        if rows is not None:
+            return become(rows, layer, aim)
     found = []
     for start in range(0, weight.shape[0] if every else 1, least):
         part = weight.format.checked(weight.cut("N", start, min(start + least, weight.shape[0])))
@@ -383,14 +395,20 @@ def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool 
     raise RewriteError(f"nobody says what '{name}' is called beside experts in one tensor")
 
 
+def has_streams(layer: Layer, aim: Aim) -> bool:
+    """Whether a layer will have tensors that are as long as an entropy code."""
+    return bool(target(layer, aim).storage(aim.storage, params_in(layer, aim))[1].streams)
+
+
 def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, known: Mapping[Path, list[Any]], model: str,
            sharing: Mapping[str, tuple[Layer, ...]]) -> Shard:
     path = file.old.path
     start, head = laid_out(path, file.tensors, metadata)
     places = head.tensors
     steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
-    steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}, _settings(folder, target(layer, aim)),
-                     folder.path, model, sharing.get(layer.name, ())) for layer, names in file.layers]
+    steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}, names,
+                     _settings(folder, target(layer, aim)), folder.path, model, sharing.get(layer.name, ()),
+                     has_streams(layer, aim)) for layer, names in file.layers]
     ordered = in_order(steps)
     return Shard(within(model, path.name), start, head.size, tuple(places), ordered, _key(folder, file, start, ordered, known))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,16 @@ from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.groups import refuse_groups
 from qdsl.checkpoint.layers import Layers, layers
 from qdsl.checkpoint.safetensors import shown
+from qdsl.checkpoint.shaped import Shapes, shaped_layers
+from qdsl.convert import encoded
 from qdsl.convert.aim import Aim, aimed
 from qdsl.convert.config import readers, rewritten, stale
+from qdsl.convert.encoded import Piece
 from qdsl.convert.plain import plain_layers
 from qdsl.convert.plan import Change, Plan, plan
 from qdsl.convert.report import relative_rms
 from qdsl.files import check_output
+from qdsl.processes import results
 from qdsl.quantize.quality import Sums
 from qdsl.rewrite import RewriteError, stage
 from qdsl.rewrite.complete import complete
@@ -104,22 +108,64 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
     what = f"a quantization to {aim.label}" if aim.is_from_plain else f"a conversion to {aim.label}"
     request = {"command": "convert", "work": what, "from": str(path.resolve()), **aim.data()}
     if stage.was_ended(out, request):
+        shards = [replace(shard, size=(out / shard.name).stat().st_size) for shard in shards]     # entropy codes have theirs
         return _report(models, aim, out, shards, 0, [f"{out} was complete already; what it cost is not measured again"], {})
     place = stage.begin(out, request, force)
+    pieces = encoded.pieces(shards, place)
+    if pieces:
+        _encode(pieces if part is None else share(pieces, *part), jobs, models, tell)
+        if part is not None:                                     # files are as long as the codes of all parts
+            return _report(models, aim, out, [], 0, [], {})
+        models = _resized(models, pieces)
+        shards = [shard for model in models for shard in model.plan.shards]
     mine = shards if part is None else share(shards, *part)
-    todo = [shard for shard in mine if not stage.is_whole(shard, out)]
+    written = _write(mine, place, jobs, models, tell)
+    costs = stage.said(mine, out)
+    notes = [] if part else _complete(path, models, shards, out)
+    return _report(models, aim, out, mine, written, notes, costs)
+
+
+def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:
+    """Make those pieces that are missing or old."""
+    todo = [piece for piece in pieces if encoded.contents(piece) is None]
+    if not todo:
+        return
+    todo[0].path.parent.mkdir(exist_ok=True)                     # which goes with the stage
+    count, paths = 0, tuple(model.folder.path for model in models)
+    try:
+        with tell(sum(piece.size for piece in todo)) as done, \
+                closing(results(encoded.encode, todo, min(jobs, len(todo)), worker.start, paths)) as sizes:
+            for piece, size in zip(todo, sizes, strict=True):
+                count += size
+                done(count, piece.changes[-1].label)
+    finally:
+        worker.finish()
+
+
+def _resized(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
+    """The models with files as long as their entropy codes.  Raises RewriteError where pieces are missing."""
+    headers = [(piece, encoded.contents(piece)) for piece in pieces]
+    if missing := sum(header is None for _, header in headers):
+        raise RewriteError(f"{pieces[0].path.parent}: {missing} of {len(pieces)} pieces of work are not there, or not of the "
+                           "input as it is now")
+    every = {change.label: (piece.path, header) for piece, header in headers if header is not None for change in piece.changes}
+    return [replace(model, plan=replace(model.plan, shards=tuple(encoded.resized(shard, every) for shard in model.plan.shards)))
+            for model in models]
+
+
+def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Model], tell: Telling) -> int:
+    """Write those files that are missing or old, and return how many."""
+    todo = [shard for shard in shards if not stage.is_whole(shard, place.parent)]
     with tell(sum(shard.nbytes for shard in todo)) as done:
         try:
             write(todo, place, jobs, done, worker.start, tuple(model.folder.path for model in models))
         finally:
             worker.finish()
-    costs = stage.said(mine, out)
-    notes = [] if part else _complete(path, models, shards, out)
-    return _report(models, aim, out, mine, len(todo), notes, costs)
+    return len(todo)
 
 
-def merge(out: Path) -> dict[str, Any]:
-    """Complete a checkpoint whose parts are all there.
+def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
+    """Complete a checkpoint whose parts are all there.  shapes: of layers whose tensors do not say theirs.
 
     Raises RewriteError where shards are missing, or are not of the input as it is now.
     """
@@ -135,8 +181,11 @@ def merge(out: Path) -> dict[str, Any]:
             models = _quantized(path, opened.enter_context(components.opened(path)), aim)
         else:
             folder = opened.enter_context(Folder(path))
-            known = layers(folder)
+            known = shaped_layers(folder, shapes)
             models = [_Model("", folder, known, plan(folder, known, aim))]
+        if pieces := encoded.pieces([shard for model in models for shard in model.plan.shards], out / stage.STAGE):
+            models = _resized(models, pieces)
+            _write([shard for model in models for shard in model.plan.shards], out / stage.STAGE, 1, models, quiet)
         shards = [shard for model in models for shard in model.plan.shards]
         costs = stage.said(shards, out)
         return _report(models, aim, out, shards, 0, _complete(path, models, shards, out), costs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 import torch
@@ -13,7 +13,7 @@ from qdsl.checkpoint.detect import numbers, says_extents
 from qdsl.checkpoint.folder import Folder
 from qdsl.checkpoint.layer_weights import weights
 from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import bytes_of, shown
+from qdsl.checkpoint.safetensors import Chunks, bytes_of, shown
 from qdsl.convert.aim import become, description, values
 from qdsl.convert.plan import Change, beside
 from qdsl.quantize.quality import Sums, measured
@@ -27,16 +27,8 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
 
     Raises RewriteError where a storage cannot hold a layer after all, CheckpointError and OSError.
     """
-    folder, layer = worker.opened(step.source), step.layer
-    cost = Sums()
-    shared = amax(folder, step.sharing) if step.sharing else None
-    for expert, weight in enumerate(weights(folder, layer)):
-        try:
-            found = become(weight, layer, step.aim, shared)
-        except FormatError as error:
-            hint = f"; `--ignore {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
-            raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "
-                               f"{step.aim.storage}: {error}{hint}") from None
+    layer, cost = step.layer, Sums()
+    for expert, (weight, found) in enumerate(_converted(step)):
         own, small = _bytes(step, found)
         assert own.keys() | small.keys() == step.to.keys(), layer.name
         for name, data in own.items():
@@ -48,6 +40,29 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
         if not step.aim.exact(layer):
             cost += error_of(weight, found)
     return None if step.aim.exact(layer) else cost
+
+
+def tensors_of(step: Change) -> tuple[dict[str, Chunks], Sums | None]:
+    """The tensors of a layer by their names in its storage, and what `change` returns.  Raises what that raises."""
+    [(weight, found)] = _converted(step)
+    own, small = _bytes(step, found)
+    shapes = {name: tuple(found.tensors[name].shape) if name in own else entry.shape for name, entry in step.to.items()}
+    parts = {name: Chunks(step.to[name].dtype, shapes[name], [data]) for name, data in (own | small).items()}
+    return parts, None if step.aim.exact(step.layer) else error_of(weight, found.open())
+
+
+def _converted(step: Change) -> Iterator[tuple[PackedWeight, PackedWeight]]:
+    """Every weight of a layer, as it is and as it will be."""
+    folder, layer = worker.opened(step.source), step.layer
+    shared = amax(folder, step.sharing) if step.sharing else None
+    for weight in weights(folder, layer):
+        try:
+            found = become(weight, layer, step.aim, shared)
+        except FormatError as error:
+            hint = f"; `--ignore {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
+            raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "
+                               f"{step.aim.storage}: {error}{hint}") from None
+        yield weight, found
 
 
 def amax(folder: Folder, layers: Sequence[Layer]) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from qdsl.checkpoint.crc import checksum
 from qdsl.files import naming, replacing
@@ -15,6 +15,7 @@ from qdsl.processes import results
 from qdsl.rewrite import stage
 from qdsl.rewrite.shards import Shard, Step
 
+Some = TypeVar("Some", bound=Step)
 Tell = Callable[[int, str], None]
 Telling = Callable[[int], AbstractContextManager[Tell]]         # given how much there is to do
 
@@ -111,9 +112,9 @@ def _written(shard: Shard, place: Path, said: Mapping[str, Any], crc: Mapping[st
         stage.note(shard, place, said, crc)
 
 
-def batches(steps: Sequence[Step], nbytes: int = 1 << 25) -> list[tuple[Step, ...]]:
+def batches(steps: Sequence[Some], nbytes: int = 1 << 25) -> list[tuple[Some, ...]]:
     """Steps in a row that are worth a task."""
-    found: list[list[Step]] = []
+    found: list[list[Some]] = []
     size = nbytes
     for step in steps:
         if size >= nbytes:

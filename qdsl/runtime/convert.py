@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Tensor]:
     """The tensors of a weight in another storage.  Raises FormatError where it cannot hold them."""
     other = PackedWeight(format, storage, {}, packed.shape, packed.params)
-    streams = packed.layout.streams or other.layout.streams
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
     fixed = {*other.layout.where} - {*packed.layout.where} - index             # what the other storage holds one value of
-    found = ({} if streams or fixed else by_words(format, packed, other)) or by_fields(format, packed, other)
+    found = ({} if fixed else by_words(format, packed, other)) or by_fields(format, packed, other)
     left = omitted(packed, other.layout)
     return {name: tensor for name, tensor in found.items() if name not in left}
 
@@ -95,8 +94,8 @@ def by_words(format: Format, packed: PackedWeight, other: PackedWeight, turned: 
     turned: where `other` is of another format, what becomes of fields that do not keep their bits.
     """
     ordered = _ordered(packed, other)
-    if ordered is None or not math.prod(packed.shape):
-        return {}
+    if ordered is None or not math.prod(packed.shape) or packed.layout.streams or other.layout.streams:
+        return {}                                                # bits of an entropy code lie anywhere
     found, columns = ordered
     change = _Change(packed, other, format.stored(other), columns, turned)
     for name in change.wanted:

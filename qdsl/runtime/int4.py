@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -137,15 +138,40 @@ def _regrouped(packed: PackedWeight, format: Format) -> PackedWeight:
     return packed.format.pack(fields, packed.storage, **{**packed.params, "group": size})
 
 
+@dataclass(frozen=True, slots=True)
+class _FusedCall:
+    """What a product needs of an operation, looked up once: the weight evicts Python's data from the caches at every product.
+
+    codes, scales: the tensors of the storage.  dtypes: of x.
+    """
+
+    function: Callable[..., Tensor]
+    format: Format
+    codes: str
+    scales: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@cache
+def _fused_call(device: str, storage: str) -> _FusedCall | None:
+    """The operation of a device that reads a storage on this machine; None where none does."""
+    operation = OPERATIONS.get(device)
+    if operation is None or storage not in operation.storages or storage != native_storage(operation):
+        return None
+    codes, *scales = operation.arguments
+    function = getattr(torch.ops.aten, operation.name).default
+    return _FusedCall(function, format_of(operation), codes, tuple(scales), operation.dtypes)
+
+
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
     """x [M, K] @ w.T + bias by the fused operation of the device; None where the weight or x is not as that takes them."""
-    operation = OPERATIONS.get(x.device.type)
-    if operation is None or packed.storage not in operation.storages or x.dtype not in operation.dtypes or not x.numel():
+    call = _fused_call(x.device.type, packed.storage)
+    if call is None or packed.format is not call.format or x.dtype not in call.dtypes or not x.numel():
         return None
-    codes, *scales = [packed.tensors[name] for name in operation.arguments]
-    if scales[0].dtype != x.dtype or packed.format is not format_of(operation) or packed.storage != native_storage(operation):
+    codes, scales = packed.tensors[call.codes], [packed.tensors[name] for name in call.scales]
+    if scales[0].dtype != x.dtype:
         return None
     n, rows = packed.shape[0], scales[0].shape[1]                # those of whole tiles
-    out: Tensor = getattr(torch.ops.aten, operation.name)(x, codes.view(rows, -1), packed.sizes["group"], *scales)
+    out = call.function(x, codes.view(rows, -1), packed.sizes["group"], *scales)
     out = out if rows == n else out[:, :n].contiguous()
     return out if bias is None else (out.float() + bias.float()).to(x.dtype)
