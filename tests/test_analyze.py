@@ -372,7 +372,8 @@ def test_predictions_stand_with_the_kernel_that_they_are_of() -> None:
 
 
 @pytest.mark.parametrize(("archs", "gpus", "shown", "chosen"), [
-    ((), (), ["sm_80", "sm_90"], ["a100", "rtx4090", "h100", "h200", "b200"]), (("sm_89",), (), ["sm_89"], ["rtx4090"]),
+    ((), (), ["sm_80", "sm_90"], ["a100", "rtx4090", "h100", "h200", "b200", "rtx5090"]),
+    (("sm_89",), (), ["sm_89"], ["rtx4090"]),
     ((), ("H200", "RTX 4090"), ["sm_90", "sm_89"], ["h200", "rtx4090"]), (("sm_80", "sm_80"), ("b200",), ["sm_80"], ["b200"]),
 ])
 def test_architectures_and_gpus_follow_from_each_other(archs: tuple[str, ...], gpus: tuple[str, ...], shown: list[str],
@@ -389,8 +390,8 @@ def run(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     (("q40",), 2, "did you mean 'q4_0'?"),
-    (("q4_0", "--arch", "sm_70"), 2, "error: no architecture 'sm_70': expected one of sm_80, sm_89, sm_90, sm_100"),
-    (("q4_0", "--gpu", "v100"), 2, "error: no GPU 'v100': expected one of a100, rtx4090, h100, h200, b200"),
+    (("q4_0", "--arch", "sm_70"), 2, "error: no architecture 'sm_70': expected one of sm_80, sm_89, sm_90, sm_100, sm_120"),
+    (("q4_0", "--gpu", "v100"), 2, "error: no GPU 'v100': expected one of a100, rtx4090, h100, h200, b200, rtx5090"),
     (("q4_0", "--kernel", "gemm"), 2, "error: no 'gemm': expected one of linear, dequantize"),
     (("q4_0", "--x", "f32"), 2, "error: no 'f32': expected one of bf16, f16"),
     (("int_group", "--param", "bits"), 2, "error: --param is key=value, not 'bits'"),

@@ -1,0 +1,1 @@
+"""What a launch costs on a GPU, and which GPUs there are."""
