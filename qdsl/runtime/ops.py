@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from qdsl.runtime import eight, order
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.finite import has_special_codes
+from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.linear import _product, _transposed, check_x, is_quantized
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.private_apis import is_batched, is_in_torch_dispatch_mode, is_jit_traced, is_transformed
+from qdsl.runtime.private_apis import PLAIN, is_batched, is_direct, is_in_torch_dispatch_mode, is_jit_traced, is_transformed
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
@@ -103,10 +103,14 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
 
     Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or on a CPU float64
-    for x in float64.  On a GPU up to 16 rows of x (128 by some kernels, configure.most_rows) meet exact weights; in every other
-    case weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; x in 8 bits has
+    for x in float64.  On a GPU a fused kernel multiplies exact weights; where runtime/gpu/plan.py chooses to decode, and on a
+    CPU, weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; x in 8 bits has
     the gradients of the product without.  Raises FormatError where x does not fit, or codes are no 8 bits.
     """
+    if is_direct(x, bias) and (plan := packed.plan) is not None:
+        out = quick(x, plan, [*map(packed.tensors.__getitem__, plan.names)], bias, mode)
+        if out is not None:
+            return out
     check_x(x, bias, packed.shape, packed.device)
     if is_quantized(mode):
         eight.check(packed)
@@ -149,7 +153,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """
     if is_recorded() or is_in_torch_dispatch_mode():
         return False
-    return all(tensor is None or (type(tensor) in (Tensor, Parameter) and not tensor.is_meta
+    return all(tensor is None or (type(tensor) in PLAIN and not tensor.is_meta
                                   and not is_batched(tensor)) for tensor in tensors)
 
 

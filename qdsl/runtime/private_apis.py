@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
@@ -17,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 __all__ = ["FakeTensor", "is_in_torch_dispatch_mode"]
+
+PLAIN = (Tensor, nn.Parameter)                                   # types whose numbers are computed with directly
 
 
 # -- who watches an operation ------------------------------------------------------------------------------------------
@@ -30,6 +33,21 @@ def is_jit_traced() -> bool:
 def is_transformed() -> bool:
     """Whether a transform of torch.func, or forward-mode differentiation, is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_direct(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product of x is nothing but numbers: plain tensors that nothing watches, casts or differentiates.
+
+    False is always right.  What may watch are a compiler, a tracer, a dispatch mode, a transform and forward mode.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() or \
+            torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0 or \
+            type(x) not in PLAIN or torch.is_autocast_enabled(x.device.type) or torch._C._functorch.is_legacy_batchedtensor(x):
+        return False
+    if bias is None:
+        return not (x.requires_grad and torch.is_grad_enabled())
+    return type(bias) in PLAIN and not torch._C._functorch.is_legacy_batchedtensor(bias) and \
+        not ((x.requires_grad or bias.requires_grad) and torch.is_grad_enabled())
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -110,7 +128,6 @@ def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[tup
 
     types: of arguments, by name.  constants, hints: values, and known divisors, by place.
     """
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -120,6 +137,17 @@ def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[tup
 
 def tool_path(tool: str) -> str:
     """Where one of the NVIDIA programs that come with Triton lies: 'ptxas', 'nvdisasm', 'cuobjdump'."""
-    import triton
-
     return str(getattr(triton.knobs.nvidia, tool).path)
+
+
+def launch_stream(device: int) -> int | None:
+    """The current stream of a GPU, by its index, for a launch past Triton's own launcher; -1 is whichever is current.
+
+    None where another device is current, or something asked Triton to be called at launches, as its profiler does.
+    """
+    driver, runtime = triton.runtime.driver.active, triton.knobs.runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if getattr(before, "calls", before) or getattr(after, "calls", after):
+        return None
+    current = driver.get_current_device()
+    return driver.get_current_stream(current) if device in (current, -1) else None
