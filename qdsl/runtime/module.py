@@ -104,8 +104,13 @@ class PackedModule(nn.Module):
         tensors: list[Tensor] = []
         for name in names:
             tensor = own.get(words[name])
-            if type(tensor) is not nn.Parameter or tensor.dtype != dtypes[name] or \
-                    getattr(tensor, "_noted", None) != (0 if tensor.is_inference() else tensor._version):
+            if type(tensor) is not nn.Parameter or tensor.dtype != dtypes[name]:
+                return None
+            try:
+                version = tensor._version
+            except RuntimeError:                                 # of inference mode, as in _version, at half the time
+                version = 0
+            if getattr(tensor, "_noted", None) != version:
                 return None
             tensors.append(tensor)
         return tensors

@@ -6,11 +6,12 @@ tests/test_private_apis.py checks what each part is relied on for, on the torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor, fx, nn
+from torch._library.autograd import Info, make_autograd_impl
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -42,7 +43,7 @@ def is_direct(x: Tensor, bias: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() or \
             torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0 or \
-            type(x) not in PLAIN or torch.is_autocast_enabled(x.device.type) or torch._C._functorch.is_legacy_batchedtensor(x):
+            type(x) not in PLAIN or torch._C._is_any_autocast_enabled() or torch._C._functorch.is_legacy_batchedtensor(x):
         return False
     if bias is None:
         return not (x.requires_grad and torch.is_grad_enabled())
@@ -53,6 +54,17 @@ def is_direct(x: Tensor, bias: Tensor | None) -> bool:
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor is one of autograd's own vmap (`is_grads_batched`), which has the type of a plain tensor."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def gradient_kernel(operator: Any, gradients: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
+    """What torch.library.register_autograd has an operator do where gradients may be wanted: f(dispatch keys, *arguments).
+
+    gradients, keep: its `backward` and `setup_context`.
+    """
+    return cast(Callable[..., Any], make_autograd_impl(operator, Info(gradients, keep)))
 
 
 # -- traced programs ---------------------------------------------------------------------------------------------------
