@@ -19,6 +19,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 __all__ = ["FakeTensor", "is_in_torch_dispatch_mode"]
 
 
+def allocation(tensor: Tensor) -> int:
+    """What two tensors have in common that are views of the same memory, on meta too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 # -- who watches an operation ------------------------------------------------------------------------------------------
 
 
