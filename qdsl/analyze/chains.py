@@ -45,8 +45,8 @@ def chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> t
     """
     hot = loop or range(0)
     parts = dict(zip(hot, strides.missed([code.instructions[place] for place in hot]), strict=True))
-    steps = [Step(each, *accesses(each), pipes.busy(each, arch), parts.get(place, 1.0), x is not None and reads_argument(each, x))
-             for place, each in enumerate(code.instructions)]
+    steps = [Step(instruction, *accesses(instruction), pipes.busy(instruction, arch), parts.get(place, 1.0),
+                  x is not None and reads_argument(instruction, x)) for place, instruction in enumerate(code.instructions)]
     fast, slow = (_measured(steps, loop, latency) for latency in (FAST, SLOW))
     outside, trip = (_line(*ends) for ends in zip(fast, slow, strict=True))
     return outside, trip

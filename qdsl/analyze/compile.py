@@ -108,23 +108,23 @@ def specialised(call: Call) -> tuple[dict[str, str], dict[tuple[int, ...], Any],
 def argument_place(types: Mapping[str, Any], name: str, arch: Arch) -> int | None:
     """Where an argument lies in the constant bank; None where a kernel has none of that name, or its value is a constant.
 
-    Arguments lie at multiples of their sizes, after what the driver puts there.
+    Arguments lie at multiples of their sizes, after what the driver puts first.
     """
     place = 0x380 if arch.capability >= 100 else 0x210 if arch.capability >= 90 else 0x160
-    for each, kind in types.items():
+    for argument, kind in types.items():
         for part in _flat(kind):
             size = 8 if part.startswith("*") or part.endswith("64") else 4
             place = -(-place // size) * size
-            if each == name:
+            if argument == name:
                 return place
             place += size
     return None
 
 
 def _flat(kind: Any) -> list[str]:
-    """The types of an argument that kernels are given; of a tuple its elements'."""
+    """The types that a kernel has for an argument: of a tuple its elements', of a constant none."""
     if isinstance(kind, tuple):
-        return [part for each in kind for part in _flat(each)]
+        return [part for element in kind for part in _flat(element)]
     return [] if kind == "constexpr" else [str(kind)]
 
 

@@ -36,7 +36,7 @@ class Report:
     hot_weights: that a program takes in a trip of it.  unroll: trips of the source's loop in one of its.  trips: of it.
     hot_bytes: that a program's threads load from global memory in a trip, counted once per thread.  copied: whether they go
     to shared memory on their own, stages - 1 trips ahead.  loaded: bytes that all programs load, counted so.  read: bytes of
-    the weight that leave the L2 cache: the weight as often as there are programs for other rows of x.
+    the weight that leave the L2 cache: the weight as often as programs of other rows of x read it.
 
     hot, whole: instructions of a thread per weight, of the hot loop and of the kernel, where the loop counts `trips` times and
     everything else once.  hot_pipes, whole_pipes: the same by pipe.  cycles: scheduler cycles per weight for which the kernel
@@ -99,19 +99,19 @@ def report(call: Call, arch: str) -> Report:
         programs *= extent
     weight, others = _bytes(call)
     passes = call.grid[1] if "x" in call.kernel.arg_names and len(call.grid) > 1 else 1
-    made = counted(compiled(call, target), target.name, programs, call.weights, call.step, weight + others, passes * weight)
-    if made.loaded < LEAST_LOADED * weight:
-        raise AnalyzeError(f"{made.kernel} for {arch}: {made.loaded / weight:.2f} of the weight's bytes are loaded in "
-                           f"{made.trips} trips of the loop, unrolled {made.unroll}-fold: the loop was misread")
-    return made
+    counts = counted(compiled(call, target), target.name, programs, call.weights, call.step, weight + others, passes * weight)
+    if counts.loaded < LEAST_LOADED * weight:
+        raise AnalyzeError(f"{counts.kernel} for {arch}: {counts.loaded / weight:.2f} of the weight's bytes are loaded in "
+                           f"{counts.trips} trips of the loop, unrolled {counts.unroll}-fold: the loop was misread")
+    return counts
 
 
 def _bytes(call: Call) -> tuple[int, int]:
     """Bytes of a weight's tensors among a launch's arguments, and of the others; those that share memory count once."""
     sizes: dict[int, tuple[int, bool]] = {}
     for name, value in zip(call.kernel.arg_names, call.arguments, strict=False):
-        for each in _tensors(value):
-            sizes.setdefault(allocation(each), (each.numel() * each.element_size(), name in ACTIVATIONS))
+        for tensor in _tensors(value):
+            sizes.setdefault(allocation(tensor), (tensor.numel() * tensor.element_size(), name in ACTIVATIONS))
     return sum(size for size, other in sizes.values() if not other), sum(size for size, other in sizes.values() if other)
 
 
@@ -120,8 +120,8 @@ def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
-        for each in value:
-            yield from _tensors(each)
+        for element in value:
+            yield from _tensors(element)
 
 
 def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int, read: int = 0) -> Report:

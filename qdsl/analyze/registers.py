@@ -34,9 +34,9 @@ def accesses(instruction: Instruction) -> tuple[list[str], list[str]]:
 def _names(text: str, width: int) -> list[str]:
     """Registers of an operand, with those after it that belong to it, and predicates."""
     names = _PREDICATE.findall(text)
-    for found in _REGISTER.finditer(text):
-        first, count = int(found["number"]), 2 if found["wide"] else width
-        names += [f"{found['file']}R{number}" for number in range(first, first + count)]
+    for match in _REGISTER.finditer(text):
+        first, count = int(match["number"]), 2 if match["wide"] else width
+        names += [f"{match['file']}R{number}" for number in range(first, first + count)]
     return names
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from qdsl.analyze import sass
 from qdsl.analyze.registers import accesses
@@ -11,71 +11,84 @@ from qdsl.analyze.sass import Instruction
 
 SECTOR = 32                                                      # bytes that the L1 cache fetches at once
 _ADDRESS = re.compile(r"\[([^\[\]]*)\]\s*\Z")
+_OFFSET = re.compile(r"\+(-?0x[0-9a-f]+)\Z")
 _NAME = re.compile(r"\bU?R\d+\b")
+_NUMBER = re.compile(r"-?0x[0-9a-f]+\Z")
+_PREDICATE = re.compile(r"!?U?P[\dT]\Z")
+_ADDS = ("IADD3", "IADD", "VIADD", "UIADD3", "UIADD", "UVIADD", "MOV", "UMOV", "R2UR")
+_IMAD_ADDS = ("IMAD.IADD", "IMAD.MOV", "IMAD.MOV.U32", "IMAD.U32", "IMAD.X")
 _SHIFTS = ("SHF.L.U32", "USHF.L.U32", "IMAD.SHL.U32")
 
 
 def missed(body: Sequence[Instruction]) -> list[float]:
-    """The part of a load's trips in which it fetches a new sector, of every instruction of a loop; 1 where that is unknown.
+    """The part of its trips in which a load fetches a new sector, for every instruction of a loop; 1 where that is unknown.
 
     A load of an address that another one fetched in the same trip fetches nothing.
     """
-    per_trip: dict[str, int | None] = dict(sass.moves(body))
-    carried = {name for each in body for name in accesses(each)[0]}
+    moves = _Moves(body)
     parts: list[float] = []
-    fetched: dict[tuple[str, int], list[int]] = {}
-    version: dict[str, int] = {}
-    for each in body:
+    fetched: dict[tuple[str, int], list[int]] = {}               # offsets by registers and by how often those were written
+    writes: dict[str, int] = {}
+    for instruction in body:
         part = 1.0
-        if each.loaded and (address := _ADDRESS.search(each.operands[-1] if each.base == "LDG" else each.operands[1])):
-            names = _NAME.findall(address[1])
-            moved = _sum([_of(name, per_trip, carried) for name in names])
+        source = instruction.operands[-1 if instruction.base == "LDG" else 1] if instruction.loaded else ""
+        if address := _ADDRESS.search(source):
+            moved = moves.of(address[1])
             part = 1.0 if moved is None else min(1.0, abs(moved) / SECTOR)
-            key = (" ".join(sorted(names)), sum(version.get(name, 0) for name in names))
-            offset = _offset(address[1])
-            if any(abs(offset - other) < SECTOR for other in fetched.get(key, ())):
+            names = _NAME.findall(address[1])
+            offset = int(last[1], 16) if (last := _OFFSET.search(address[1])) else 0
+            offsets = fetched.setdefault((" ".join(sorted(names)), sum(writes.get(name, 0) for name in names)), [])
+            if any(abs(offset - other) < SECTOR for other in offsets):
                 part = 0.0
-            fetched.setdefault(key, []).append(offset)
+            offsets.append(offset)
         parts.append(part)
-        for name in accesses(each)[0]:
-            version[name] = version.get(name, 0) + 1
-            per_trip[name] = None if each.guard else _moved(each, per_trip, carried)
+        written = accesses(instruction)[0]
+        writes |= {name: writes.get(name, 0) + 1 for name in written}
+        moves.follow(instruction, written)
     return parts
 
 
-def _offset(address: str) -> int:
-    found = re.search(r"\+(-?0x[0-9a-f]+)\Z", address)
-    return int(found[1], 16) if found else 0
+class _Moves:
+    """How far registers move in a trip of a loop; None where that is unknown, 0 for those that the loop does not write."""
+
+    def __init__(self, body: Sequence[Instruction]) -> None:
+        self.per_trip: dict[str, int | None] = {name: None for instruction in body for name in accesses(instruction)[0]}
+        self.per_trip |= sass.moves(body)
+
+    def of(self, operand: str) -> int | None:
+        """How far an operand moves: the sum of its registers, or its negation."""
+        moved = _sum(self.per_trip.get(name, 0) for name in _NAME.findall(operand))
+        return moved and (-moved if operand.startswith("-") else moved)
+
+    def follow(self, instruction: Instruction, written: Iterable[str]) -> None:
+        """Note how far the results of an instruction move."""
+        moved = None if instruction.guard else self._result(instruction)
+        self.per_trip |= dict.fromkeys(written, moved)
+
+    def _result(self, instruction: Instruction) -> int | None:
+        sources = [part.removesuffix(".reuse") for part in instruction.operands[1:]]
+        sources = [part for part in sources if not _PREDICATE.match(part)]
+        moves = [self.of(part) for part in sources]
+        numbers = [int(part, 16) if _NUMBER.match(part) else None for part in sources]
+        opcode, base = instruction.opcode, instruction.base
+        if all(move == 0 for move in moves) or ".HI" in opcode or opcode.endswith(".X"):
+            return 0                                             # of upper words, too, which only carries reach
+        if base in _ADDS or opcode in _IMAD_ADDS:
+            return _sum(moves)
+        first, factor = moves[0], numbers[1] if len(numbers) > 1 else None
+        if base in ("LEA", "ULEA") and len(moves) == 3 and first is not None and numbers[2] is not None:
+            return _sum([first << numbers[2], moves[1]])
+        if opcode in _SHIFTS and first is not None and factor is not None:
+            return first * factor if base == "IMAD" else first << factor
+        if base == "IMAD" and len(moves) == 3 and first is not None and factor is not None:
+            return _sum([first * factor, moves[2]])
+        return None
 
 
-def _of(name: str, per_trip: Mapping[str, int | None], carried: set[str]) -> int | None:
-    """How far a register moves: one that the loop does not write stays."""
-    return per_trip.get(name, None if name in carried else 0)
-
-
-def _sum(moved: Sequence[int | None]) -> int | None:
-    known = [each for each in moved if each is not None]
-    return sum(known) if len(known) == len(moved) else None
-
-
-def _moved(each: Instruction, per_trip: Mapping[str, int | None], carried: set[str]) -> int | None:
-    """How far the result of an instruction moves in a trip, None where that is unknown."""
-    sources = [part.removesuffix(".reuse") for part in each.operands[1:]]
-    sources = [part for part in sources if not re.fullmatch(r"!?U?P[\dT]", part)]
-    moves = [_sum([_of(name, per_trip, carried) * (-1 if part.startswith("-") else 1)                       # type: ignore[operator]
-                   if _of(name, per_trip, carried) is not None else None for name in _NAME.findall(part)]) for part in sources]
-    if all(move == 0 for move in moves):
-        return 0
-    if ".HI" in each.opcode or each.opcode.endswith(".X"):
-        return 0                                                 # upper words, which carries alone reach
-    if each.base in ("IADD3", "IADD", "VIADD", "UIADD3", "UIADD", "UVIADD", "MOV", "UMOV", "R2UR") or each.opcode in (
-            "IMAD.IADD", "IMAD.MOV", "IMAD.MOV.U32", "IMAD.U32", "IMAD.X"):
-        return _sum(moves)
-    numbers = [int(part, 16) if re.fullmatch(r"-?0x[0-9a-f]+", part) else None for part in sources]
-    if each.base in ("LEA", "ULEA") and len(moves) == 3 and moves[0] is not None and numbers[2] is not None:
-        return _sum([moves[0] << numbers[2], moves[1]])
-    if each.opcode in _SHIFTS and moves[0] is not None and numbers[1] is not None:
-        return moves[0] * numbers[1] if each.base == "IMAD" else moves[0] << numbers[1]
-    if each.base == "IMAD" and len(moves) == 3 and moves[0] is not None and numbers[1] is not None:
-        return _sum([moves[0] * numbers[1], moves[2]])
-    return None
+def _sum(moves: Iterable[int | None]) -> int | None:
+    total = 0
+    for move in moves:
+        if move is None:
+            return None
+        total += move
+    return total

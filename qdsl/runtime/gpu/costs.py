@@ -58,7 +58,8 @@ class Cost:
     registers: of a thread.  shared: bytes of a program.  warps: of a program.  step: weights of a program in a trip of its loop.
     trip, fixed: cycles for which a warp occupies its scheduler's busiest pipe, in a trip and outside of the loop.
     chain, chain_loads: the dependence chain of a trip, of a warp that runs alone: cycles, and latencies of memory.
-    start, start_loads: the same outside of the loop.
+    start, start_loads: the same outside of the loop.  rows: of w, or the part of one, that a program of `dequantize` takes which
+    has a loop; 0 of the others, whose grid is that of the launch, or whose program takes a step.
     """
 
     registers: int
@@ -71,6 +72,7 @@ class Cost:
     chain_loads: float
     start: float
     start_loads: float
+    rows: float = 0.0
 
 
 # Where the table has no entry: rounded from the median of its entries of that kind.
@@ -217,7 +219,7 @@ def _with_warps(cost: Cost, warps: int) -> Cost:
         return cost
     shared = cost.shared * warps // cost.warps if cost.shared < 16384 else cost.shared
     return Cost(cost.registers, shared, warps, cost.step * warps // cost.warps, cost.trip, cost.fixed, cost.chain,
-                cost.chain_loads, cost.start, cost.start_loads)
+                cost.chain_loads, cost.start, cost.start_loads, cost.rows)
 
 
 def _rows(config: Mapping[str, int], cost: Cost, n: int, programs: int) -> int:
@@ -236,8 +238,8 @@ def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target
     rows = cdiv(n, tiles)
     cost = kernel_cost(packed, "dequantize", {}, target.arch)
     written = size * rows * k
-    programs = cdiv(rows * k, cost.step)
-    decoded = terms(cost, programs, 1, nbytes // tiles + written, 0, target).seconds
+    per_program = int(cost.rows * k) or cost.step
+    decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), nbytes // tiles + written, 0, target).seconds
     return tiles * (decoded + matmul_seconds(m, rows, k, size, target))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SCHEDULERS = 4                                                   # of an SM, on all of these; each issues one instruction a clock
+SCHEDULERS = 4                                                   # of an SM; one issues an instruction a clock
 WARP = 32                                                        # threads
 REGISTER_STEP = 8                                                # registers of a thread are allocated in steps of it
 RESERVED = 1024                                                  # bytes of shared memory that the driver takes per program
