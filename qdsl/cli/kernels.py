@@ -31,7 +31,7 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
 
     With --execute run what was compiled, instruction by instruction, and check its results and its accesses of memory.
     """
-    from qdsl.analyze import AnalyzeError, launches, survey, text
+    from qdsl.analyze import GPUS, AnalyzeError, launches, survey, text
 
     kinds = kernel or ["linear"]
     for names, known in ((kinds, launches.KERNELS), ([x], launches.TYPES)):
@@ -54,10 +54,10 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
             for surveyed in survey.survey(packed, kinds, rows, x, archs, gpus):
                 kernels += survey.data(surveyed, listing=dump)
                 if not as_json:
-                    for report in map(surveyed.reports.__getitem__, archs):
+                    for report in (surveyed.reports[name] for name in archs if name in surveyed.reports):
                         typer.echo("\n".join([*text.block(surveyed.title, report), *(report.listing if dump else ()), ""]))
-                    print_table(text.HEADS, [text.row(surveyed.reports[gpu.arch], prediction)
-                                             for gpu, prediction in zip(gpus, surveyed.predictions, strict=True)])
+                    print_table(text.HEADS, [text.row(surveyed.reports[GPUS[prediction.gpu].arch], prediction)
+                                             for prediction in surveyed.predictions])
         except survey.REFUSALS as error:
             fail(f"{error}", 1 if isinstance(error, AnalyzeError) else 2)
     typer.echo(json.dumps({"schema": 1, "kernels": kernels}) if as_json else text.LEGEND)

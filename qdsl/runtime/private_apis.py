@@ -23,6 +23,11 @@ __all__ = ["FakeTensor", "is_in_torch_dispatch_mode"]
 PLAIN = (Tensor, nn.Parameter)                                   # types whose numbers are computed with directly
 
 
+def allocation(tensor: Tensor) -> int:
+    """What two tensors have in common that are views of the same memory, on meta too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 # -- who watches an operation ------------------------------------------------------------------------------------------
 
 

@@ -1,1 +1,1 @@
-"""What a launch costs on a GPU, and which GPUs there are."""
+"""What launches cost on GPUs, and the GPUs that costs are modelled for."""

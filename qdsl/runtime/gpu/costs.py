@@ -16,18 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from qdsl.runtime.arrays import cdiv
-from qdsl.runtime.gpu.devices import ARCHS, SCHEDULERS, Arch, Gpu
+from qdsl.runtime.gpu.devices import ARCHS, SCHEDULERS, Gpu
 
 if TYPE_CHECKING:
     from qdsl.runtime.packed import PackedWeight
 
 LAUNCH = 1.5e-6                                                  # seconds from one kernel of a CUDA graph to the next, assumed
-LATENCY = 700e-9                                                 # seconds from a load to its data under traffic, assumed
+LATENCY = 500e-9                                                 # seconds from a load to its data, assumed: idle memory is faster
 REACHABLE = 0.9                                                  # of the data sheet's bandwidth: a plain copy's share, rounded
 L2_BYTES = 28                                                    # from the L2 cache, per clock and SM, assumed
 MATMUL = 0.7                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
@@ -58,7 +58,8 @@ class Cost:
     registers: of a thread.  shared: bytes of a program.  warps: of a program.  step: weights of a program in a trip of its loop.
     trip, fixed: cycles for which a warp occupies its scheduler's busiest pipe, in a trip and outside of the loop.
     chain, chain_loads: the dependence chain of a trip, of a warp that runs alone: cycles, and latencies of memory.
-    start, start_loads: the same outside of the loop.
+    start, start_loads: the same outside of the loop.  rows: of w, or the part of one, that a program of `dequantize` takes which
+    has a loop; 0 of the others, whose grid is that of the launch, or whose program takes a step.
     """
 
     registers: int
@@ -71,6 +72,7 @@ class Cost:
     chain_loads: float
     start: float
     start_loads: float
+    rows: float = 0.0
 
 
 # Where the table has no entry: rounded from the median of its entries of that kind.
@@ -101,26 +103,43 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     passes = candidate.grid[1] if len(candidate.grid) > 1 else 1
     per_program = _rows(candidate.config, cost, n, programs // passes) * k
     moved = nbytes + dtype.itemsize * m * (n + k)
-    return launch_seconds(cost, programs, cdiv(per_program, cost.step), moved, passes * nbytes, target)
+    return terms(cost, programs, cdiv(per_program, cost.step), moved, passes * nbytes, target).seconds
 
 
-def launch_seconds(cost: Cost, programs: int, trips: int, moved: int, loaded: int, target: Gpu) -> float:
-    """Modelled seconds of a launch.
+class Terms(NamedTuple):
+    """Seconds that a launch consists of.
+
+    first: until the first loads have arrived.  memory, cached, busy: for which memory, the L2 cache and the busiest pipe of an
+    SM work.  chain: in which the programs of an SM, as many at once as it holds, follow their dependences.
+    """
+
+    first: float
+    memory: float
+    cached: float
+    busy: float
+    chain: float
+
+    @property
+    def seconds(self) -> float:
+        return LAUNCH + max(self.first + max(self.memory, self.cached, self.busy), self.chain)
+
+
+def terms(cost: Cost, programs: int, trips: int, moved: int, loaded: int, target: Gpu) -> Terms:
+    """What the time of a launch consists of; a chain of inf where a program does not fit on the GPU's SMs.
 
     trips: of a program's loop.  moved: bytes between memory and the L2 cache.  loaded: bytes between that and the SMs.
     """
-    arch = arch_of(target)
-    resident = arch.resident(cost.registers, cost.shared, cost.warps)
-    if not resident:
-        return float("inf")
+    resident = ARCHS[target.arch].resident(cost.registers, cost.shared, cost.warps)
     clock = target.clock * 1e9
     turns = cdiv(programs, target.multiprocessors)
-    busy = cdiv(turns * cost.warps, SCHEDULERS) * (cost.fixed + trips * cost.trip) / clock
-    first = (cost.start + cost.chain) / clock + max(cost.start_loads, cost.chain_loads, 1.0) * LATENCY
+    warps = cdiv(turns * cost.warps, SCHEDULERS)
     alone = (cost.start + trips * cost.chain) / clock + (cost.start_loads + trips * cost.chain_loads) * LATENCY
-    memory = moved / (target.bandwidth * 1e9 * REACHABLE)
-    cached = loaded / (target.multiprocessors * L2_BYTES * clock)
-    return LAUNCH + max(first + max(memory, cached, busy), cdiv(turns, resident) * alone)
+    return Terms(
+        first=min(alone, (cost.start + cost.chain) / clock + max(1.0, cost.start_loads) * LATENCY),
+        memory=moved / (target.bandwidth * 1e9 * REACHABLE),
+        cached=loaded / (target.multiprocessors * L2_BYTES * clock),
+        busy=warps * (cost.fixed + trips * cost.trip) / clock,
+        chain=cdiv(turns, resident) * alone if resident else float("inf"))
 
 
 def kernel_cost(packed: PackedWeight, kind: str, config: Mapping[str, int], arch: str) -> Cost:
@@ -149,11 +168,6 @@ def config_key(kind: str, r: int = 0, columns: int = 0) -> str:
     r: tiles of 16 rows of w per warp.  columns: rows of x per program, where the kernel has a choice.
     """
     return " ".join([kind, *([f"R={r}"] if r else ()), *([str(columns)] if columns else ())])
-
-
-def arch_of(target: Gpu) -> Arch:
-    """The architecture of a GPU."""
-    return ARCHS[target.arch]
 
 
 @cache
@@ -205,7 +219,7 @@ def _with_warps(cost: Cost, warps: int) -> Cost:
         return cost
     shared = cost.shared * warps // cost.warps if cost.shared < 16384 else cost.shared
     return Cost(cost.registers, shared, warps, cost.step * warps // cost.warps, cost.trip, cost.fixed, cost.chain,
-                cost.chain_loads, cost.start, cost.start_loads)
+                cost.chain_loads, cost.start, cost.start_loads, cost.rows)
 
 
 def _rows(config: Mapping[str, int], cost: Cost, n: int, programs: int) -> int:
@@ -224,8 +238,8 @@ def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target
     rows = cdiv(n, tiles)
     cost = kernel_cost(packed, "dequantize", {}, target.arch)
     written = size * rows * k
-    programs = cdiv(rows * k, cost.step)
-    decoded = launch_seconds(cost, programs, 1, nbytes // tiles + written, 0, target)
+    per_program = int(cost.rows * k) or cost.step
+    decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), nbytes // tiles + written, 0, target).seconds
     return tiles * (decoded + matmul_seconds(m, rows, k, size, target))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SCHEDULERS = 4                                                   # of an SM, on all of these; each issues one instruction a clock
+SCHEDULERS = 4                                                   # of an SM; one issues an instruction a clock
 WARP = 32                                                        # threads
 REGISTER_STEP = 8                                                # registers of a thread are allocated in steps of it
 RESERVED = 1024                                                  # bytes of shared memory that the driver takes per program
@@ -79,15 +79,15 @@ GPUS = {gpu.name: gpu for gpu in (
 def of_device(title: str, capability: tuple[int, int], multiprocessors: int) -> Gpu:
     """The GPU that a driver reports, by the name, compute capability and number of SMs that torch.cuda gives.
 
-    One that is not listed counts as the listed one of its architecture, or of the last architecture before it, with memory and
-    matrix rates in proportion to its SMs.
+    One that is not listed counts as the listed one of its architecture, or of the last architecture before it, or else of the
+    first, with memory and matrix rates in proportion to its SMs.
     """
     for gpu in GPUS.values():
         if gpu.name.removeprefix("rtx").upper() in title:
             return gpu if gpu.multiprocessors == multiprocessors else _resized(gpu, multiprocessors)
     number = 10 * capability[0] + capability[1]
-    before = [gpu for gpu in GPUS.values() if ARCHS[gpu.arch].capability <= number]
-    return _resized(max(before or GPUS.values(), key=lambda gpu: ARCHS[gpu.arch].capability), multiprocessors)
+    before = [gpu for gpu in GPUS.values() if ARCHS[gpu.arch].capability <= number] or [GPUS["a100"]]
+    return _resized(max(before, key=lambda gpu: ARCHS[gpu.arch].capability), multiprocessors)
 
 
 def _resized(gpu: Gpu, multiprocessors: int) -> Gpu:
