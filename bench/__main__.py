@@ -14,6 +14,7 @@ from bench import (
     dequantize,
     effort,
     families,
+    launch,
     linear,
     loading,
     lossless,
@@ -26,7 +27,7 @@ from bench.figure import Figure
 from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "convert": convert,
-          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear,
+          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "launch": launch,
           "loading": loading, "pretrained": pretrained}
 ROUNDS, QUICK = 15, 3
 

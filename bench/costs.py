@@ -23,7 +23,7 @@ from qdsl.analyze.gpus import arch_of
 from qdsl.analyze.predict import cost as cost_of
 from qdsl.runtime import FormatError, PackedWeight, configure, launch, streams
 from qdsl.runtime.call import Call
-from qdsl.runtime.gpu import costs
+from qdsl.runtime.gpu import costs, plan
 
 SHAPE = (4096, 8192)                                             # several trips of every loop
 ARCHS = ("sm_90", "sm_80")
@@ -68,8 +68,9 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
         for kind, rows in (("row", 1), ("few", 8), ("many", 16)):
             for config in configs(packed, kind) if launch.has_lanes(_x(rows, k), packed) else ():
                 rows = config.get("BM", rows)
-                if launch.kind(_x(rows, k), packed) == kind:
-                    for call in launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), config=config):
+                if kind in plan.kinds(packed, rows, X, torch.device("meta")):
+                    candidate = costs.Candidate(kind, config)
+                    for call in launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), candidate=candidate):
                         yield costs.config_key(kind, *costs.configuration(config)), call
 
 
@@ -78,7 +79,7 @@ def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
     if kind != "many":
         yield from ({"R": r, "WN": 1, "WK": 4, "EVEN": True} for r in (1, 2))
         return
-    for bm in (16, configure.most_rows(packed, X, torch.device("meta"))):
+    for bm in (16, configure.most_columns(packed)):
         yield from ({"R": r, "W": 4, "BM": bm, "STAGES": 3 if bm < 128 else 2, "UNROLL": 1, "WHOLE": 0} for r in (1, 2))
 
 

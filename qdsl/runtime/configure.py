@@ -114,7 +114,7 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
     if kind == "many" and m > 64 and is_tall(packed):
         rule, *others = _tall(m, n, k, device)
     elif kind == "many":
-        rule = _many(m, n, device)
+        rule = _many(min(m, most_columns(packed)), n, device)
         others = [{**rule, "R": r, "STAGES": stages} for r in (1, 2) for stages in (2, 3, 4)]
         others += [{**rule, "STAGES": 2, "UNROLL": 2}] if is_tall(packed) else []
     else:
@@ -160,6 +160,12 @@ def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
     r = 2 if (4 if bm < 64 else 2) * cdiv(n, 128) >= target(device).multiprocessors else 1
     return {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0}
+
+
+def most_columns(packed: PackedWeight) -> int:
+    """Rows of x that a program of kernel `many` may take, the columns of its tile."""
+    found = packed.layout.kernels.lanes
+    return 128 if is_tall(packed) else 64 if found is None or min(found.sizes(packed.sizes), default=128) >= 128 else 32
 
 
 def is_tall(packed: PackedWeight) -> bool:

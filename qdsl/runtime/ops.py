@@ -352,8 +352,9 @@ def _defined(name: str, function: Callable[..., Tensor], fake: Callable[..., Ten
 
     Where nothing asks for gradients, and nothing else watches, it computes at once, without a second dispatch.
     """
-    _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, function, "CompositeExplicitAutograd")
+    schema = name + torch.library.infer_schema(function, mutates_args=())
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"qdsl::{name}", fake, lib=_library)
     operation = getattr(torch.ops.qdsl, name).default
     watched = gradient_kernel(operation, gradients, keep)
@@ -364,10 +365,10 @@ def _defined(name: str, function: Callable[..., Tensor], fake: Callable[..., Ten
         result: Tensor = watched(keys, x, *others)
         return result
 
-    _library.impl(name, differentiated, "Autograd", with_keyset=True)
+    _library.impl(name, differentiated, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
     return operation
 
 
-_library = torch.library.Library("qdsl", "FRAGMENT")
+_library = torch.library.Library("qdsl", "FRAGMENT")             # type: ignore[no-untyped-call]
 _linear = _defined("linear", _computed_linear, _empty_linear, _of_linear, _keep_linear, bias=2)
 _turned = _defined("transposed", _computed_transposed, _empty_transposed, _of_turned, _keep_turned)

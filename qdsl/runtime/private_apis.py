@@ -6,7 +6,7 @@ tests/test_private_apis.py checks what each part is relied on for, on the torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import triton
@@ -69,7 +69,7 @@ def gradient_kernel(operator: Any, gradients: Callable[..., Any], keep: Callable
 
     gradients, keep: its `backward` and `setup_context`.
     """
-    return cast(Callable[..., Any], make_autograd_impl(operator, Info(gradients, keep)))
+    return make_autograd_impl(operator, Info(gradients, keep))
 
 
 # -- traced programs ---------------------------------------------------------------------------------------------------
