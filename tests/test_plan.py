@@ -11,15 +11,19 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from qdsl.generated import awq_gemv_fast, int_group, iq2_xxs, q4_0
 from qdsl.runtime import FormatError, PackedWeight, configure, launch, linear, ops
+from qdsl.runtime.call import Call
 from qdsl.runtime.gpu import plan
 from qdsl.runtime.gpu.costs import seconds
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
+from qdsl.runtime.gpu.prepared import Prepared, prepare
 from tests.support.formats import ROOT, Case, cases
 from tests.support.interpreter import INTERPRETED
 
@@ -177,6 +181,28 @@ def test_products_of_the_interpreter(kernels: None) -> None:
 
 
 # -- what is prepared --------------------------------------------------------------------------------------------------
+
+
+def test_arguments_of_prepared_launches() -> None:
+    """Addresses are filled in, those inside of a tensor and those in tuples too; what nobody passes again is refused."""
+    calls: list[tuple[Any, ...]] = []
+    kernel = SimpleNamespace(params=[SimpleNamespace(name=name) for name in ("planes", "x", "m", "function")], pre_run_hooks=[])
+    compiled = SimpleNamespace(run=lambda *arguments: calls.append(arguments), function=5, packed_metadata="metadata")
+    table, weight, x = torch.zeros(8), torch.zeros(64, 8), torch.zeros(4, 8)
+
+    def prepared(planes: tuple[torch.Tensor | int | None, ...]) -> Prepared | None:
+        call = Call(kernel, (planes, x, 4), {"function": len}, (7, 2), {})
+        return prepare([(call, compiled)], [x, weight, None], [table], False)
+
+    ready = prepared((weight[16:], None, 3, table))
+    assert ready is not None and not ready.is_decoded
+    [launched] = ready.launches
+    launched(9, [1000, 5000])
+    assert calls == [(7, 2, 1, 9, 5, "metadata", None, None, None, (5000 + 16 * 8 * 4, None, 3, table), 1000, 4, len)]
+    assert prepared((weight, torch.zeros(8))) is None            # a tensor of this call alone
+    assert prepare([], [torch.zeros(9)[1:]], [], False) is None  # no multiple of 16 bytes
+    call = Call(kernel, ((weight,), x, 4), {"function": len}, (1,), {})
+    assert prepare([(call, None)], [x, weight], [], False) is None           # the interpreter compiles nothing
 
 
 def test_prepared_launches() -> None:

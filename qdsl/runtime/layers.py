@@ -73,7 +73,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
             self._read_scale()
         packed = self.packed
         out = self.format.linear(input, packed, self.bias, self.quantize_x, self.batch_invariant, self._x_scale)
-        if packed.plan is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and packed.plan is not None:
             self._packed.plan, self._packed.dense = packed.plan, packed.dense
         return out
 
