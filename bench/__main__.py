@@ -15,6 +15,7 @@ from bench import (
     effort,
     execute,
     families,
+    launch,
     linear,
     loading,
     lossless,
@@ -28,8 +29,8 @@ from bench.figure import Figure
 from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "convert": convert,
-          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "execute": execute,
-          "sharding": sharding,
+          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "launch": launch,
+          "execute": execute, "sharding": sharding,
           "loading": loading, "pretrained": pretrained}
 ROUNDS, QUICK = 15, 3
 

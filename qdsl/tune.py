@@ -1,7 +1,7 @@
-"""Timing a handful of launch configurations on the GPU that is there, and keeping the fastest for later processes.
+"""Timing the launches that a product may take on the GPU that is there, and keeping the fastest for later processes.
 
-Nothing needs this: configurations follow from shapes (runtime/configure.py).  What is found lies in a small JSON file per
-device in the cache folder, by kernel, format, storage, parameters, shape and type of x.
+Nothing needs this: the plan of a weight follows from modelled costs (runtime/gpu/plan.py).  What was fastest lies in a small
+JSON file per device in the cache folder, by format, storage, parameters, shape, rows and type of x.
 """
 
 from __future__ import annotations
@@ -9,47 +9,46 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from qdsl.files import write_text
 from qdsl.runtime import PackedWeight, configure, launch
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu import plan, product
+from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.triton import require, triton
 
-MOST = 8                                                         # candidates per kernel
+MOST = 20                                                        # candidates per number of rows: those of least modelled cost
 
 
-def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dtype = torch.float16) -> dict[str, dict[str, int]]:
-    """Time the kernels of a weight on its GPU for these numbers of rows of x, and keep the fastest configurations.
+def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dtype = torch.float16) -> dict[str, dict[str, Any]]:
+    """Time the ways to multiply by a weight on its GPU for these numbers of rows of x, and keep the fastest of each.
 
-    Returns them as the file holds them.  Numbers of rows that no fused kernel for matrix units serves are left out.
-    Raises MissingTriton where Triton is not installed.
+    A number stands for those down to half of it, 8 for 2 to 8.  Returns them as the file holds them: kind, configuration and
+    milliseconds.  Raises MissingTriton where Triton is not installed.
     """
     require()
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, dict[str, Any]] = {}
     packed = packed.as_stored()
     for m in rows:
         x = torch.ones(m, packed.shape[1], dtype=dtype, device=packed.device)
-        out = torch.empty(m, packed.shape[0], dtype=dtype, device=packed.device)
-        if launch.has_lanes(x, packed) and m <= configure.most_rows(packed, dtype, packed.device):
-            kind = launch.kind(x, packed)
-            choices = configure.candidates(kind, packed, m)[:MOST]
-            times = [_time(next(iter(launch.linear_calls(x, packed, None, out, config=choice)))) for choice in choices]
-            found[configure.key(kind, packed, dtype)] = choices[times.index(min(times))]
+        choice = plan.choice(packed, m, dtype, packed.device, launch.is_aligned(x, packed))
+        times = [(_time(x, packed, option.candidate), option.candidate) for option in choice.options[:MOST]]
+        fastest, candidate = min(times, key=lambda each: each[0])
+        found[configure.key(packed, m, dtype)] = {"kind": candidate.kind, "config": dict(candidate.config), "ms": fastest}
     _keep(configure.tuned_file(packed.device), found)
     return found
 
 
-def _time(call: Call) -> float:
-    """Median milliseconds of a launch whose weights are not in the cache."""
-    taken: float = triton.testing.do_bench(replace(call).run, return_mode="median")
+def _time(x: torch.Tensor, packed: PackedWeight, candidate: Candidate) -> float:
+    """Median milliseconds of a product whose weights are not in the cache."""
+    taken: float = triton.testing.do_bench(lambda: product.by(candidate, x, packed), return_mode="median")
     return taken
 
 
-def _keep(path: Path, found: dict[str, dict[str, int]]) -> None:
+def _keep(path: Path, found: dict[str, dict[str, Any]]) -> None:
     os.makedirs(path.parent, exist_ok=True)
     write_text(path, json.dumps({**configure.tuned(path), **found}, indent=1, sort_keys=True) + "\n")
-    configure.forget()
+    plan.forget()

@@ -81,6 +81,7 @@ if __name__ == "__main__":
                 *map(small, (1, 2, 48, 1 << 31)), small(16, offset=1), small(16, offset=16)]
     print(json.dumps({
         "reports": {arch: {name: asdict(report(call, arch)) for name, call in CALLS.items()} for arch in ("sm_80", "sm_100")},
+        "sm_120": asdict(report(CALLS["product"], "sm_120")),
         "refused": {name: refusal(call) for name, call in REFUSED.items()},
         "specialised": [as_triton_does(call) for call in launched],
         "text": command("q4_0", "--arch", "sm_90", "--dump"),

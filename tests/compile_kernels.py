@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qdsl.runtime import launch
+from qdsl.runtime import configure, launch
 from qdsl.runtime.match import stored_dtype
 from qdsl.shapes import axis
 from tests.support.covering import ALL, covering, kernels
@@ -38,7 +38,7 @@ def signature(case: Case, kind: str, optional: bool, dtype: str) -> tuple[dict[s
     storage = format.variant(case.choice).storages[case.storage].opened
     sizes = format.sizes(case.choice, SHAPE)
     rows, units = (axis(text).extent(*SHAPE, sizes) for text in (storage.kernels.rows, storage.kernels.units))
-    bn, bk = launch._tile(storage.kernels.last, rows, units, storage.kernels.sums)
+    bn, bk = configure.tile(storage.kernels.last, rows, units, storage.kernels.sums)
     types: dict[str, str] = {}
     constants: dict[str, Any] = {"BN": bn, "BK": bk}
     names = getattr(storage.kernels, kind).arg_names

@@ -15,6 +15,7 @@ import torch
 from qdsl.analyze import report
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import configure, launch
+from tests.support import regimes
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases
 
@@ -36,9 +37,10 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
         for i, case in enumerate(compiled_for(arch)):
             packed = case.module.FORMAT.empty(SHAPE, case.storage, "meta", (), **case.choice)
             served = [x for x in (torch.empty(rows, SHAPE[1], dtype=TYPES[arch], device="meta") for rows in (1, 8, 16))
-                      if launch.has_lanes(x, packed) and (len(x) < 16 or launch.kind(x, packed) == "many")]
+                      if launch.has_lanes(x, packed) and (len(x) < 16 or regimes.candidate(x, packed).kind == "many")]
             for x in served if case in COVERING else served[i % len(served):][:1]:
-                made = report(next(iter(launch.linear_calls(x, packed, None, torch.empty_like(x)))), arch)
+                [call] = launch.linear_calls(x, packed, None, torch.empty_like(x), candidate=regimes.candidate(x, packed))
+                made = report(call, arch)
                 yield {"kernel": f"{case} {made.kernel} {len(x)}", "opcodes": sorted({op.split(".")[0] for op in made.opcodes}),
                        "hot": made.hot, "spills": made.spills, "tensor": sorted(made.tensor), "loads": made.loads}
 

@@ -21,6 +21,7 @@ from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight, configure, experts, launch, ops
 from qdsl.runtime.call import Call
 from tests import test_w8a8
+from tests.support import regimes
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields, smallest
 from tests.support.only_ptx import stop_at_ptx
@@ -115,7 +116,7 @@ def result(job: Job, flush: bool = False) -> dict[str, Any]:
             bias = sample(1, packed.shape[0], job.dtype)[0] if job.rows % 2 else None
             out = torch.full((job.rows, packed.shape[0]), torch.nan, dtype=job.dtype)
             stored, weight = ops.as_stored(x, packed)
-            calls = list(launch.linear_calls(stored, weight, bias, out))
+            calls = list(launch.linear_calls(stored, weight, bias, out, candidate=regimes.candidate(stored, weight)))
             findings = run(calls, job.arch, out, options)
             exact, allowed = expected(job.case, packed, x, bias)
             error = share_of(out, exact, allowed)

@@ -18,6 +18,7 @@ from qdsl.analyze.execute.launch import arguments_of
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight, configure, launch
 from qdsl.runtime.call import Call
+from tests.support import regimes
 from tests.support.only_ptx import stop_at_ptx
 from tests.support.ptx_mutants import mutants
 
@@ -34,7 +35,8 @@ def call_of(packed: PackedWeight, rows: int, arch: str) -> tuple[Call, torch.Ten
     x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
     out = torch.zeros((rows, N) if rows else (N, K), dtype=torch.bfloat16)
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
-        calls = list(launch.linear_calls(x, packed, None, out) if rows else launch.dequantize_calls(packed, out))
+        calls = list(launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed)) if rows else
+                     launch.dequantize_calls(packed, out))
     assert len(calls) == 1
     return calls[0], out, x
 

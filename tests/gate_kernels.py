@@ -15,6 +15,7 @@ import torch
 from qdsl.analyze import report
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight, configure, launch
+from tests.support import regimes
 from tests.support.formats import EXTRA, SHIPPED, module
 
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -81,7 +82,7 @@ def every(arch: str) -> list[dict[str, object]]:
             packed = weight(gate, gate.shape or SHAPES[arch])
             for kind, limit in gate.limits if arch in gate.archs else ():
                 x, out = (torch.empty(gate.rows, size, dtype=TYPES[kind], device="meta") for size in reversed(packed.shape))
-                for call in launch.linear_calls(x, packed, None, out):
+                for call in launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed)):
                     made = asdict(report(call, arch))
                     del made["listing"]
                     found.append({"gate": str(gate), "x": kind, "limit": limit, "picked": gate.kernel, **made})

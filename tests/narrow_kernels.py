@@ -10,6 +10,7 @@ import torch
 from qdsl.analyze import launches, report
 from qdsl.runtime import configure, experts, launch
 from qdsl.runtime.call import Call
+from tests.support import regimes
 
 SHAPE = (4096, 4096)
 
@@ -28,7 +29,8 @@ def few() -> Iterator[tuple[str, Call]]:
     """Of one weight with 8 rows of x, and of 8 experts that it is cut into, with as many rows each."""
     packed = launches.weight(launches.module("q4_0"), SHAPE, "planar", {})
     x = meta(8, SHAPE[1], dtype=torch.float16)
-    yield "one", next(launch.linear_calls(x, packed, None, meta(8, SHAPE[0], dtype=x.dtype)))
+    out = meta(8, SHAPE[0], dtype=x.dtype)
+    yield "one", next(launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed)))
     x, out = meta(64, SHAPE[1], dtype=x.dtype), meta(64, SHAPE[0] // 8, dtype=x.dtype)
     yield "experts", next(launch.grouped_calls(x, packed, meta(16, 3, dtype=torch.int32), None, out))
 

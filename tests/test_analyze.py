@@ -9,16 +9,21 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from qdsl.analyze import ARCHS, GPUS, AnalyzeError, Report, launches, pipes, predict, sass, survey, text
-from qdsl.analyze.compile import Compiled, loop_loads, loop_step
+from qdsl.analyze import ARCHS, GPUS, AnalyzeError, Report, compile, launches, pipes, predict, report, sass, survey, text
+from qdsl.analyze.chains import Chain, chains
+from qdsl.analyze.compile import Compiled, argument_place, loop_loads, loop_step
 from qdsl.analyze.counts import counted
+from qdsl.analyze.registers import accesses
+from qdsl.analyze.strides import missed
 from qdsl.cli import app
+from qdsl.runtime.call import Call
 from tests.support.formats import ROOT, Case, cases
 
 # A guard that leaps over everything, a loop of nine instructions, two spills, and what the assembler leaves behind the end.
@@ -155,6 +160,8 @@ def test_loops_of_the_compilers_texts() -> None:
     assert loop_step(first) == 64
     assert loop_step(ttgir.replace("%c256_i32", "%n")) is None
     assert loop_step("%w = tt.load %p : tensor<4x!tt.ptr<i8>>") is None
+    nest = "\n".join(["      scf.for %k = %c0_i32 to %n step %c8_i32 {", *["        %x = tt.load %p"] * 3, "      }", "    }"])
+    assert loop_step(ttgir.replace("    }", nest, 1)) == 8       # as in hlane, where it has most of them
     ptx = "\n".join(["ld.global.b32 {%r1}, [%rd1];", "$L__BB0_2: // loop", "@%p1 ld.global.v4.b32 {%r1}, [%rd1];",
                      "cp.async.cg.shared.global [%r1], [%rd2], 16;", "ld.shared.b32 %r3, [%r1];", "@%p5 bra \t$L__BB0_2;",
                      "bra.uni $L__BB0_3;", "$L__BB0_3:"])
@@ -190,6 +197,19 @@ def test_a_kernel_without_a_loop_is_hot_as_a_whole() -> None:
         assert made.hot == made.whole == 1.0 and made.hot_pipes == made.whole_pipes
 
 
+def test_a_kernel_that_seems_to_load_less_than_its_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a loop is taken for an unrolled one, fewer trips are counted, and fewer bytes than there are."""
+    w = torch.empty(264 * 16384, dtype=torch.uint8, device="meta")
+    arguments = (w, w.view(torch.int32), torch.empty(1 << 24, device="meta"))           # a view of w is no second tensor
+    call = Call(SimpleNamespace(__name__="kernel", arg_names=["w", "w32", "x"]), arguments, {}, (264,), {}, 16384, 1024)
+    monkeypatch.setattr(compile, "compiled", lambda call, arch: compiled(shared=0))
+    assert report(call, "sm_90").traffic == 264 * 16384 + (1 << 26)                     # 25600 bytes of a program's 16384
+    monkeypatch.setattr(compile, "compiled", lambda call, arch: compiled(step=64))
+    with pytest.raises(AnalyzeError, match=r"kernel for sm_90: 0\.78 of the weight's bytes are loaded in 2 trips of the loop, "
+                                           "unrolled 8-fold: the loop was misread"):
+        report(call, "sm_90")
+
+
 def test_text_without_instructions_is_refused() -> None:
     with pytest.raises(AnalyzeError, match="no instruction"):
         counted(compiled("kernel:\n"), "sm_90", 1, weights=1, step=0, traffic=1)
@@ -214,6 +234,90 @@ def test_pipes(opcode: str, arch: str, pipe: str, cycles: dict[str, float]) -> N
     assert pipes.busy(instruction, arch) == pytest.approx({"issue": 1, **cycles})
 
 
+# -- dependence chains ------------------------------------------------------------------------------------------------
+
+
+def instruction(text: str) -> sass.Instruction:
+    return sass.parse(f"/*0000*/ {text} ;").instructions[0]
+
+
+@pytest.mark.parametrize(("text", "written", "read"), [
+    ("@!P1 LDG.E.128 R4, desc[UR6][R8.64+0x10]", "R4 R5 R6 R7", "UR6 R8 R9 P1"),
+    ("LDG.E.64 R2, [R2.64]", "R2 R3", "R2 R3"),
+    ("IADD3 R4, P0, R2, UR8, RZ", "R4 P0", "R2 UR8"), ("LEA.HI.X R9, R2, UR9, R3, 0x1, P0", "R9", "R2 UR9 R3 P0"),
+    ("IMAD.WIDE.U32 R2, R5.reuse, 0x4, R6", "R2 R3", "R5 R6 R7"), ("ISETP.LT.AND P0, PT, R18, UR7, !P0", "P0", "R18 UR7 P0"),
+    ("HMMA.16816.F32.BF16 R44, R16, R12, RZ", "R44 R45 R46 R47", "R16 R17 R18 R19 R12 R13"),
+    ("HGMMA.64x16x16.F32 R24, R40, gdesc[UR4], R24", " ".join(f"R{n}" for n in range(24, 32)),
+     "R40 R41 R42 R43 UR4 UR5 R24 R25 R26 R27"),
+    ("LDSM.16.M88.4 R4, [R2]", "R4 R5 R6 R7", "R2"), ("LDSM.16.M88 R4, [R2]", "R4", "R2"),
+    ("STG.E.64 desc[UR4][R2.64], R6", "", "UR4 R2 R3 R6 R7"), ("LDGSTS.E.BYPASS.128 [R16], desc[UR20][R2.64], P1", "",
+                                                                "R16 UR20 R2 R3 P1"),
+    ("WARPGROUP.DEPBAR.LE gsb0, 0x0", "", ""),
+])
+def test_registers_of_an_instruction(text: str, written: str, read: str) -> None:
+    assert [sorted(names) for names in accesses(instruction(text))] == [sorted(written.split()), sorted(read.split())]
+
+
+def looped(*lines: str) -> tuple[sass.Code, range]:
+    """A loop of these instructions, that counts in R0 and leads back to its start."""
+    body = (*lines, "VIADD R0, R0, 0x1", "ISETP.GE.AND P0, PT, R0, UR5, PT", "@!P0 BRA `(.L_x_0)")
+    code = sass.parse("\n".join([".L_x_0:", *(f"/*{16 * place:04x}*/ {line} ;" for place, line in enumerate(body)),
+                                 f"/*{16 * len(body):04x}*/ EXIT ;"]))
+    return code, range(len(body))
+
+
+@pytest.mark.parametrize(("lines", "loads", "cycles"), [
+    # Used in the trip that issues it: a latency per trip, 5 + 5 cycles of the two that follow, and 1 to issue.
+    (("LDG.E R4, desc[UR6][R8.64]", "FADD R5, R4, R9", "FADD R6, R5, R9", "FADD R7, R6, R9",
+      "IADD3 R8, R8, 0x80, RZ"), 1, (8, 30)),
+    # Used in the next one, before it is loaded again: the same, for nothing else is there to do.
+    (("FADD R5, R4, R9", "LDG.E R4, desc[UR6][R8.64]", "IADD3 R8, R8, 0x80, RZ"), 1, (0, 30)),
+    # One load after another, and both at once.
+    (("LDG.E R4, desc[UR6][R8.64]", "FADD R5, R4, R9", "LDG.E R6, desc[UR6][R10.64]", "FADD R7, R6, R9", "IADD3 R8, R8, 0x80, RZ",
+      "IADD3 R10, R10, 0x80, RZ"), 2, (0, 40)),
+    (("LDG.E R4, desc[UR6][R8.64]", "LDG.E R6, desc[UR6][R10.64]", "FADD R5, R4, R9", "FADD R7, R6, R9", "IADD3 R8, R8, 0x80, RZ",
+      "IADD3 R10, R10, 0x80, RZ"), 1, (0, 40)),
+    # An address that moves by 8 bytes: one trip of four fetches a sector.  One that stays: none.
+    (("LDG.E R4, desc[UR6][R8.64]", "FADD R5, R4, R9", "IADD3 R8, R8, 0x8, RZ"), 0.25, (30, 60)),
+    (("LDG.E R4, desc[UR6][R8.64]", "FADD R5, R4, R9"), 0, (40, 60)),
+    # A lookup: the second load hits the L1 cache.
+    (("LDG.E R4, desc[UR6][R8.64]", "IADD3 R6, R4, R9, RZ", "LDG.E R7, desc[UR6][R6.64]", "FADD R5, R7, R9",
+      "IADD3 R8, R8, 0x80, RZ"), 1, (40, 80)),
+    # A copy to shared memory of which two groups may be under way: a third of the latency in a trip.
+    (("LDGSTS.E.128 [R3], desc[UR6][R8.64]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x2", "IADD3 R8, R8, 0x80, RZ"), 1 / 3, (0, 40)),
+    # A warp group's product, waited for: 64 cycles of the matrix unit and its latency.
+    (("HGMMA.64x128x16.F32.BF16 R24, R40, gdesc[UR4], R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x0"), 0, (97, 110)),
+], ids=["used", "next", "two", "both", "sector", "fixed", "lookup", "copy", "group"])
+def test_the_dependence_chain_of_a_trip(lines: tuple[str, ...], loads: float, cycles: tuple[float, float]) -> None:
+    _, trip = chains(*looped(*lines), "sm_90")
+    assert trip.loads == pytest.approx(loads, abs=0.05) and cycles[0] <= trip.cycles <= cycles[1]
+
+
+def test_x_comes_from_the_l2_cache() -> None:
+    """Which load is one of x is told by the argument that its address was made of."""
+    code, loop = looped("LEA R8, P1, R0, UR4, 0x2", "LDG.E R4, desc[UR6][R8.64]", "FADD R5, R4, R9")
+    code = sass.parse("/*0000*/ ULDC.64 UR4, c[0x0][0x220] ;\n.L_x_0:\n" + "\n".join(each.line for each in code.instructions)
+                      .replace("0x2 ;", "0x5 ;"))
+    loop = range(1, 7)
+    trips = [chains(code, loop, "sm_90", x)[1] for x in (0x218, 0x220)]
+    assert [round(trip.loads, 2) for trip in trips] == [1, 0] and 270 <= trips[1].cycles < 320
+
+
+def test_where_an_argument_lies() -> None:
+    types = {"q": "*i32", "B": "constexpr", "n": "i32", "x": "*bf16", "out": "*bf16"}
+    assert argument_place(types, "x", ARCHS["sm_90"]) == 0x210 + 16 and argument_place(types, "x", ARCHS["sm_80"]) == 0x160 + 16
+    assert argument_place({"tensors": ("*i32", "*fp16", "constexpr"), **types}, "x", ARCHS["sm_120"]) == 0x380 + 32
+    assert argument_place(types, "bias", ARCHS["sm_90"]) is None
+
+
+def test_a_load_from_the_sector_of_another_one_fetches_nothing() -> None:
+    code, loop = looped("LDG.E.U16 R4, desc[UR6][R8.64]", "LDG.E.U16 R5, desc[UR6][R8.64+0x6]",
+                        "LDG.E.U16 R6, desc[UR6][R8.64+0x40]", "IADD3 R8, P1, R8, 0x10, RZ",
+                        "IADD3.X R9, R9, RZ, RZ, P1, !PT", "LDG.E.U16 R7, desc[UR6][R8.64]",
+                        "LEA R10, P1, R0, R2, 0x3", "LDG.E R11, desc[UR6][R10.64]", "LDG.E R12, desc[UR6][R4.64]")
+    assert missed([code.instructions[place] for place in loop]) == [0.5, 0, 0.5, 1, 1, 0.5, 1, 0.25, 1, 1, 1, 1]
+
+
 # -- predicting -------------------------------------------------------------------------------------------------------
 
 
@@ -227,28 +331,37 @@ def test_programs_on_a_multiprocessor(arch: str, registers: int, shared: int, wa
     assert ARCHS[arch].resident(registers, shared, warps) == programs
 
 
-def test_a_kernel_that_waits_for_its_loads() -> None:
-    """All 264 programs run at once, four trips each: four latencies of 700 ns."""
-    found = predict(example(), GPUS["h200"])
-    assert (found.gpu, found.limit, found.resident, found.occupancy) == ("h200", "latency", 12, 0.75)
-    assert found.seconds == pytest.approx(4 * 700e-9)
-    assert found.share == found.in_flight == pytest.approx(264 * 2048 / (4.8e12 * 700e-9))
-    assert found.headroom == pytest.approx((264 * 8192 / 4.8e12) / (2 * 60 * 4 / (4 * 1.98e9)))
-    assert predict(example(copied=True), GPUS["h200"]).in_flight == pytest.approx(2 * found.in_flight)
-    assert predict(example(hot_bytes=1024), GPUS["h200"]).in_flight == pytest.approx(found.in_flight / 2)
+def test_a_kernel_whose_programs_wait_for_their_loads() -> None:
+    """All 264 programs run at once, four trips each: four latencies of memory, and nothing else to wait for."""
+    found = predict(example(hot_chain=Chain(0, 1), outside_chain=Chain(0, 0)), GPUS["h200"])
+    assert (found.gpu, found.resident, found.occupancy) == ("h200", 12, 0.75)
+    assert found.chain == pytest.approx(4 * 500e-9) and found.seconds == pytest.approx(1.5e-6 + 4 * 500e-9)
+    assert found.start == pytest.approx(1.5e-6 + 500e-9) and found.limit == "start"
+    longer = predict(example(trips=40, hot_chain=Chain(0, 1), outside_chain=Chain(198, 0)), GPUS["h200"])
+    assert longer.limit == "chain" and longer.seconds == pytest.approx(1.5e-6 + 40 * 500e-9 + 198 / 1.98e9)
+
+
+def test_programs_that_do_not_run_at_once_follow_each_other() -> None:
+    """An SM holds 12: of 132 * 13 programs one comes after the others."""
+    one, two = (predict(example(programs=132 * count, hot_chain=Chain(0, 1)), GPUS["h200"]) for count in (12, 13))
+    assert two.chain == pytest.approx(2 * one.chain)
 
 
 def test_a_kernel_that_is_busy_and_one_that_is_fast_enough() -> None:
-    """Programs come whole: 132 multiprocessors take 265 in three turns."""
-    many = example(programs=132 * 1000, traffic=132 * 1000 * 8192)
-    assert (predict(many, GPUS["h200"]).share, predict(many, GPUS["h200"]).limit) == (0.9, "memory")
-    assert predict(many, GPUS["h100"]).seconds == pytest.approx(132 * 1000 * 8192 / 3.35e12 / 0.9)
-    slow = replace(many, cycles={"convert": 8.0, "alu": 6.0})
+    """What does not overlap is added: the launch and the first loads; programs come whole, 265 in three turns."""
+    still = {"hot_chain": Chain(0, 0), "outside_chain": Chain(0, 0)}
+    many = example(programs=132 * 1000, traffic=132 * 1000 * 8192, **still)
+    found = predict(many, GPUS["h200"])
+    assert found.limit == "memory" and found.start == 1.5e-6 and 0.88 < found.share < 0.9
+    assert predict(many, GPUS["h100"]).seconds == pytest.approx(1.5e-6 + 132 * 1000 * 8192 / 3.35e12 / 0.9)
+    slow = replace(many, cycles={"convert": 8.0, "alu": 6.0}, hot_cycles={"convert": 900.0, "alu": 9.0},
+                   outside_cycles={"convert": 96.0, "alu": 99.0})
     found = predict(slow, GPUS["h200"])
-    assert found.limit == "convert" and found.share == found.headroom
-    assert found.seconds == pytest.approx(1000 * 16384 * 8 / 32 / (4 * 1.98e9))
-    turns = [predict(replace(slow, programs=count), GPUS["h200"]).headroom for count in (264, 265)]
-    assert turns[0] == pytest.approx(turns[1] * 1.5)
+    assert found.limit == "convert" and found.busy == pytest.approx(1000 * (96 + 4 * 900) / 1.98e9)
+    turns = [predict(replace(slow, programs=count), GPUS["h200"]).busy for count in (264, 265)]
+    assert turns[1] == pytest.approx(turns[0] * 1.5)
+    read_often = predict(replace(many, read=1 << 40), GPUS["h200"])
+    assert read_often.limit == "L2" and read_often.cached == pytest.approx((1 << 40) / (132 * 28 * 1.98e9))
 
 
 def test_a_prediction_is_for_the_architecture_that_was_compiled_for() -> None:
@@ -260,7 +373,7 @@ def test_a_program_that_no_multiprocessor_holds_is_not_run() -> None:
     for facts in ({"shared_bytes": 400000}, {"registers": 255, "warps": 16}):
         found = predict(example(**facts), GPUS["h200"])
         assert (found.share, found.limit, found.seconds, found.resident) == (0, "does not fit", None, 0)
-        assert text.row(example(**facts), found)[2:4] == ["0%", "does not fit"]
+        assert text.row(example(**facts), found)[2:5] == ["-", "0%", "does not fit"]
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
@@ -325,6 +438,13 @@ def test_resources_of_real_kernels(found: dict[str, Any], arch: str, matrix: str
         assert 0.3 < each["hot"] < 12
 
 
+def test_a_kernel_for_consumer_blackwell(found: dict[str, Any]) -> None:
+    """sm_120 has the matrix instructions of a warp, no others."""
+    made = found["sm_120"]
+    assert made["arch"] == "sm_120" and {opcode.split(".")[0] for opcode in made["tensor"]} == {"HMMA"} and made["copied"]
+    assert made["loaded"] >= 0.9 * 4096 * 4096 * 2 and made["hot_chain"]["cycles"] > 0
+
+
 def test_arguments_are_specialised_as_the_launcher_does_it(found: dict[str, Any]) -> None:
     assert len(found["specialised"]) > 10 and all(found["specialised"])
 
@@ -346,7 +466,7 @@ def test_the_command_prints_a_block_and_a_table(found: dict[str, Any]) -> None:
     for label in ("resources", "hot loop", "kernel", "loads", "tensor"):
         assert sum(line.startswith(f"  {label} ") for line in lines) == 1, label
     assert re.search(r"^/\*[0-9a-f]{4}\*/ .*LDG", found["text"], re.MULTILINE)
-    rows = [line for line in lines if re.search(r" sm_90 +\d+% ", line)]
+    rows = [line for line in lines if re.search(r" sm_90 +\d+\.\d +\d+% ", line)]
     assert [line.split("  ")[0] for line in rows] == ["H100 SXM", "H200 SXM"]
     assert any(line.startswith("predicted for") for line in lines) and "Predicted, not measured." in lines
 
@@ -363,6 +483,17 @@ def test_the_json_of_the_command(found: dict[str, Any]) -> None:
     assert [row["traffic"] for row in rows] == [weight + 3 * (256 + 512) * 2, weight + 256 * 512 * 2]
 
 
+def test_default_flags_show_every_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper may be launched with another kernel, which has blocks and a table of its own."""
+    monkeypatch.setattr(survey, "report", lambda call, arch: example(arch=arch))
+    shown = CliRunner().invoke(app, ["analyze", "q4_0", "--shape", "64", "64"], catch_exceptions=False)
+    assert shown.exit_code == 0, shown.output
+    assert re.findall(r"64\], 1 row of x in bf16, (\w+): kernel", shown.stdout) == ["sm_80", "sm_90"]
+    assert re.findall(r"^(\S[^\n]*?)  +(sm_\d+) ", shown.stdout, re.MULTILINE) == [
+        ("A100 80 GB SXM", "sm_80"), ("RTX 4090", "sm_89"), ("B200", "sm_100"), ("RTX 5090", "sm_120"), ("H100 SXM", "sm_90"),
+        ("H200 SXM", "sm_90")]
+
+
 def test_predictions_stand_with_the_kernel_that_they_are_of() -> None:
     reports = {arch: example(arch=arch) for arch in ("sm_90", "sm_100")}
     predictions = [predict(reports[GPUS[name].arch], GPUS[name]) for name in ("b200", "h100", "h200")]
@@ -372,7 +503,8 @@ def test_predictions_stand_with_the_kernel_that_they_are_of() -> None:
 
 
 @pytest.mark.parametrize(("archs", "gpus", "shown", "chosen"), [
-    ((), (), ["sm_80", "sm_90"], ["a100", "rtx4090", "h100", "h200", "b200"]), (("sm_89",), (), ["sm_89"], ["rtx4090"]),
+    ((), (), ["sm_80", "sm_90"], ["a100", "rtx4090", "h100", "h200", "b200", "rtx5090"]),
+    (("sm_89",), (), ["sm_89"], ["rtx4090"]),
     ((), ("H200", "RTX 4090"), ["sm_90", "sm_89"], ["h200", "rtx4090"]), (("sm_80", "sm_80"), ("b200",), ["sm_80"], ["b200"]),
 ])
 def test_architectures_and_gpus_follow_from_each_other(archs: tuple[str, ...], gpus: tuple[str, ...], shown: list[str],
@@ -389,8 +521,8 @@ def run(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     (("q40",), 2, "did you mean 'q4_0'?"),
-    (("q4_0", "--arch", "sm_70"), 2, "error: no architecture 'sm_70': expected one of sm_80, sm_89, sm_90, sm_100"),
-    (("q4_0", "--gpu", "v100"), 2, "error: no GPU 'v100': expected one of a100, rtx4090, h100, h200, b200"),
+    (("q4_0", "--arch", "sm_70"), 2, "error: no architecture 'sm_70': expected one of sm_80, sm_89, sm_90, sm_100, sm_120"),
+    (("q4_0", "--gpu", "v100"), 2, "error: no GPU 'v100': expected one of a100, rtx4090, h100, h200, b200, rtx5090"),
     (("q4_0", "--kernel", "gemm"), 2, "error: no 'gemm': expected one of linear, dequantize"),
     (("q4_0", "--x", "f32"), 2, "error: no 'f32': expected one of bf16, f16"),
     (("int_group", "--param", "bits"), 2, "error: --param is key=value, not 'bits'"),

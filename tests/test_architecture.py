@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "passes": {"spec", "ir", "layout", "numbers", "shapes"},
     "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
     # the running shore
-    "runtime": {"borders", "files", "numbers", "shapes", "spilled", "stored", "entropy"},
+    "runtime": {"borders", "host", "files", "numbers", "shapes", "spilled", "stored", "entropy"},
     "encode": {"runtime", "numbers"},
     "entropy": set(),
     "checkpoint": {"borders", "host", "runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},

@@ -96,13 +96,13 @@ def test_python_m_qdsl_is_the_command(folder: Path) -> None:
 def test_version_and_help() -> None:
     shown = run("--version")
     assert (shown.exit_code, shown.stdout) == (0, f"qdsl {qdsl.__version__}\n")
-    for command in ((), ("check",), ("build",), ("list",), ("show",), ("analyze",), ("inspect",), ("dequantize",),
+    for command in ((), ("check",), ("build",), ("list",), ("show",), ("analyze",), ("explain",), ("inspect",), ("dequantize",),
                     ("quantize",)):
         for option in ("--help", "-h"):
             found = run(*command, option)
             assert found.exit_code == 0 and "Usage:" in found.stdout and not found.stderr
     top = run("--help").stdout
-    commands = ("check", "build", "list", "show", "analyze", "inspect", "dequantize", "quantize")
+    commands = ("check", "build", "list", "show", "analyze", "explain", "inspect", "dequantize", "quantize")
     assert all(re.search(rf"\b{command}\b", top) for command in commands)
 
 
@@ -188,6 +188,8 @@ def test_a_file_that_cannot_be_read_is_a_message(folder: Path) -> None:
     (("generate", "none", "x", "--steps", "3"), 2, "--steps is for"),
     (("generate", "none", "x", "--format", "q40"), 2, "no spec"),
     (("analyze", "q4_0", "--storage", "gguff"), 2, "no storage 'gguff'"),
+    (("explain", "q4_0", "--storage", "gguff"), 2, "no storage 'gguff'"),
+    (("explain", "q4_0", "--gpu", "voodoo2"), 2, "no GPU 'voodoo2'"),
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else None)
 def test_failures_have_one_form(folder: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
     """With --json one object on standard output, and nothing else; without, a message on standard error."""
@@ -426,3 +428,16 @@ def test_standard_output_that_cannot_be_written(arguments: tuple[str, ...], tmp_
                              env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
         assert run.returncode == code and "Traceback" not in run.stderr
         assert (run.stderr.startswith("error: ") and message in run.stderr) if message else run.stderr == ""
+
+
+def test_explain() -> None:
+    """The cheapest first, the reason with what else there is, and what does not serve and why."""
+    found = run("explain", "int_group", "--param", "bits=4", "--storage", "awq", "--gpu", "h200", "--json")
+    [product] = json.loads(found.stdout)["products"]
+    times = [each["us"] for each in product["candidates"]]
+    assert product["chosen"] == product["candidates"][0] and times == sorted(times) and times[0] > 0
+    assert {each["kernel"] for each in product["candidates"]} == {"decode", "matvec"}
+    assert "4 programs for 132 SMs" in product["reason"] and "planar" in product["refused"]["row, few, many"]
+    shown = run("explain", "q4_0", "--storage", "planar", "--rows", "9", "--shape", "512", "4096", "--gpu", "a100").stdout
+    assert "q4_0.planar [512, 4096], 9 rows of x in bf16, A100 80 GB SXM: few" in shown
+    assert "not many: is for Hopper" in shown and "not matvec:" in shown

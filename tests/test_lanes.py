@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from qdsl.runtime import Lanes, PackedWeight, configure, launch, ops
+from qdsl.runtime.gpu.costs import Candidate
+from tests.support import regimes
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
@@ -64,12 +66,12 @@ def x_of(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None,
-            config: Mapping[str, int] | None = None) -> torch.Tensor:
+            candidate: Candidate | None = None) -> torch.Tensor:
     """The kernel's product; it touches nothing else, and stores every element once."""
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
     x, packed = ops.as_stored(x, packed)
     with guarded(packed, x, bias, out) as trace:
-        for call in launch.linear_calls(x, packed, bias, out, config=config):
+        for call in launch.linear_calls(x, packed, bias, out, candidate=candidate or regimes.candidate(x, packed)):
             call.run()
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
     return out.cpu()
@@ -77,7 +79,8 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
 
 def kernels_of(x: torch.Tensor, packed: PackedWeight) -> set[str]:
     out = torch.empty(x.shape[0], packed.shape[0], dtype=x.dtype, device=DEVICE)
-    return {call.kernel.fn.__name__.split("_")[1] for call in launch.linear_calls(x, packed, None, out)}
+    calls = launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed))
+    return {call.kernel.fn.__name__.split("_")[1] for call in calls}
 
 
 def rounding(case: Case, dtype: torch.dtype) -> float:
@@ -95,12 +98,12 @@ def expected(case: Case, packed: PackedWeight, x: torch.Tensor, bias: torch.Tens
 
 
 def check(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], rows: int, dtype: torch.dtype, bias: bool = False,
-          packed: PackedWeight | None = None, config: Mapping[str, int] | None = None) -> None:
+          packed: PackedWeight | None = None, candidate: Candidate | None = None) -> None:
     packed = packed or packed_of(case, shape, params)
     x = x_of(rows, shape[1], dtype, rows)
     added = x_of(1, shape[0], dtype, 7)[0] if bias else None
     exact, bound = expected(case, packed, x, added)
-    assert ((product(x, packed, added, config).double() - exact).abs() <= bound).all(), (params, rows, dtype, shape)
+    assert ((product(x, packed, added, candidate).double() - exact).abs() <= bound).all(), (params, rows, dtype, shape)
 
 
 @pytest.fixture
@@ -164,14 +167,14 @@ def test_columns_by_groups(case: Case, hopper: None) -> None:
 def test_tiles_of_128_rows(case: Case, tile: configure.Tall, hopper: None) -> None:
     """Each of those that the rule picks from, where it may; the others are for shapes that leave tiles short."""
     shape, rows = ((16 * tile.R * tile.W, 384), 128) if tile.whole else ((20, 1152), 100)
-    params = next((params for params in choices(case) if configure.most_rows(
-        packed_of(case, shape, params), torch.float16, torch.device(DEVICE)) == 128), None)
+    params = next((params for params in choices(case) if configure.is_tall(packed_of(case, shape, params))), None)
     if params is None:                                           # groups of fewer than 128 columns
         return
     configs = configure.candidates("many", packed_of(case, shape, params), rows)
     config = next(each for each in configs if (each["R"], each["W"], each["WHOLE"] > 0) == (tile.R, tile.W, tile.whole))
+    candidate = Candidate("many", config)
     for dtype in DTYPES:
-        check(case, shape, params, rows, dtype, bias=tile.whole, config=config)
+        check(case, shape, params, rows, dtype, bias=tile.whole, candidate=candidate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

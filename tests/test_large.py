@@ -15,6 +15,7 @@ from qdsl.generated import fp8_channel, q4_0
 from qdsl.runtime import PackedWeight, cdiv, configure, launch
 from qdsl.runtime.call import Call
 from qdsl.shapes import axis
+from tests.support import regimes
 from tests.support.covering import covering, kernels
 from tests.support.formats import Case, cases, random_packed, smallest
 from tests.support.interpreter import INTERPRETED, guarded, run_program
@@ -88,7 +89,7 @@ def test_last_program_of_matrix_units(case: Case, rows: int, monkeypatch: pytest
     packed, part = sparse_weight(case, WEIGHTS)
     x, out = torch.zeros(rows, part.shape[1], dtype=torch.float16), sparse((rows, packed.shape[0]), torch.float16)
     x[-1, -1] = 1
-    (call,) = launch.linear_calls(x, packed, None, out)
+    (call,) = launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed))
     run_last(call, packed, x, out, case.module.dequantize(part, torch.float32)[:, -1].half())
 
 

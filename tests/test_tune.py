@@ -1,7 +1,8 @@
-"""Configurations that were timed: few are, the fastest is kept and used, and a file that is none is as if it were not there."""
+"""Candidates that were timed: few are, the fastest is kept and used, and a file that is none is as if it were not there."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,63 +12,73 @@ import torch
 import qdsl.tune
 from qdsl.generated import q4_0
 from qdsl.runtime import PackedWeight, configure, launch
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu import plan
+from qdsl.runtime.gpu.costs import Candidate
 
-NONSENSE = '{"few q4_0.planar  64x4096 float16": {"R": 7, "WN": 1, "WK": 3, "EVEN": true}}'
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedWeight]:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
-    configure.forget()
+    plan.forget()
     yield q4_0.convert(q4_0.quantize(torch.randn(64, 4096)), "planar")
-    configure.forget()
+    plan.forget()
 
 
-def config(packed: PackedWeight, rows: int) -> dict[str, object]:
-    x, out = torch.empty(rows, 4096, dtype=torch.float16), torch.empty(rows, 64, dtype=torch.float16)
-    return dict(next(iter(launch.linear_calls(x, packed, None, out))).constants)
+def chosen(packed: PackedWeight, rows: int) -> Candidate:
+    return plan.best(packed, rows, torch.float16, CPU)
+
+
+def timed(x: torch.Tensor, packed: PackedWeight, candidate: Candidate) -> float:
+    """Two warps along K, and then few tiles of rows, are fastest; what decodes is slowest."""
+    return 99.0 if candidate.kind == "decode" else abs(candidate.config.get("WK", 8) - 2) + candidate.config.get("R", 8)
 
 
 def test_the_fastest_is_kept_and_used(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[Call] = []
-
-    def time(call: Call) -> float:
-        timed.append(call)
-        return abs(call.constants["WK"] - 2) + call.constants["R"]
-
-    monkeypatch.setattr(qdsl.tune, "_time", time)
-    before = config(packed, 1), config(packed, 3)
-    assert before[0]["WK"] != 2
+    times: list[Candidate] = []
+    monkeypatch.setattr(qdsl.tune, "_time", lambda x, packed, candidate: times.append(candidate) or timed(x, packed, candidate))
+    before = chosen(packed, 1), chosen(packed, 3)
+    assert before[0].config["WK"] != 2
     found = qdsl.tune.tune(packed, rows=(1, 3))
-    assert len(timed) <= 2 * qdsl.tune.MOST
-    assert {each["WK"] for each in found.values()} == {2} and {each["R"] for each in found.values()} == {1}
-    configure.forget()                                           # as a process that starts later
-    assert (config(packed, 1)["WK"], config(packed, 3)["WK"], config(packed, 1)["R"]) == (2, 2, 1)
+    assert len(times) <= 2 * qdsl.tune.MOST
+    assert {each["config"]["WK"] for each in found.values()} == {2} and {each["config"]["R"] for each in found.values()} == {1}
+    plan.forget()                                                # as a process that starts later
+    for rows in (1, 3, 5):                                       # what 3 rows took stands for 2 to 8
+        choice = plan.choice(packed, rows, torch.float16, CPU)
+        assert choice.is_tuned and (choice.candidate.config["WK"], choice.candidate.config["R"]) == (2, 1)
+    assert not plan.choice(packed, 9, torch.float16, CPU).is_tuned
     other = q4_0.convert(q4_0.quantize(torch.randn(32, 4096)), "planar")
-    assert config(other, 1)["WK"] != 2                           # another shape was not timed
+    assert not plan.choice(other, 1, torch.float16, CPU).is_tuned    # another shape was not timed
+
+
+def test_decoding_may_be_fastest(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qdsl.tune, "_time", lambda x, packed, candidate: float(candidate.kind != "decode"))
+    assert chosen(packed, 8).kind == "few"
+    qdsl.tune.tune(packed, rows=(8,))
+    assert chosen(packed, 8) == Candidate("decode")
 
 
 def test_invariant_products_are_launched_by_rule(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
     x, out = torch.empty(3, 4096, dtype=torch.float16), torch.empty(3, 64, dtype=torch.float16)
     rule = next(iter(launch.linear_calls(x, packed, None, out, invariant=True))).constants
-    monkeypatch.setattr(qdsl.tune, "_time", lambda call: call.constants["WK"])
+    monkeypatch.setattr(qdsl.tune, "_time", timed)
     qdsl.tune.tune(packed, rows=(3,))
     assert next(iter(launch.linear_calls(x, packed, None, out, invariant=True))).constants == rule
-    assert config(packed, 3) != rule
+    assert next(iter(launch.linear_calls(x, packed, None, out))).constants != rule
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", NONSENSE])
+def nonsense(packed: PackedWeight) -> str:
+    """A configuration that no kernel has, under the key that is asked for."""
+    wrong = {"kind": "few", "config": {"R": 7, "WN": 1, "WK": 3, "EVEN": True}}
+    return json.dumps({configure.key(packed, 3, torch.float16): wrong})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "nonsense"])
 def test_a_file_that_is_none(packed: PackedWeight, text: str) -> None:
-    rule = config(packed, 3)
-    path = configure.tuned_file(torch.device("cpu"))
+    rule = chosen(packed, 3)
+    path = configure.tuned_file(CPU)
     path.parent.mkdir(parents=True)
-    path.write_text(text)
-    configure.forget()
-    assert config(packed, 3) == rule
-
-
-def test_what_no_fused_kernel_serves_is_left_out(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qdsl.tune, "_time", lambda call: 1.0)
-    assert qdsl.tune.tune(packed, rows=(4096,)) == {}
-    assert qdsl.tune.tune(packed, rows=(1,), dtype=torch.float32) == {}
+    path.write_text(nonsense(packed) if text == "nonsense" else text)
+    plan.forget()
+    assert chosen(packed, 3) == rule

@@ -17,8 +17,9 @@ from bench.gpu.device import Facts, clock_rate
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, Weight, clones, every, large
 from bench.weights import format_of
-from qdsl.runtime import launch
+from qdsl.runtime import PackedWeight, launch
 from qdsl.runtime.call import Call
+from qdsl.runtime.gpu import plan
 
 Answer = dict[str, Any]
 SCHEDULERS = 4                                                   # of a multiprocessor
@@ -170,8 +171,15 @@ def _row_calls(x: str, asked: Asked) -> tuple[list[Call], int]:
     held = large(weight((4096, 4096)), "cuda")
     vector = torch.randn(1, 4096, device="cuda").to(DTYPES[x])
     calls = [call for each in clones(held, clock.copies(held.nbytes, asked.facts.l2))
-             for call in launch.linear_calls(vector, each, None, torch.empty(1, 4096, dtype=DTYPES[x], device="cuda"))]
+             for call in _calls("row", vector, each, torch.empty(1, 4096, dtype=DTYPES[x], device="cuda"))]
     return calls, int(calls[0].constants["WK"])
+
+
+def _calls(kind: str, x: torch.Tensor, packed: PackedWeight, out: torch.Tensor) -> list[Call]:
+    """The launches of a kernel in its first configuration."""
+    legal = plan.candidates(packed, x.shape[0], x.dtype, x.device)
+    candidate = next(each for each in legal if each.kind == kind)
+    return list(launch.linear_calls(x, packed, None, out, candidate=candidate))
 
 
 def overlap(asked: Asked) -> Answer:
@@ -191,7 +199,7 @@ def overlap(asked: Asked) -> Answer:
             part = held.cut("N", 0, taken)
             out = torch.empty(rows, taken, dtype=torch.bfloat16, device="cuda")
             copies = clones(part, clock.copies(part.nbytes, asked.facts.l2))
-            calls = [call for each in copies for call in launch.linear_calls(x, each, None, out)]
+            calls = [call for each in copies for call in _calls("many", x, each, out)]
             for stages, r in STAGED:
                 if r == 1 or per == 2:                           # two tiles of 64 rows in a program: again one per multiprocessor
                     graphs.append(clock.Graph([probes.staged(call, stages, r).run for call in calls]))

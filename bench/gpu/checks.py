@@ -14,6 +14,7 @@ from bench.gpu.plan import INVARIANT, Case, Check
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, packed
 from qdsl.runtime import PackedWeight, launch
+from qdsl.runtime.gpu import plan
 
 COMPILE = 2.0                                                    # seconds per launch that was not compiled ahead, assumed
 STUCK = 120.0                                                    # seconds for which a process that compiles is waited for
@@ -97,7 +98,7 @@ class Examined:
         bias = (torch.randn(self.weight.shape[0], generator=torch.Generator().manual_seed(1)).to(dtype).to(self.device)
                 if check.bias else None)
         found, again = product(x, self.weight, bias), product(x, self.weight, bias)
-        tiles = self.device.type == "cuda" and not launch.is_fused(x, self.weight)
+        tiles = self.device.type == "cuda" and plan.best(self.weight, rows, dtype, self.device).kind == "decode"
         kernel = "dequantize and matmul" if tiles else kernel_of(x, self.weight, bias)
         rounded = tiles or self.weight.layout.kernels.rounds(x.dtype)
         wide, added = x.cpu().double(), torch.zeros(1).double() if bias is None else bias.cpu().double()

@@ -9,6 +9,7 @@ import torch
 
 from qdsl.analyze.gpus import GPUS
 from qdsl.runtime import configure
+from qdsl.runtime.gpu.devices import of_device
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ def facts() -> Facts:
 
 def launches_for(facts: Facts) -> AbstractContextManager[None]:
     """Tensors that are on no GPU are launched as on this one."""
-    return configure.assumed(facts.capability // 10, facts.multiprocessors)
+    gpu = of_device(facts.name, divmod(facts.capability, 10), facts.multiprocessors)
+    return configure.assumed(facts.capability // 10, facts.multiprocessors, gpu)
 
 
 def clock_rate() -> float | None:

@@ -11,6 +11,7 @@ from bench.gpu.weights import DTYPES, Weight, every, fits
 from bench.weights import format_of
 from qdsl.runtime import Lanes, PackedWeight, launch
 from qdsl.runtime.call import Call
+from qdsl.runtime.gpu import plan
 from qdsl.runtime.linear import tile_weights
 from qdsl.runtime.tiles import row_tiles
 
@@ -74,7 +75,7 @@ def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: boo
         yield from launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta"))
         return
     x, out = (torch.empty(rows, columns, dtype=dtype, device="meta") for columns in (k, n))
-    if invariant or launch.is_fused(x, packed):
+    if invariant or plan.best(packed, rows, dtype, x.device).kind != "decode":
         added = torch.empty(n, dtype=dtype, device="meta") if bias else None
         yield from launch.linear_calls(x, packed, added, out, invariant)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Compiled:
     registers: of a thread.  stack: bytes of a thread.  shared: bytes of a program.  stages: how many trips' loads a
     pipelined loop holds.  text: the disassembly.  step: how far the source's loop moves its counter in a trip; None where it
     has no loop, or a step that is no constant.  loads: load instructions in the loop that is handed to ptxas, which may
-    unroll it.
+    unroll it.  x: where the address of x lies in the constant bank of arguments, if one is x.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Compiled:
     text: str
     step: int | None
     loads: int
+    x: int | None = None
 
 
 def build(call: Call, arch: Arch) -> Any:
@@ -76,7 +78,8 @@ def compiled(call: Call, arch: Arch) -> Compiled:
     made = build(call, arch)
     text, usage = _disassembled(made.asm["cubin"])
     return Compiled(made.metadata.name, made.metadata.num_warps, made.metadata.num_stages, usage["REG"], usage["STACK"],
-                    made.metadata.shared, text, loop_step(made.asm["ttgir"]), loop_loads(made.asm["ptx"]))
+                    made.metadata.shared, text, loop_step(made.asm["ttgir"]), loop_loads(made.asm["ptx"]),
+                    argument_place(specialised(call)[0], "x", arch))
 
 
 # -- arguments as the launcher sees them ------------------------------------------------------------------------------
@@ -106,6 +109,29 @@ def specialised(call: Call) -> tuple[dict[str, str], dict[tuple[int, ...], Any],
     return types, constants, hints
 
 
+def argument_place(types: Mapping[str, Any], name: str, arch: Arch) -> int | None:
+    """Where an argument lies in the constant bank; None where a kernel has none of that name, or its value is a constant.
+
+    Arguments lie at multiples of their sizes, after what the driver puts first.
+    """
+    place = 0x380 if arch.capability >= 100 else 0x210 if arch.capability >= 90 else 0x160
+    for argument, kind in types.items():
+        for part in _flat(kind):
+            size = 8 if part.startswith("*") or part.endswith("64") else 4
+            place = -(-place // size) * size
+            if argument == name:
+                return place
+            place += size
+    return None
+
+
+def _flat(kind: Any) -> list[str]:
+    """The types that a kernel has for an argument: of a tuple its elements', of a constant none."""
+    if isinstance(kind, tuple):
+        return [part for element in kind for part in _flat(element)]
+    return [] if kind == "constexpr" else [str(kind)]
+
+
 def _type(parameter: Any, value: Tensor | int | None) -> str:
     """An argument's type; 'constexpr' where its value becomes part of the kernel."""
     if value is None:
@@ -132,16 +158,25 @@ def _is_aligned(value: Tensor | int | None) -> bool:
 
 
 def loop_step(ttgir: str) -> int | None:
-    """How far the loop with the most loads moves its counter in a trip, before anything unrolls it."""
+    """How far the hot loop moves its counter in a trip, before anything unrolls it; None where it is not a constant.
+
+    The loop with the most loads; of a loop around another one that one, where it has more than half of them, as in
+    sass.hot_loop.
+    """
     lines = ttgir.splitlines()
-    found: tuple[int, int | None] = (0, None)
+    loops: list[tuple[range, int, int | None]] = []              # lines, loads among them, step
     for place, line in enumerate(lines):
         if head := _FOR.match(line):
             end = next((i for i in range(place + 1, len(lines)) if lines[i].startswith(head["indent"] + "}")), len(lines))
             loads = sum(bool(_FETCH.search(inner)) for inner in lines[place:end])
-            if loads > found[0]:
-                found = loads, int(head["step"]) if head["step"] else None
-    return found[1]
+            loops.append((range(place, end), loads, int(head["step"]) if head["step"] else None))
+    hot = max(loops, key=lambda loop: loop[1], default=None)
+    if hot is None or not hot[1]:
+        return None
+    for inner in loops:
+        if inner[0].start > hot[0].start and inner[0].stop <= hot[0].stop and 2 * inner[1] > hot[1]:
+            hot = inner
+    return hot[2]
 
 
 def loop_loads(ptx: str) -> int:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qdsl.analyze import pipes, sass
+from torch import Tensor
+
+from qdsl.analyze import chains, pipes, sass
+from qdsl.analyze.chains import Chain
 from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
 from qdsl.analyze.sass import Code, Instruction
+from qdsl.runtime.private_apis import allocation
 
 if TYPE_CHECKING:
     from qdsl.analyze.compile import Compiled
     from qdsl.runtime.call import Call
 
 MOST_UNROLLED = 64
+ACTIVATIONS = ("x", "bias", "out", "tiles")                      # arguments of kernels that are no part of a weight
+LEAST_LOADED = 0.9                                               # of a weight's bytes that every kernel has to load
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +35,14 @@ class Report:
     The hot loop is the loop that loads the most bytes from global memory, or the whole kernel where none loads any.
     hot_weights: that a program takes in a trip of it.  unroll: trips of the source's loop in one of its.  trips: of it.
     hot_bytes: that a program's threads load from global memory in a trip, counted once per thread.  copied: whether they go
-    to shared memory on their own, stages - 1 trips ahead.
+    to shared memory on their own, stages - 1 trips ahead.  loaded: bytes that all programs load, counted so.  read: bytes of
+    the weight that leave the L2 cache: the weight as often as programs of other rows of x read it.
 
     hot, whole: instructions of a thread per weight, of the hot loop and of the kernel, where the loop counts `trips` times and
     everything else once.  hot_pipes, whole_pipes: the same by pipe.  cycles: scheduler cycles per weight for which the kernel
-    occupies each pipe, times 32, so that an instruction of one cycle counts as it does in `whole`.
+    occupies each pipe, times 32, so that an instruction of one cycle counts as it does in `whole`.  hot_cycles, outside_cycles:
+    those of a warp, in a trip of the hot loop and outside of it.  hot_chain, outside_chain: how long a warp that runs alone
+    takes for the same (chains.py).
 
     opcodes: of the hot loop, with all modifiers.  loads: those of them that load from global memory.  load_widths: the same
     by bits.  tensor: matrix instructions of the kernel.  listing: the hot loop as it was disassembled.
@@ -61,6 +70,12 @@ class Report:
     hot_pipes: dict[str, float]
     whole_pipes: dict[str, float]
     cycles: dict[str, float]
+    hot_cycles: dict[str, float]
+    outside_cycles: dict[str, float]
+    hot_chain: Chain
+    outside_chain: Chain
+    loaded: int
+    read: int
     opcodes: dict[str, int]
     loads: dict[str, int]
     load_widths: dict[int, int]
@@ -71,7 +86,8 @@ class Report:
 def report(call: Call, arch: str) -> Report:
     """Compile a launch for an architecture ('sm_90') and count.  Its tensors may be on the meta device.
 
-    Raises AnalyzeError where the kernel does not compile, Triton interprets, or the launch does not say its weights.
+    Raises AnalyzeError where the kernel does not compile, Triton interprets, the launch does not say its weights, or fewer
+    bytes of the weight are loaded than it has, so that the count must be wrong.
     """
     from qdsl.analyze.compile import compiled
 
@@ -81,15 +97,38 @@ def report(call: Call, arch: str) -> Report:
     programs = 1
     for extent in call.grid:
         programs *= extent
-    traffic = sum(each.numel() * each.element_size() for each in call.arguments if each is not None and not isinstance(each, int))
-    return counted(compiled(call, target), target.name, programs, call.weights, call.step, traffic)
+    weight, others = _bytes(call)
+    passes = call.grid[1] if "x" in call.kernel.arg_names and len(call.grid) > 1 else 1
+    counts = counted(compiled(call, target), target.name, programs, call.weights, call.step, weight + others, passes * weight)
+    if counts.loaded < LEAST_LOADED * weight:
+        raise AnalyzeError(f"{counts.kernel} for {arch}: {counts.loaded / weight:.2f} of the weight's bytes are loaded in "
+                           f"{counts.trips} trips of the loop, unrolled {counts.unroll}-fold: the loop was misread")
+    return counts
 
 
-def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int) -> Report:
+def _bytes(call: Call) -> tuple[int, int]:
+    """Bytes of a weight's tensors among a launch's arguments, and of the others; those that share memory count once."""
+    sizes: dict[int, tuple[int, bool]] = {}
+    for name, value in zip(call.kernel.arg_names, call.arguments, strict=False):
+        for tensor in _tensors(value):
+            sizes.setdefault(allocation(tensor), (tensor.numel() * tensor.element_size(), name in ACTIVATIONS))
+    return sum(size for size, other in sizes.values() if not other), sum(size for size, other in sizes.values() if other)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """The tensors of an argument, which may be a tuple of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for element in value:
+            yield from _tensors(element)
+
+
+def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int, read: int = 0) -> Report:
     """Count a compiled kernel.
 
     weights: that one program takes.  step: those of one trip of the source's loop, 0 without a loop.  traffic: bytes of the
-    launch's tensors.
+    launch's tensors.  read: as in Report.
     """
     code = sass.parse(compiled.text)
     if not code.instructions:
@@ -106,21 +145,26 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
         return {name: count * threads / taken for name, count in counts.items()}
 
     hot_pipes, whole_pipes = _pipes(hot), _pipes(outside)
-    cycles = _cycles(outside, arch)
+    hot_cycles, outside_cycles = _cycles(hot if loop else [], arch), _cycles(outside if loop else hot, arch)
+    cycles = dict(outside_cycles)
     for name, count in hot_pipes.items():
         whole_pipes[name] += count * trips
-    for name, taken in _cycles(hot, arch).items():
+    for name, taken in hot_cycles.items():
         cycles[name] = cycles.get(name, 0) + taken * trips
     loads = [each for each in hot if each.loaded]
+    outside_chain, hot_chain = chains.chains(code, loop, arch, compiled.x)
+    hot_bytes = sum(each.loaded for each in loads) * threads
     return Report(
         kernel=compiled.name, arch=arch, warps=compiled.warps, stages=compiled.stages, programs=programs, weights=weights,
         traffic=traffic, registers=compiled.registers, stack=compiled.stack,
         spills=sum(each.base in sass.SPILLS for each in code.instructions), shared_bytes=compiled.shared,
         has_loop=loop is not None, hot_weights=hot_weights, unroll=unroll, trips=trips,
-        hot_bytes=sum(each.loaded for each in loads) * threads, copied=any(each.base == "LDGSTS" for each in loads),
+        hot_bytes=hot_bytes, copied=any(each.base == "LDGSTS" for each in loads),
         hot=len(hot) * threads / hot_weights, whole=(len(outside) + len(hot) * trips) * threads / weights,
         hot_pipes=per_weight(hot_pipes, hot_weights), whole_pipes=per_weight(whole_pipes, weights),
         cycles={name: taken * threads / weights for name, taken in cycles.items()},
+        hot_cycles=hot_cycles, outside_cycles=outside_cycles, hot_chain=hot_chain, outside_chain=outside_chain,
+        loaded=programs * (hot_bytes * trips + sum(each.loaded for each in outside) * threads), read=read,
         opcodes=dict(Counter(each.opcode for each in hot).most_common()),
         loads=dict(Counter(each.opcode for each in loads).most_common()),
         load_widths=dict(sorted(Counter(8 * each.loaded for each in loads).items())),

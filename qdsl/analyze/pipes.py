@@ -33,11 +33,12 @@ MEMORY = 4                                                       # 32 lanes per 
 UNIFORM = 2                                                      # not in the table: assumed
 TENSOR = 8                                                       # of a matrix instruction whose shape is not read
 _FMA = {"sm_80": 2}                                              # 64 float32 results a clock; 128 on the others
-_HALF = {"sm_89": 2}                                             # 64 packed pairs a clock; 128 on the others
-_DOUBLE = {"sm_89": 64}                                          # 2 results a clock; 64 on the others
-# Multiply-adds of float16 with float32 sums, per scheduler and cycle.  sm_89: half of its float16 rate, as on all GeForce.
-# sm_90: 512 for warp groups; a single warp is said to reach 62 % of it.  sm_100: its older instructions, assumed as on sm_80.
-_WARP_MMA = {"sm_80": 256.0, "sm_89": 64.0, "sm_90": 512 * 0.62, "sm_100": 256.0}
+_HALF = {"sm_89": 2, "sm_120": 2}                                # 64 packed pairs a clock; 128 on the others
+_DOUBLE = {"sm_89": 64, "sm_120": 64}                            # 2 results a clock; 64 on the others
+# Multiply-adds of float16 with float32 sums, per scheduler and cycle.  sm_89, sm_120: half of the float16 rate, as on all
+# GeForce.  sm_90: 512 for warp groups; a single warp is said to reach 62 % of it.  sm_100: its older instructions, assumed as
+# on sm_80.
+_WARP_MMA = {"sm_80": 256.0, "sm_89": 64.0, "sm_90": 512 * 0.62, "sm_100": 256.0, "sm_120": 64.0}
 _GROUP_MMA = 512.0                                               # float16 on sm_90
 _WARP_SHAPE = {"1688": 16 * 8 * 8, "16816": 16 * 8 * 16, "16832": 16 * 8 * 32}
 

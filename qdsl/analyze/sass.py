@@ -126,6 +126,11 @@ def steps(code: Code, loop: range) -> set[int]:
     return {moved[register] for register in deciding if moved.get(register)}
 
 
+def moves(body: Sequence[Instruction]) -> dict[str, int]:
+    """How far each register moves in a trip of a loop that only has constants added to it."""
+    return _moves(body)[0]
+
+
 def _exits(code: Code, loop: range) -> Iterator[int]:
     """Places of the branches that lead back to the loop's start, or out of it."""
     for place in loop:

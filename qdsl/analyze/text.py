@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping
 from qdsl.analyze.counts import Report
 from qdsl.analyze.gpus import GPUS
 from qdsl.analyze.pipes import PIPES
-from qdsl.analyze.predict import REACHABLE, Prediction
+from qdsl.analyze.predict import Prediction
+from qdsl.runtime.gpu.costs import LAUNCH, REACHABLE
 
-HEADS = ["predicted for", "kernel of", "of bandwidth", "limited by", "headroom", "in flight", "warps", "us"]
+HEADS = ["predicted for", "kernel of", "us", "of bandwidth", "limited by", "start", "memory", "L2", "busy", "chain", "warps"]
 LEGEND = f"""
 Predicted, not measured.
+us: start and the longest of memory, L2 and busy, or {LAUNCH * 1e6:g} for the launch and the chain, whichever takes longer.
 of bandwidth: of the data sheet's, for every byte of weight, x and out moved once; at most {REACHABLE:.0%}.
-headroom: the time in which these bytes could be moved, by the time in which the busiest pipe has done its work.
-in flight: bytes that programs wait for at once, by those that the memory's latency asks for.
+start: the launch, and until the first loads have arrived.  memory, L2: until all bytes have been moved.
+busy: until the busiest pipe has done its work.  chain: until programs have waited for all their loads and results.
 warps: at once on a multiprocessor, and their part of the most that it holds."""
 
 
@@ -40,6 +42,11 @@ def _listed(pipes: Mapping[str, float]) -> str:
 
 def row(report: Report, prediction: Prediction) -> list[str]:
     """A prediction as texts for a table with HEADS."""
-    return [GPUS[prediction.gpu].title, report.arch, f"{prediction.share:.0%}", prediction.limit, f"{prediction.headroom:.2f}",
-            f"{prediction.in_flight:.2f}", f"{prediction.resident * report.warps} ({prediction.occupancy:.0%})",
-            "-" if prediction.seconds is None else f"{prediction.seconds * 1e6:.1f}"]
+    parts = (prediction.start, prediction.memory, prediction.cached, prediction.busy, prediction.chain)
+    return [GPUS[prediction.gpu].title, report.arch, "-" if prediction.seconds is None else _microseconds(prediction.seconds),
+            f"{prediction.share:.0%}", prediction.limit, *map(_microseconds, parts),
+            f"{prediction.resident * report.warps} ({prediction.occupancy:.0%})"]
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"

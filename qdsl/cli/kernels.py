@@ -1,4 +1,4 @@
-"""The command that counts what kernels do."""
+"""The commands that count what kernels do, and tell which of them a product takes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
             rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of x.")] = 1,
             shape: Annotated[tuple[int, int] | None, typer.Option("--shape", min=1, help="N and K of the weight.")] = None,
             x: Annotated[str, typer.Option("--x", help="The type of x and of what comes out: bf16 or f16.")] = "bf16",
-            arch: Annotated[list[str] | None, typer.Option("--arch", help="sm_80, sm_89, sm_90 or sm_100.")] = None,
-            gpu: Annotated[list[str] | None, typer.Option("--gpu", help="a100, rtx4090, h100, h200 or b200.")] = None,
+            arch: Annotated[list[str] | None, typer.Option("--arch", help="sm_80, sm_89, sm_90, sm_100 or sm_120.")] = None,
+            gpu: Annotated[list[str] | None, typer.Option("--gpu", help="a100, rtx4090, h100, h200, b200 or rtx5090.")] = None,
             execute: Annotated[bool, typer.Option("--execute",
                                                   help="Run what was compiled on a CPU, with random weights.")] = False,
             programs: Annotated[str | None, typer.Option("--programs",
@@ -31,7 +31,7 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
 
     With --execute run what was compiled, instruction by instruction, and check its results and its accesses of memory.
     """
-    from qdsl.analyze import AnalyzeError, launches, survey, text
+    from qdsl.analyze import GPUS, AnalyzeError, launches, survey, text
 
     kinds = kernel or ["linear"]
     for names, known in ((kinds, launches.KERNELS), ([x], launches.TYPES)):
@@ -54,13 +54,49 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
             for surveyed in survey.survey(packed, kinds, rows, x, archs, gpus):
                 kernels += survey.data(surveyed, listing=dump)
                 if not as_json:
-                    for report in map(surveyed.reports.__getitem__, archs):
+                    for report in (surveyed.reports[name] for name in archs if name in surveyed.reports):
                         typer.echo("\n".join([*text.block(surveyed.title, report), *(report.listing if dump else ()), ""]))
-                    print_table(text.HEADS, [text.row(surveyed.reports[gpu.arch], prediction)
-                                             for gpu, prediction in zip(gpus, surveyed.predictions, strict=True)])
+                    print_table(text.HEADS, [text.row(surveyed.reports[GPUS[prediction.gpu].arch], prediction)
+                                             for prediction in surveyed.predictions])
         except survey.REFUSALS as error:
             fail(f"{error}", 1 if isinstance(error, AnalyzeError) else 2)
     typer.echo(json.dumps({"schema": 1, "kernels": kernels}) if as_json else text.LEGEND)
+
+
+@app.command()
+def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")],
+            storage: Annotated[str | None, typer.Option("--storage", help="A storage; the format's first by default.")] = None,
+            param: Params = None,
+            rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of x.")] = 1,
+            shape: Annotated[tuple[int, int] | None, typer.Option("--shape", min=1, help="N and K of the weight.")] = None,
+            x: Annotated[str, typer.Option("--x", help="The type of x and of what comes out: bf16 or f16.")] = "bf16",
+            gpu: Annotated[list[str] | None, typer.Option("--gpu", help="a100, rtx4090, h100, h200, b200 or rtx5090.")] = None,
+            as_json: Json = False) -> None:
+    """Tell which kernel a product takes on a GPU, what else it could take, and the modelled time of each."""
+    from qdsl.analyze import AnalyzeError, choices, launches
+    from qdsl.analyze.gpus import gpu_of
+    from qdsl.runtime import FormatError
+
+    if x not in launches.TYPES:
+        fail(f"no '{x}': expected one of {', '.join(launches.TYPES)}", 2)
+    try:
+        gpus = [gpu_of(name) for name in gpu or ["h100"]]
+    except AnalyzeError as error:
+        fail(f"{error}", 2)
+    with reported():
+        try:
+            packed = launches.weight(launches.module(spec), shape or (4096, 4096), storage, dict(map(read_param, param or [])))
+            explained = [choices.explained(packed, rows, x, each) for each in gpus]
+        except FormatError as error:
+            fail(f"{error}", 2)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "products": explained}))
+        return
+    for found in explained:
+        typer.echo(choices.title(found))
+        print_table(choices.HEADS, choices.table(found))
+        others = [f"not {kind}: {why}" for kind, why in found["refused"].items()]
+        typer.echo("\n".join([f"chosen: {found['reason']}", *others, ""]))
 
 
 def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds: list[str], rows: int,

@@ -25,6 +25,11 @@ LOCKED_BYTE = 1 << 43                                            # beyond the en
 UNLIMITED = 1 << 62
 
 
+def name() -> str:
+    """The operating system's name: Linux, macOS, Windows, or what Python calls another one."""
+    return {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+
+
 def lock(file: int, shared: bool = False) -> bool | None:
     """Lock an open file for this process until it is closed: True, False if another process has it, None without locks.
 

@@ -24,5 +24,6 @@ class Call:
     weights: int = 0
     step: int = 0
 
-    def run(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
+    def run(self) -> Any:
+        """Launch.  Returns the kernel that Triton compiled, None where it interprets."""
+        return self.kernel[self.grid](*self.arguments, **self.constants, **self.options)

@@ -1,6 +1,6 @@
-"""How lane-tile kernels are launched: from the shape and the device alone, or as `qdsl.tune` once found to be faster there.
+"""Configurations that kernels of a weight may be launched with, from its shape and the device alone.
 
-Nothing is timed on first use.
+runtime/gpu/plan.py chooses among them.  Nothing is timed on first use; `qdsl.tune` keeps the fastest in a file.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qdsl.files import cache_folder
 from qdsl.runtime.arrays import cdiv
+from qdsl.runtime.gpu.devices import GPUS, Gpu, of_device
+from qdsl.shapes import axis
 
 if TYPE_CHECKING:
     from qdsl.runtime.packed import PackedWeight
 
 MULTIPROCESSORS = 132                                            # of a device that is not there: an H100's
 TRIP = 256                                                       # columns of w that a warp takes in a trip of the loop of `few`
+UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
 WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
 
 
@@ -54,17 +57,23 @@ class Target:
 
 
 _assumed = Target(0, MULTIPROCESSORS)
+_assumed_gpu = GPUS["h100"]
 
 
 @contextmanager
-def assumed(capability: int, multiprocessors: int) -> Iterator[None]:
-    """Launches with tensors that are on no GPU are those of such a device, for those who look at kernels without one."""
-    global _assumed
-    before, _assumed = _assumed, Target(capability, multiprocessors)
+def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> Iterator[None]:
+    """Launches with tensors that are on no GPU are those of such a device, for those who look at kernels without one.
+
+    gpu: whose costs are modelled; by default those of the capability's first GPU with so many multiprocessors.
+    """
+    global _assumed, _assumed_gpu
+    before, before_gpu = _assumed, _assumed_gpu
+    _assumed = Target(capability, multiprocessors)
+    _assumed_gpu = gpu or of_device("", (capability or 9, 0), multiprocessors)
     try:
         yield
     finally:
-        _assumed = before
+        _assumed, _assumed_gpu = before, before_gpu
 
 
 def target(device: torch.device) -> Target:
@@ -79,6 +88,19 @@ def _target(device: torch.device) -> Target:
     return Target(capability, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def gpu(device: torch.device) -> Gpu:
+    """The data sheet of a device, from which costs are modelled; of one that is not there, of the GPU that is assumed."""
+    return _gpu(device) if device.type == "cuda" else _assumed_gpu
+
+
+@cache
+def _gpu(device: torch.device) -> Gpu:
+    if not torch.version.cuda:
+        return GPUS["h200"]                                      # of AMD's there is no table: the plain kernel or decoded tiles
+    properties = torch.cuda.get_device_properties(device)
+    return of_device(properties.name, torch.cuda.get_device_capability(device), properties.multi_processor_count)
+
+
 def has_many(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernel `many` is used: it keeps its weights in registers, from where a warp group of Hopper multiplies them."""
     found = packed.layout.kernels.lanes
@@ -86,33 +108,16 @@ def has_many(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> 
         found.double and dtype == torch.bfloat16)
 
 
-def most_rows(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows of x up to which a fused kernel is used, beyond which a dequantized tile and the vendor's matmul are (predicted)."""
-    found = packed.layout.kernels.lanes
-    if found is None or not has_many(packed, dtype, device):
-        return 16
-    return 128 if _is_tall(packed) else 64 if min(found.sizes(packed.sizes), default=128) >= 128 else 32
-
-
-def chosen(kind: str, packed: PackedWeight, m: int, x: torch.Tensor) -> dict[str, int]:
-    """How kernel `kind` ('row', 'few', 'many') is launched for x [m, K]: as it was tuned for on this device, else by rule."""
-    if not x.is_meta:
-        found = tuned(tuned_file(x.device)).get(key(kind, packed, x.dtype))
-        if found is not None and found in candidates(kind, packed, m):
-            return found
-    return candidates(kind, packed, m, x.device)[0]
-
-
 def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | None = None) -> list[dict[str, int]]:
-    """Configurations worth timing, the one by rule first."""
+    """Configurations of kernel 'row', 'few' or 'many' for x [m, K], the one by rule first."""
     n, k = packed.shape
     device = device or packed.device
-    if kind == "many" and m > 64 and _is_tall(packed):
+    if kind == "many" and m > 64 and is_tall(packed):
         rule, *others = _tall(m, n, k, device)
     elif kind == "many":
-        rule = _many(m, n, device)
+        rule = _many(min(m, most_columns(packed)), n, device)
         others = [{**rule, "R": r, "STAGES": stages} for r in (1, 2) for stages in (2, 3, 4)]
-        others += [{**rule, "STAGES": 2, "UNROLL": 2}] if _is_tall(packed) else []
+        others += [{**rule, "STAGES": 2, "UNROLL": 2}] if is_tall(packed) else []
     else:
         found = packed.layout.kernels.lanes
         trip = found.trip(packed.sizes) if found is not None and kind == "row" else TRIP
@@ -121,22 +126,23 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
     return [rule, *(other for other in others if other != rule)]
 
 
-def key(kind: str, packed: PackedWeight, dtype: torch.dtype) -> str:
-    """What a tuned configuration is kept under."""
+def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
+    """What the fastest candidate for x [m, K] is kept under: one for 1 row, for up to 8, 16, 32 and so on."""
     n, k = packed.shape
-    return " ".join((kind, f"{packed.format.name}.{packed.storage}", packed.params_text, f"{n}x{k}", str(dtype)[6:]))
+    rows = 1 if m == 1 else max(8, power(m))
+    return " ".join((f"{packed.format.name}.{packed.storage}", packed.params_text, f"{n}x{k}", f"M={rows}", str(dtype)[6:]))
 
 
 @cache
 def tuned_file(device: torch.device) -> Path:
-    """Where tuned configurations of a device are kept: in $QDSL_CACHE, or qdsl below the user's cache folder."""
+    """Where tuned candidates of a device are kept: in $QDSL_CACHE, or qdsl below the user's cache folder."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
     return cache_folder() / f"tuned-{name.lower()}.json"
 
 
 @cache
-def tuned(path: Path) -> dict[str, dict[str, int]]:
-    """What a file of tuned configurations holds; nothing where it is missing or is no such file."""
+def tuned(path: Path) -> dict[str, Any]:
+    """What a file of tuned candidates holds; nothing where it is missing or is no such file."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -145,7 +151,7 @@ def tuned(path: Path) -> dict[str, dict[str, int]]:
 
 
 def forget() -> None:
-    """Read the files of tuned configurations anew."""
+    """Read the files of tuned candidates anew."""
     tuned.cache_clear()
     tuned_file.cache_clear()
 
@@ -157,7 +163,13 @@ def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
     return {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0}
 
 
-def _is_tall(packed: PackedWeight) -> bool:
+def most_columns(packed: PackedWeight) -> int:
+    """Rows of x that a program of kernel `many` may take, the columns of its tile."""
+    found = packed.layout.kernels.lanes
+    return 128 if is_tall(packed) else 64 if found is None or min(found.sizes(packed.sizes), default=128) >= 128 else 32
+
+
+def is_tall(packed: PackedWeight) -> bool:
     """Whether a program of kernel `many` may take 128 rows of x."""
     found = packed.layout.kernels.lanes
     return found is not None and found.tall and min(found.sizes(packed.sizes), default=128) >= 128
@@ -189,6 +201,29 @@ def narrow(m: int, n: int, wide: bool, device: torch.device) -> tuple[dict[str, 
     if bm < 64 or 4 * cdiv(n, 128) * cdiv(m, bm) < 3 * target(device).multiprocessors:
         return {"BN": 64, "BM": min(bm, 64), "STAGES": 6 if bm < 64 else 4}, 4
     return {"BN": 128, "BM": bm, "STAGES": 4 if bm == 64 and not wide else 3}, 4 if bm == 64 else 8
+
+
+def tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
+    """Rows and units of a tile, powers of two: long along the axis that is contiguous in memory."""
+    along = units if last == "k" else rows
+    across = rows if last == "k" else units
+    size = max(128, UNITS // sums)
+    long = min(256 if last == "k" else 128, power(along), size)
+    short = min(size // long, power(across))
+    return (short, long) if last == "k" else (long, short)
+
+
+def grid_axes(packed: PackedWeight) -> tuple[int, int]:
+    """Rows of tiles, and units along K, that those kernels walk."""
+    kernels = packed.layout.kernels
+    rows, units = (axis(text).extent(*packed.shape, packed.sizes) for text in (kernels.rows, kernels.units))
+    assert rows is not None and units is not None
+    return rows, units
+
+
+def power(value: int) -> int:
+    """The smallest power of two that is at least `value`."""
+    return 1 << (max(1, value) - 1).bit_length()
 
 
 def lanes(n: int, k: int, device: torch.device, trip: int = TRIP) -> dict[str, int]:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.runtime import configure, launch, ops, streams
+from qdsl.runtime import launch, ops, streams
 from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.call import Call
 from qdsl.runtime.decoders import experts as kernels
+from qdsl.runtime.gpu import plan
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.linear import FLOATS
 from qdsl.runtime.packed import FormatError, PackedWeight
@@ -164,9 +165,11 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | N
 
 def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
     """Whether one launch decodes as it multiplies m rows: few per expert, by the kernels for matrix units."""
-    few = experts * min(MOST, configure.most_rows(packed, x.dtype, x.device))
-    return m <= few and cdiv(m, ROWS) + experts <= launch.SECOND_AXIS and not packed.layout.streams and \
-        launch.has_lanes(x, packed, few=True)
+    if m > experts * MOST or cdiv(m, ROWS) + experts > launch.SECOND_AXIS or packed.layout.streams or \
+            not launch.has_lanes(x, packed, few=True):
+        return False
+    options = plan.choice(packed, cdiv(m, experts), x.dtype, x.device).options
+    return next(option.candidate.kind for option in options if option.candidate.kind in ("few", "decode")) == "few"
 
 
 def matmul(x: Tensor, decode: Callable[[int, int], Tensor], offsets: Tensor, bias: Tensor | None, rows: Tensor | None,

@@ -647,8 +647,10 @@ class Format:
         units then multiply 8 bits with 8 bits.  Gradients are those without.  Raises FormatError for other weights.
         input_scale: with quantize_x the static scale of x, in place of a scale for each row; else it is not used.
         """
-        self._own(packed)
-        return ops.linear(x, packed, bias, mode_of(quantize_x, batch_invariant, input_scale))
+        if packed.format is not self:
+            self._own(packed)
+        is_plain = not (quantize_x or batch_invariant)
+        return ops.linear(x, packed, bias, "" if is_plain else mode_of(quantize_x, batch_invariant, input_scale))
 
     def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None,
                        partial: bool = False, rows: Tensor | None = None) -> Tensor:

@@ -12,22 +12,16 @@ from torch import Tensor
 from qdsl.runtime import configure, eight, narrow, streams
 from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.call import Call
-from qdsl.runtime.gpu.triton import runs_kernels, tl
+from qdsl.runtime.gpu import plan
+from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.triton import tl
 from qdsl.runtime.packed import PackedWeight
 from qdsl.shapes import axis
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 WARPS = 4
-UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
 SHORT = 1 << 17                                                  # columns up to which sums of products of int8 are exact in int32
 SECOND_AXIS = 65535                                              # the most that a grid's second axis can count
-
-
-def is_fused(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether a product on a GPU is one of kernels that decode as they multiply; else the weight is decoded first."""
-    if packed.layout.streams:
-        return x.shape[0] <= streams.FEW and streams.has_few(x, packed)
-    return x.shape[0] <= configure.most_rows(packed, x.dtype, x.device)
 
 
 def dequantize(packed: PackedWeight, out: Tensor) -> None:
@@ -52,10 +46,10 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
         return
     packed, calls = streams.opened(packed)
     yield from calls
-    kernels, rows, units = _kernels(packed)
+    kernels, (rows, units) = packed.layout.kernels, configure.grid_axes(packed)
     if not rows or not units:
         return
-    bn, bk = _tile(kernels.last, rows, units, kernels.sums)
+    bn, bk = configure.tile(kernels.last, rows, units, kernels.sums)
     while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
         bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
@@ -65,28 +59,27 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
 
 
 def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False,
-                 config: Mapping[str, int] | None = None) -> Iterator[Call]:
-    """The launches of `linear`, for tensors on any device, meta too; config: of a kernel for matrix units."""
+                 candidate: Candidate | None = None) -> Iterator[Call]:
+    """The launches of `linear`, for tensors on any device, meta too; candidate: a fused kernel, by default the cheapest."""
     if len(parts := _parts(x, out, 8)) > 1:
         for part, result in parts:
-            yield from linear_calls(part, packed, bias, result, invariant, config)
+            yield from linear_calls(part, packed, bias, result, invariant, candidate)
         return
     if streams.has_few(x, packed):
         yield from streams.few_calls(x, packed, bias, out)
         return
     packed, calls = streams.opened(packed)
     yield from calls
-    kernels, rows, units = _kernels(packed)
+    rows, units = configure.grid_axes(packed)
     if not rows or not x.shape[0]:
         return
-    if has_lanes(x, packed, invariant):
-        which = kind(x, packed, invariant)
-        # Bits may depend on how warps share K, so that what must not vary is launched by rule.
-        chosen = config or (configure.candidates(which, packed, x.shape[0])[0] if invariant else
-                            configure.chosen(which, packed, x.shape[0], x))
-        yield _lane_call(x, packed, bias, out, which, chosen)
+    if candidate is None:
+        choose = plan.invariant if invariant else plan.fused
+        candidate = choose(packed, x.shape[0], x.dtype, x.device, is_aligned(x, packed))
+    if candidate.kind != "matvec":
+        yield _lane_call(x, packed, bias, out, candidate.kind, candidate.config)
         return
-    bn, bk = _tile(kernels.last, rows, units, kernels.sums)
+    kernels, (bn, bk) = packed.layout.kernels, (candidate.config["BN"], candidate.config["BK"])
     for part, result in _parts(x, out, 1):
         yield Call(kernels.linear, (*_read(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
                    _constants(kernels.linear, packed, bn, bk), (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
@@ -144,7 +137,7 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
         scales = x.new_empty(groups, m, dtype=torch.float32)
         sums = torch.empty_like(scales) if made.sums else None
         bytes_ = codes.view(torch.uint8) if stored == torch.float8_e4m3fn else codes
-        br, bk = (16, eight.CHUNK) if made.groups else (1, min(4096, _power(k)))
+        br, bk = (16, eight.CHUNK) if made.groups else (1, min(4096, configure.power(k)))
         yield Call(narrow.quantize, (x, bytes_, scales, sums, m, k, k // groups),
                    {"LARGEST": eight.LARGEST[made.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
                    {"num_warps": WARPS, "enable_fp_fusion": False})                  # contracted additions would skip a rounding
@@ -170,19 +163,19 @@ def has_narrow(x: Tensor, packed: PackedWeight) -> bool:
 
 
 def has_lanes(x: Tensor, packed: PackedWeight, few: bool = False) -> bool:
-    """Whether the kernels for matrix units serve x [M, K]: 16-bit floats, whole chunks of columns, codes that are numbers.
+    """Whether a kernel for matrix units serves x [M, K], where it lies.
 
     few: only kernel `few` is wanted, however many rows x has.
     """
-    lanes = packed.layout.kernels.lanes
-    if lanes is None or x.dtype not in TYPES or packed.shape[1] % 128 or not packed.shape[1] or not packed.finite:
-        return False
-    if lanes.few is None and (few or x.shape[0] != 1):
-        return False
-    if runs_kernels(x.device) and configure.target(x.device).capability < 8:
-        return False                                             # AMD's, and those before bfloat16: the plain kernel serves them
+    if few:
+        return plan.has_lanes(packed, x.dtype, x.device, is_aligned(x, packed), few=True)
+    return bool(plan.kinds(packed, x.shape[0], x.dtype, x.device, is_aligned(x, packed)))
+
+
+def is_aligned(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether x and what kernels for matrix units read as words of a weight begin where loads of 16 bytes may."""
     wide = [tensor for name, tensor in packed.tensors.items() if tensor.dtype == torch.int32 or _is_words(name, tensor, packed)]
-    return min(lanes.sizes(packed.sizes), default=lanes.least) >= lanes.least and all(map(_is_aligned, (x, *wide)))
+    return all(map(_is_aligned, (x, *wide)))
 
 
 def _is_words(name: str, tensor: Tensor, packed: PackedWeight) -> bool:
@@ -194,17 +187,6 @@ def _is_words(name: str, tensor: Tensor, packed: PackedWeight) -> bool:
 def _is_aligned(tensor: Tensor) -> bool:
     """Whether loads of 16 bytes may begin where a tensor does, and torch can view it as words."""
     return tensor.is_meta or (tensor.data_ptr() % 16 == 0 and tensor.storage_offset() * tensor.element_size() % 4 == 0)
-
-
-def kind(x: Tensor, packed: PackedWeight, invariant: bool = False) -> str:
-    """Which of the kernels for matrix units serves x [M, K]."""
-    lanes = packed.layout.kernels.lanes
-    assert lanes is not None
-    if invariant:
-        return "few"
-    if x.shape[0] > 8 and configure.has_many(packed, x.dtype, x.device):
-        return "many"
-    return "row" if x.shape[0] == 1 and lanes.row is not None else "few"
 
 
 def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, which: str, config: Mapping[str, int]) -> Call:
@@ -255,13 +237,6 @@ def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[
     return {"weights": min(_lane_rows(config), n) * k, "step": _lane_rows(config) * trip * config["WK"]}
 
 
-def _kernels(packed: PackedWeight) -> tuple[Any, int, int]:
-    kernels = packed.layout.kernels
-    rows, units = (axis(text).extent(*packed.shape, packed.sizes) for text in (kernels.rows, kernels.units))
-    assert rows is not None and units is not None
-    return kernels, rows, units
-
-
 def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
     """Rows of x and of out by launch, where programs along the grid's second axis take `rows` of them or more."""
     if x.shape[0] <= rows * SECOND_AXIS:
@@ -300,18 +275,3 @@ def _tensors(packed: PackedWeight) -> list[Tensor | None]:
                 tensor = tensor.view(torch.uint8)
         found.append(tensor)
     return found
-
-
-def _tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
-    """Rows and units of a tile, powers of two: long along the axis that is contiguous in memory."""
-    along = units if last == "k" else rows
-    across = rows if last == "k" else units
-    size = max(128, UNITS // sums)
-    long = min(256 if last == "k" else 128, _power(along), size)
-    short = min(size // long, _power(across))
-    return (short, long) if last == "k" else (long, short)
-
-
-def _power(value: int) -> int:
-    """The smallest power of two that is at least `value`."""
-    return 1 << (max(1, value) - 1).bit_length()

@@ -1,7 +1,7 @@
 """x @ w.T + bias for a packed weight, differentiable in x and bias, never holding the whole weight on a CPU.
 
-On a GPU few rows of x go through the fused kernel; many are served by dequantized tiles and the vendor's matmul.  On a CPU,
-and on devices without Triton, torch dequantizes tiles and multiplies them; Triton's interpreter is never used.
+On a GPU runtime/gpu/plan.py chooses: a fused kernel, or dequantized tiles and the vendor's matmul.  On a CPU, and on devices
+without Triton, torch dequantizes tiles and multiplies them; Triton's interpreter is never used.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime import cpu, eight, int4, launch
+from qdsl.runtime.gpu.costs import DECODED
+from qdsl.runtime.gpu.product import product
 from qdsl.runtime.gpu.triton import runs_kernels
 from qdsl.runtime.packed import FormatError, PackedWeight
 from qdsl.runtime.tiles import decode_rows, row_tiles
@@ -67,48 +69,19 @@ def _static_scale(mode: str) -> float | None:
 
 
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
-    has_kernels = runs_kernels(x.device)
-    if packed.layout.streams and has_kernels:
-        return _decoded_product(x, packed, bias, mode)
-    packed = packed.open()
     if is_quantized(mode):
-        return _narrow_product(x, packed, bias, _static_scale(mode))
-    if mode == INVARIANT:
-        return _invariant_product(x, packed, bias)
-    if (out := int4.product(x, packed, bias)) is not None:
+        return _narrow_product(x, packed.open(), bias, _static_scale(mode))
+    if mode != INVARIANT and (out := int4.product(x, packed, bias)) is not None:
         return out
-    if x.device.type == "cpu":
-        return cpu.product(x, packed, bias)
-    out = x.new_empty(x.shape[0], packed.shape[0])
-    if has_kernels and launch.is_fused(x, packed):
-        launch.linear(x, packed, bias, out)
-        return out
-    for start, stop in row_tiles(packed, weights=tile_weights(x)):
-        weight = _weights(packed, start, stop, x.dtype)
-        out[:, start:stop] = torch.nn.functional.linear(x, weight, None if bias is None else bias[start:stop].to(x.dtype))
-    return out
-
-
-def _decoded_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str) -> Tensor:
-    """The product with a weight that streams hold: few rows meet it as it is decoded, others when it is.
-    """
-    if mode == INVARIANT or launch.is_fused(x, packed):
-        out = x.new_empty(x.shape[0], packed.shape[0])
-        launch.linear(x, packed, bias, out, invariant=mode == INVARIANT)
-        return out
-    weight = x.new_empty(packed.shape)
-    launch.dequantize(packed, weight)
-    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    if runs_kernels(x.device):
+        return product(x, packed, bias, mode, mode == INVARIANT)
+    packed = packed.open()
+    return _invariant_product(x, packed, bias) if mode == INVARIANT else cpu.product(x, packed, bias)
 
 
 def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """The product in which a row's bits do not depend on the rows beside it: rows are multiplied alone, or by the one kernel
-    whose columns are rows of x.
-    """
+    """The product in which a row's bits do not depend on the rows beside it, on a CPU: rows are multiplied alone."""
     out = x.new_empty(x.shape[0], packed.shape[0])
-    if runs_kernels(x.device):
-        launch.linear(x, packed, bias, out, invariant=True)
-        return out
     for start, stop in row_tiles(packed, weights=tile_weights(x)):
         weight = _weights(packed, start, stop, x.dtype)
         part = None if bias is None else bias[start:stop].to(x.dtype)
@@ -142,7 +115,7 @@ def _transposed(gradient: Tensor, packed: PackedWeight) -> Tensor:
 
 def tile_weights(x: Tensor) -> int:
     """Weights dequantized at a time: a cache's worth on a CPU, 64 MB of float16 on a GPU."""
-    return 1 << 18 if x.device.type == "cpu" else 1 << 25
+    return 1 << 18 if x.device.type == "cpu" else DECODED
 
 
 def _weights(packed: PackedWeight, start: int, stop: int, dtype: torch.dtype) -> Tensor:

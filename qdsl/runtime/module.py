@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +86,9 @@ class PackedModule(nn.Module):
         if is_new and is_plain(*held.values()):
             self._undo_casts(held)
             held = self._note(held)
-        return self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
+        packed = self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
+        packed.plan, packed.dense = self._packed.plan, self._packed.dense
+        return packed
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
         """The stored tensors, by the names that they have in `named_parameters()`."""
@@ -96,6 +98,23 @@ class PackedModule(nn.Module):
     def _held(self) -> dict[str, Tensor]:
         own: Mapping[str, Any] = self._parameters                # first, because asking nn.Module costs more
         return {name: own[word] if word in own else getattr(self, word) for name, word in self._names.items()}
+
+    def _unchanged(self, names: Sequence[str]) -> list[Tensor] | None:
+        """Stored tensors by name, as `packed` has them; None where one was replaced, cast or changed since it was noted."""
+        own, words, dtypes = self._parameters, self._names, self._dtypes
+        tensors: list[Tensor] = []
+        for name in names:
+            tensor = own.get(words[name])
+            if type(tensor) is not nn.Parameter or tensor.dtype != dtypes[name]:
+                return None
+            try:
+                version = tensor._version
+            except RuntimeError:                                 # of inference mode, as in _version, at half the time
+                version = 0
+            if getattr(tensor, "_noted", None) != version:
+                return None
+            tensors.append(tensor)
+        return tensors
 
     @property
     def device(self) -> torch.device:
@@ -238,6 +257,7 @@ class PackedModule(nn.Module):
         on_gpu = found.device.type not in ("cpu", "meta")        # where kernels for matrix units ask for it, again and again
         self._packed.known_finite = found.finite if on_gpu else None
         self._packed.facts = found.facts
+        self._packed.plan = self._packed.dense = None
         filled = {name: tensor for name, tensor in held.items() if name not in unfilled}
         _note(filled, found.in_order)
         return filled

@@ -14,25 +14,34 @@ _Times below), and torch's older vmap, that of is_grads_batched.  Both say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from qdsl.runtime import eight, order
 from qdsl.runtime.arrays import empty
 from qdsl.runtime.finite import has_special_codes
+from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.gpu.triton import on_device
 from qdsl.runtime.linear import _product, _transposed, check_x, is_quantized
 from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.private_apis import is_batched, is_in_torch_dispatch_mode, is_jit_traced, is_transformed
+from qdsl.runtime.private_apis import (
+    PLAIN,
+    gradient_kernel,
+    is_batched,
+    is_direct,
+    is_in_torch_dispatch_mode,
+    is_jit_traced,
+    is_transformed,
+)
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
+    from qdsl.runtime.gpu.plan import Plan
 
 
 class Words(NamedTuple):
@@ -103,10 +112,14 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
 
     Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or on a CPU float64
-    for x in float64.  On a GPU up to 16 rows of x (128 by some kernels, configure.most_rows) meet exact weights; in every other
-    case weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; x in 8 bits has
+    for x in float64.  On a GPU a fused kernel multiplies exact weights; where runtime/gpu/plan.py chooses to decode, and on a
+    CPU, weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; x in 8 bits has
     the gradients of the product without.  Raises FormatError where x does not fit, or codes are no 8 bits.
     """
+    if is_direct(x, bias) and (plan := packed.plan) is not None:
+        out = quick(x, plan, [*map(packed.tensors.__getitem__, plan.names)], bias, mode)
+        if out is not None:
+            return out
     check_x(x, bias, packed.shape, packed.device)
     if is_quantized(mode):
         eight.check(packed)
@@ -149,7 +162,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """
     if is_recorded() or is_in_torch_dispatch_mode():
         return False
-    return all(tensor is None or (type(tensor) in (Tensor, Parameter) and not tensor.is_meta
+    return all(tensor is None or (type(tensor) in PLAIN and not tensor.is_meta
                                   and not is_batched(tensor)) for tensor in tensors)
 
 
@@ -244,15 +257,33 @@ def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("qdsl::linear", mutates_args=())
-def _linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-            finite: bool, facts: str, n: int, k: int, mode: str = "") -> Tensor:
-    return computed(x, packed_weight(tensors, Words(format, storage, params, names, finite, facts), n, k), bias, False, mode)
+class _Prepared:
+    """The plan of the weights that operations are called with in the same words; None before the first product."""
+
+    plan: Plan | None = None
 
 
-@torch.library.custom_op("qdsl::transposed", mutates_args=())
-def _turned(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, facts: str,
-            n: int, k: int) -> Tensor:
+@lru_cache(maxsize=4096)
+def _prepared(*described: str | int) -> _Prepared:
+    return _Prepared()
+
+
+def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str,
+                     names: str, finite: bool, facts: str, n: int, k: int, mode: str = "") -> Tensor:
+    prepared = _prepared(format, storage, params, names, finite, n, k) if not facts else None
+    if prepared is not None and prepared.plan is not None:
+        out = quick(x, prepared.plan, tensors, bias, mode)
+        if out is not None:
+            return out
+    packed = packed_weight(tensors, Words(format, storage, params, names, finite, facts), n, k)
+    out = computed(x, packed, bias, False, mode)
+    if prepared is not None and packed.plan is not None and " ".join(packed.plan.names) == names:
+        prepared.plan = packed.plan
+    return out
+
+
+def _computed_transposed(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool,
+                         facts: str, n: int, k: int) -> Tensor:
     return computed(x, packed_weight(tensors, Words(format, storage, params, names, finite, facts), n, k), None, turned=True)
 
 
@@ -263,15 +294,13 @@ def _dequantize(tensors: Sequence[Tensor], format: str, storage: str, params: st
     return packed.format._dequantized(packed, empty(packed.shape, dtype, packed.device))
 
 
-@_linear.register_fake
-def _(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-      finite: bool, facts: str, n: int, k: int, mode: str = "") -> Tensor:
+def _empty_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
+                  finite: bool, facts: str, n: int, k: int, mode: str = "") -> Tensor:
     return x.new_empty(*x.shape[:-1], n)
 
 
-@_turned.register_fake
-def _(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, facts: str, n: int,
-            k: int) -> Tensor:
+def _empty_transposed(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool,
+                      facts: str, n: int, k: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], k)
 
 
@@ -309,5 +338,32 @@ def _of_turned(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return _linear(gradient, tensors, None, *ctx.rest), [None] * len(tensors), *[None] * len(ctx.rest)
 
 
-_linear.register_autograd(_of_linear, setup_context=_keep_linear)
-_turned.register_autograd(_of_turned, setup_context=_keep_turned)
+# -- their registration: by torch.library.Library, whose calls cost half of those of a custom_op --------------------------------
+
+
+def _defined(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor], gradients: Callable[..., Any],
+             keep: Callable[..., None], bias: int | None = None) -> Any:
+    """An operation of torch.ops.qdsl with a fake function and gradients; bias: the place of that argument.
+
+    Where nothing asks for gradients, and nothing else watches, it computes at once, without a second dispatch.
+    """
+    schema = name + torch.library.infer_schema(function, mutates_args=())
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"qdsl::{name}", fake, lib=_library)
+    operation = getattr(torch.ops.qdsl, name).default
+    watched = gradient_kernel(operation, gradients, keep)
+
+    def differentiated(keys: Any, x: Tensor, *others: Any) -> Tensor:
+        if not x.is_meta and is_direct(x, None if bias is None else others[bias - 1]):
+            return function(x, *others)
+        result: Tensor = watched(keys, x, *others)
+        return result
+
+    _library.impl(name, differentiated, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    return operation
+
+
+_library = torch.library.Library("qdsl", "FRAGMENT")             # type: ignore[no-untyped-call]
+_linear = _defined("linear", _computed_linear, _empty_linear, _of_linear, _keep_linear, bias=2)
+_turned = _defined("transposed", _computed_transposed, _empty_transposed, _of_turned, _keep_turned)

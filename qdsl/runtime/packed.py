@@ -23,6 +23,8 @@ from qdsl.shapes import Axis, granule
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
+    from qdsl.runtime.gpu.dense import Dense
+    from qdsl.runtime.gpu.plan import Plan
     from qdsl.runtime.layout import Storage, Variant
 
 
@@ -66,6 +68,8 @@ class PackedWeight:
         self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
         self.extents = {**self.sizes, "N": shape[0], "K": shape[1]}
         self._steps: dict[str, tuple[int, str]] = {}
+        self.plan: Plan | None = None                            # these two products keep for the next one; they are
+        self.dense: Dense | None = None                          # neither pickled nor derived
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What it was made of; the rest follows from the format."""

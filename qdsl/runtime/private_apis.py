@@ -10,13 +10,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._library.autograd import Info, make_autograd_impl
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from qdsl.runtime.gpu.triton import triton
+
 __all__ = ["FakeTensor", "is_in_torch_dispatch_mode"]
+
+PLAIN = (Tensor, nn.Parameter)                                   # types whose numbers are computed with directly
+
+
+def allocation(tensor: Tensor) -> int:
+    """What two tensors have in common that are views of the same memory, on meta too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 # -- who watches an operation ------------------------------------------------------------------------------------------
@@ -32,9 +42,35 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+def is_direct(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product of x is nothing but numbers: plain tensors that nothing watches, casts or differentiates.
+
+    False is always right.  What may watch are a compiler, a tracer, a dispatch mode, a transform and forward mode.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() or \
+            torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0 or \
+            type(x) not in PLAIN or torch._C._is_any_autocast_enabled() or torch._C._functorch.is_legacy_batchedtensor(x):
+        return False
+    if bias is None:
+        return not (x.requires_grad and torch.is_grad_enabled())
+    return type(bias) in PLAIN and not torch._C._functorch.is_legacy_batchedtensor(bias) and \
+        not ((x.requires_grad or bias.requires_grad) and torch.is_grad_enabled())
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor is one of autograd's own vmap (`is_grads_batched`), which has the type of a plain tensor."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def gradient_kernel(operator: Any, gradients: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
+    """What torch.library.register_autograd has an operator do where gradients may be wanted: f(dispatch keys, *arguments).
+
+    gradients, keep: its `backward` and `setup_context`.
+    """
+    return make_autograd_impl(operator, Info(gradients, keep))
 
 
 # -- traced programs ---------------------------------------------------------------------------------------------------
@@ -110,7 +146,6 @@ def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[tup
 
     types: of arguments, by name.  constants, hints: values, and known divisors, by place.
     """
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -120,6 +155,17 @@ def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[tup
 
 def tool_path(tool: str) -> str:
     """Where one of the NVIDIA programs that come with Triton lies: 'ptxas', 'nvdisasm', 'cuobjdump'."""
-    import triton
-
     return str(getattr(triton.knobs.nvidia, tool).path)
+
+
+def launch_stream(device: int) -> int | None:
+    """The current stream of a GPU, by its index, for a launch past Triton's own launcher; -1 is whichever is current.
+
+    None where another device is current, or something asked Triton to be called at launches, as its profiler does.
+    """
+    driver, runtime = triton.runtime.driver.active, triton.knobs.runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if getattr(before, "calls", before) or getattr(after, "calls", after):
+        return None
+    current = driver.get_current_device()
+    return driver.get_current_stream(current) if device in (current, -1) else None

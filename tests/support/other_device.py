@@ -86,6 +86,6 @@ def other_device() -> Iterator[torch.device]:
     if not _is_set_up:
         _setup_privateuseone_for_python_backend(NAME)
         _is_set_up = True
-    with Factories(), patch.object(ops, "Parameter", OtherTensor), \
+    with Factories(), patch.object(ops, "PLAIN", (*ops.PLAIN, OtherTensor)), \
             patch.object(ops, "is_in_torch_dispatch_mode", lambda: False):
         yield torch.device(NAME, 0)

@@ -18,6 +18,7 @@ from qdsl.passes.schemes import SCHEMES
 from qdsl.passes.streams import STREAMS, Coding
 from qdsl.spec import grammar, marked, schema
 from qdsl.spec.schema import load
+from tests.support import public_figures
 from tests.support.compatibility import lines as pair_lines
 
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -180,7 +181,12 @@ def compatibility() -> list[str]:
     return pair_lines()
 
 
+def public() -> list[str]:
+    """Figures of others, and the model's."""
+    return rows(public_figures.HEADS, public_figures.lines())
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
         keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, figures, speeds, gguf_maps, quality,
-        compatibility)}
+        compatibility, public)}

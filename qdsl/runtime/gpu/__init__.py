@@ -1,1 +1,1 @@
-"""What a launch costs on a GPU, and which GPUs there are."""
+"""What runs on GPUs: the choice of a launch, its cost, and Triton."""

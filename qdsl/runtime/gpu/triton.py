@@ -6,26 +6,26 @@ raises MissingTriton when it is launched, and everything else that a module read
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 
+from qdsl.host import system
+
 __all__ = ["MissingKernel", "MissingTriton", "is_installed", "libdevice", "on_device", "require", "runs_kernels", "tl", "triton"]
-PLATFORMS = {"darwin": "macOS", "win32": "Windows"}
 
 
 class MissingTriton(ImportError):
     """A GPU kernel was asked for where Triton is not installed."""
 
 
-def missing(error: ImportError | None = None) -> MissingTriton:
+def missing() -> MissingTriton:
     """The exception that says why kernels cannot run here."""
-    platform = PLATFORMS.get(sys.platform)
-    reason = f"which has no wheel for {platform}" if platform else "which is not installed: pip install triton"
-    return MissingTriton(f"GPU kernels need Triton, {reason}{f' ({error})' if error and not platform else ''}")
+    name = system.name()
+    reason = "which is not installed: pip install triton" if name == "Linux" else f"which has no wheel for {name}"
+    return MissingTriton(f"GPU kernels need Triton, {reason}")
 
 
 class MissingKernel:

@@ -1,0 +1,145 @@
+"""`python -m bench.costs`: compile the kernels of all formats and count them, for qdsl/runtime/gpu/costs.json.
+
+Nothing is run, and no GPU is needed.  An hour on one core; what the file has already is kept unless --anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import torch
+import triton
+
+from qdsl import places
+from qdsl.analyze import AnalyzeError, report
+from qdsl.analyze.gpus import ARCHS as EVERY_ARCH
+from qdsl.analyze.gpus import arch_of
+from qdsl.analyze.predict import cost as cost_of
+from qdsl.runtime import FormatError, PackedWeight, configure, launch, streams
+from qdsl.runtime.call import Call
+from qdsl.runtime.gpu import costs, plan
+
+SHAPE = (4096, 8192)                                             # several trips of every loop
+ARCHS = ("sm_90", "sm_80")
+X = torch.bfloat16
+
+
+def weights(only: str = "") -> Iterator[PackedWeight]:
+    """A weight of every storage of every format that ships, with the default of parameters that choose no kernels.
+
+    only: formats whose name begins so.
+    """
+    for path in sorted(places.specs().glob(f"{only}*.yaml")):
+        form = importlib.import_module(f"qdsl.generated.{path.stem}").FORMAT
+        for key, variant in form.variants.items():
+            for storage in variant.storages:
+                params = form.complete(dict(zip(form.by, key, strict=True)))
+                try:
+                    yield streams.usual(form.empty(SHAPE, storage, **params))
+                except FormatError as error:
+                    print(f"{form.name}.{storage}: {error}", file=sys.stderr)
+
+
+def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
+    """The launches whose counts the table has, by costs.config_key."""
+    n, k = packed.shape
+    lanes = packed.layout.kernels.lanes
+    wide = torch.empty(1, k, dtype=torch.float32, device="meta")
+    out = wide.new_empty(1, n)
+    plain = list(launch.linear_calls(wide, packed, None, out))
+    decode = list(launch.dequantize_calls(packed, torch.empty(n, k, dtype=X, device="meta")))
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        if len(plain) == 1:                                      # the kernel for any x, which other types are launched with here
+            yield costs.config_key("matvec"), _narrowed(plain[0], (wide, out))
+        if len(decode) == 1:
+            yield costs.config_key("dequantize"), decode[0]
+        for rows in (1, 8, 16):
+            if streams.has_few(_x(rows, k), packed):
+                for call in streams.few_calls(_x(rows, k), packed, None, _x(rows, n)):
+                    yield costs.config_key("few", *costs.configuration(call.constants)), call
+        if lanes is None or packed.layout.streams:
+            return
+        for kind, rows in (("row", 1), ("few", 8), ("many", 16)):
+            for config in configs(packed, kind) if launch.has_lanes(_x(rows, k), packed) else ():
+                rows = config.get("BM", rows)
+                if kind in plan.kinds(packed, rows, X, torch.device("meta")):
+                    candidate = costs.Candidate(kind, config)
+                    for call in launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), candidate=candidate):
+                        yield costs.config_key(kind, *costs.configuration(config)), call
+
+
+def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
+    """Configurations of a kernel for matrix units; others of as many warps follow from these."""
+    if kind != "many":
+        yield from ({"R": r, "WN": 1, "WK": 4, "EVEN": True} for r in (1, 2))
+        return
+    for bm in (16, configure.most_columns(packed)):
+        yield from ({"R": r, "W": 4, "BM": bm, "STAGES": 3 if bm < 128 else 2, "UNROLL": 1, "WHOLE": 0} for r in (1, 2))
+
+
+def _x(rows: int, columns: int) -> torch.Tensor:
+    return torch.empty(rows, columns, dtype=X, device="meta")
+
+
+def _narrowed(call: Call, floats: tuple[torch.Tensor, ...]) -> Call:
+    """A launch with these of its arguments, x and out, in type X."""
+    return replace(call, arguments=tuple(
+        value.to(X) if isinstance(value, torch.Tensor) and any(value is one for one in floats) else value
+        for value in call.arguments))
+
+
+def row(call: Call, arch: str) -> list[float]:
+    """The fields of a Cost, rounded; rows only of a `dequantize` that has a loop."""
+    counts = report(call, arch)
+    cost = cost_of(counts)
+    values = [*astuple(cost)[:4], *(round(value) for value in (cost.trip, cost.fixed, cost.chain)), round(cost.chain_loads, 2),
+              round(cost.start), round(cost.start_loads, 2)]
+    return [*values, counts.weights / SHAPE[1]] if counts.has_loop and "x" not in call.kernel.arg_names else values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.costs", description=__doc__)
+    parser.add_argument("--only", default="", metavar="PREFIX", help="formats whose name begins so")
+    parser.add_argument("--arch", action="append", choices=list(EVERY_ARCH), help=f"by default {' and '.join(ARCHS)}")
+    parser.add_argument("--anew", action="store_true", help="count kernels again that the file has")
+    parser.add_argument("--file", type=Path, default=costs.TABLE)
+    options = parser.parse_args()
+    kernels = json.loads(options.file.read_text())["kernels"] if options.file.is_file() else {}
+    for arch in options.arch or ARCHS:
+        for packed in weights(options.only):
+            storage = costs.storage_key(packed)
+            entry = {} if options.anew else kernels.get(arch, {}).get(storage, {})
+            for key, call in calls(packed, arch):
+                if key not in entry:
+                    try:
+                        entry[key] = row(call, arch)
+                    except AnalyzeError as error:
+                        print(f"{storage} {key}: {error}", file=sys.stderr)
+            if entry:
+                kernels.setdefault(arch, {})[storage] = entry
+                options.file.write_text(text(kernels))
+                print(f"{arch} {storage}: {len(entry)} kernels", file=sys.stderr)
+
+
+def text(kernels: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+    """The file: a storage in a line, so that a change of one is seen."""
+    archs = []
+    for arch in sorted(kernels):
+        lines = [f"    {json.dumps(storage)}: {json.dumps(_short(kernels[arch][storage]), separators=(',', ':'))}"
+                 for storage in sorted(kernels[arch])]
+        archs.append(f"  {json.dumps(arch)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return f'{{"triton": "{triton.__version__}", "kernels": {{\n' + ",\n".join(archs) + "\n}}\n"
+
+
+def _short(entry: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {key: [int(value) if value == int(value) else value for value in entry[key]] for key in sorted(entry)}
+
+
+if __name__ == "__main__":
+    main()

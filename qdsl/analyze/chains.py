@@ -1,0 +1,157 @@
+"""How long a warp takes that has its scheduler to itself: instructions issue in order and wait for what they read.
+
+A scoreboard of registers and pipes.  Branches are not taken and all predicates hold.  A load takes the latency of memory in
+the trips in which it fetches a new sector, and that of the L1 cache in the others (strides.py), or where its address depends
+on loaded data, as in a lookup.  x, which all programs read, comes from the L2 cache.  Latencies of arithmetic are those that
+published microbenchmarks agree on within a few cycles; none was measured here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from qdsl.analyze import pipes, strides
+from qdsl.analyze.registers import accesses
+from qdsl.analyze.sass import Code, Instruction
+
+# Cycles from issue to a result that can be read, by pipe; a load's are not among them.
+LATENCY = {"alu": 5, "fma": 5, "imad": 5, "half": 5, "double": 16, "convert": 18, "memory": 30, "uniform": 10, "control": 5,
+           "tensor": 33}
+CACHED = 40                                                      # cycles of a load from the L1 cache
+SHARED = 270                                                     # and from the L2 cache
+BARRIER = 30                                                     # cycles of a barrier at which no other warp is late
+WARM, TRIPS = 4, 12                                              # of a loop: until it repeats itself, and those that are counted
+FAST, SLOW = 1000, 1800                                          # cycles of a load between which a chain is a straight line
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Cycles of a warp alone, where a load takes `latency` cycles: cycles + loads * latency."""
+
+    cycles: float
+    loads: float
+
+    def at(self, latency: float) -> float:
+        return self.cycles + self.loads * latency
+
+
+def chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> tuple[Chain, Chain]:
+    """The dependence chains of a kernel outside of its hot loop, and of a trip of that loop, which repeats itself.
+
+    x: where the address of x lies in the constant bank of arguments, None where no argument is x.
+    """
+    hot = loop or range(0)
+    parts = dict(zip(hot, strides.missed([code.instructions[place] for place in hot]), strict=True))
+    steps = [Step(instruction, *accesses(instruction), pipes.busy(instruction, arch), parts.get(place, 1.0),
+                  x is not None and reads_argument(instruction, x)) for place, instruction in enumerate(code.instructions)]
+    fast, slow = (_measured(steps, loop, latency) for latency in (FAST, SLOW))
+    outside, trip = (_line(*ends) for ends in zip(fast, slow, strict=True))
+    return outside, trip
+
+
+def reads_argument(instruction: Instruction, place: int) -> bool:
+    """Whether an instruction reads the lower half of an argument from the constant bank."""
+    return f"c[0x0][{place:#x}]" in instruction.line
+
+
+def _line(fast: float, slow: float) -> Chain:
+    loads = max(0.0, (slow - fast) / (SLOW - FAST))
+    return Chain(max(0.0, fast - loads * FAST), loads)
+
+
+def _measured(steps: Sequence[Step], loop: range | None, latency: int) -> tuple[float, float]:
+    """Cycles outside of the loop, and of one trip."""
+    warp = _Warp(latency)
+    if loop is None:
+        return warp.run(steps), 0.0
+    warp.run(steps[:loop.start])
+    ends = [warp.run(steps[loop.start:loop.stop]) for _ in range(WARM + TRIPS)]
+    trip = (ends[-1] - ends[WARM - 1]) / TRIPS
+    return max(0.0, warp.run(steps[loop.stop:]) - len(ends) * trip), trip
+
+
+class Step(NamedTuple):
+    """An instruction: what it writes and reads, how long it is busy, how often it fetches a sector, whether it reads x's address.
+    """
+
+    instruction: Instruction
+    written: list[str]
+    read: list[str]
+    busy: dict[str, float]
+    missed: float
+    of_x: bool
+
+
+@dataclass(slots=True)
+class _Warp:
+    """A warp that runs alone.
+
+    ready: when registers can be read.  loaded: those that follow from loaded data.  addresses: those that follow from x's.
+    """
+
+    latency: int
+    now: float = 0.0
+    ready: dict[str, float] = field(default_factory=dict)
+    loaded: set[str] = field(default_factory=set)
+    addresses: set[str] = field(default_factory=set)
+    free: dict[str, float] = field(default_factory=dict)
+    copies: deque[float] = field(default_factory=deque)          # ends of the groups of copies that are under way
+    copied: float = 0.0                                          # end of the copies that no group has yet
+    products: float = 0.0                                        # end of the warp group's matrix instructions
+
+    def run(self, steps: Sequence[Step]) -> float:
+        """Issue instructions; returns the cycle at which the next one may be."""
+        for step in steps:
+            self._issue(step)
+        return self.now
+
+    def _issue(self, step: Step) -> None:
+        instruction = step.instruction
+        start = max([self.now, self._waited(instruction), *(self.ready.get(name, 0.0) for name in (*step.read, *step.written)),
+                     *(self.free.get(name, 0.0) for name in step.busy)])
+        for name, cycles in step.busy.items():
+            self.free[name] = start + cycles
+        self.now = start + 1 + (BARRIER if instruction.base == "BAR" else 0)
+        is_looked_up = not self.loaded.isdisjoint(step.read)
+        is_of_x = step.of_x or not self.addresses.isdisjoint(step.read)
+        end = start + self._latency(step, is_looked_up, is_of_x)
+        if instruction.base == "LDGSTS":
+            self.copied = max(self.copied, end)
+        elif instruction.base == "LDGDEPBAR":
+            self.copies.append(self.copied)
+            self.copied = 0.0
+        elif "gdesc" in instruction.line:
+            self.products = max(self.products, end)
+        for name in step.written:
+            self.ready[name] = end
+            _put(self.loaded, name, instruction.base == "LDG" or is_looked_up)
+            _put(self.addresses, name, is_of_x and instruction.base != "LDG")
+
+    def _waited(self, instruction: Instruction) -> float:
+        """When what a barrier waits for has happened."""
+        if instruction.opcode == "DEPBAR.LE" and instruction.operands[0].startswith("SB"):
+            left = int(instruction.operands[1], 16) if len(instruction.operands) > 1 else 0
+            end = 0.0
+            while len(self.copies) > left:
+                end = max(end, self.copies.popleft())
+            return end
+        return self.products if instruction.opcode.startswith("WARPGROUP.DEPBAR") else 0.0
+
+    def _latency(self, step: Step, is_looked_up: bool, is_of_x: bool) -> float:
+        if step.instruction.loaded:
+            far = SHARED if is_of_x else self.latency
+            return CACHED if is_looked_up else CACHED + step.missed * (far - CACHED)
+        if step.instruction.base in ("ATOM", "ATOMG"):
+            return self.latency
+        pipe = pipes.pipe_of(step.instruction)
+        return LATENCY[pipe] + (step.busy.get(pipe, 0.0) if pipe == "tensor" else 0.0)
+
+
+def _put(names: set[str], name: str, is_in: bool) -> None:
+    if is_in:
+        names.add(name)
+    else:
+        names.discard(name)

@@ -1,0 +1,93 @@
+"""What the runtime would run on a GPU that need not be there, beside everything else that it could, and why not the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from qdsl.analyze.gpus import Gpu, arch_of
+from qdsl.analyze.launches import TYPES
+from qdsl.runtime import PackedWeight, configure
+from qdsl.runtime.gpu import plan
+from qdsl.runtime.gpu.costs import Candidate
+
+META = torch.device("meta")
+HEADS = ["kernel", "configuration", "programs", "us", "of the best"]
+SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "BN", "BK")
+WORK = {"row": "one row of x, in matrix units", "few": "blocks of 8 rows of x, in matrix units",
+        "many": "tiles of 16 to 128 rows of x, in Hopper's warp groups", "matvec": "one row of x, decoded weight by weight",
+        "decode": "dequantize, then the vendor's matmul"}
+
+
+def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, Any]:
+    """The choice for so many rows of x of a type ('bf16') on a GPU, as data: chosen, reason, candidates, refused."""
+    dtype = TYPES[x]
+    with configure.assumed(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu):
+        choice = plan.choice(packed, rows, dtype, META)
+        refused = dict(_refused(packed, rows, dtype))
+    candidates = [{"kernel": option.candidate.kind, "config": dict(option.candidate.config), "grid": list(option.candidate.grid),
+                   "us": float(f"{option.seconds * 1e6:.4g}")} for option in choice.options]
+    return {"format": packed.format.name, "storage": packed.storage, "shape": list(packed.shape), "rows": rows, "x": x,
+            "gpu": gpu.title, "chosen": candidates[0], "reason": _reason(choice, gpu), "candidates": candidates,
+            "refused": refused}
+
+
+def title(found: dict[str, Any]) -> str:
+    """What was asked, and the answer."""
+    chosen, (n, k), rows = found["chosen"], found["shape"], found["rows"]
+    what = f"{found['format']}.{found['storage']} [{n}, {k}], {rows} row{'s' * (rows > 1)} of x in {found['x']}"
+    return (f"{what}, {found['gpu']}: {chosen['kernel']}, {chosen['us']:.3g} us (modelled)")
+
+
+def table(found: dict[str, Any]) -> list[list[str]]:
+    """A row for each candidate, the cheapest first."""
+    least = found["chosen"]["us"]
+    configs = [" ".join(f"{key}={each['config'][key]}" for key in SHOWN if key in each["config"]) for each in found["candidates"]]
+    return [[each["kernel"], config, str(math.prod(each["grid"])) if each["grid"] else "", f"{each['us']:.3g}",
+             f"{each['us'] / least:.2f}" if least else ""]
+            for each, config in zip(found["candidates"], configs, strict=True)]
+
+
+def _reason(choice: plan.Choice, gpu: Gpu) -> str:
+    """Why the choice is what it is, against the cheapest of each other kernel."""
+    best: dict[str, plan.Option] = {}
+    for option in choice.options:
+        best.setdefault(option.candidate.kind, option)
+    chosen, *others = best.values()
+    if not others:
+        return f"{WORK[chosen.candidate.kind]}; nothing else serves this product"
+    compared = [f"{kind} {option.seconds / chosen.seconds:.3g} times as long{_few_programs(option.candidate, gpu)}"
+                for kind, option in best.items() if option is not chosen and chosen.seconds]
+    return f"{WORK[chosen.candidate.kind]}; by the model {', '.join(compared)}"
+
+
+def _few_programs(candidate: Candidate, gpu: Gpu) -> str:
+    programs = math.prod(candidate.grid)
+    return f" ({programs} programs for {gpu.multiprocessors} SMs)" if candidate.grid and programs < gpu.multiprocessors else ""
+
+
+def _refused(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
+    """Kernels of the storage, or that others have, which do not serve the product, and why not."""
+    lanes, (_, k) = packed.layout.kernels.lanes, packed.shape
+    if rows > 1:
+        yield "matvec", "reads and decodes the weight once for every row of x"
+    legal = plan.kinds(packed, rows, dtype, META)
+    if packed.layout.streams:
+        return
+    if lanes is None:
+        better = [name for name, other in packed.variant.storages.items() if other.kernels.lanes is not None]
+        yield "row, few, many", f"storage {packed.storage} has none" + (f"; {' and '.join(better)} has" if better else "")
+    elif not plan.has_lanes(packed, dtype, META):
+        why = f"K = {k} is no multiple of 128" if k % 128 else f"blocks of fewer than {lanes.least} columns"
+        yield "row, few, many", why
+    else:
+        if lanes.row is None or rows > 1:
+            yield "row", "serves one row of x" if rows > 1 else "the storage has none"
+        if lanes.few is None:
+            yield "few", "the storage has none"
+        if "many" not in legal:
+            yield "many", ("the storage has none" if lanes.many is None else "serves more than 8 rows of x" if rows <= 8 else
+                           "is for Hopper, and for types that take one product for a code")

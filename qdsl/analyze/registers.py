@@ -1,0 +1,64 @@
+"""Which registers an instruction writes and reads."""
+
+from __future__ import annotations
+
+import re
+
+from qdsl.analyze import pipes
+from qdsl.analyze.sass import Instruction
+
+_REGISTER = re.compile(r"\b(?P<file>U?)R(?P<number>\d+)(?P<wide>\.64)?")
+_PREDICATE = re.compile(r"\bU?P[0-6]\b")
+_STORES = ("STG", "STS", "STL", "ST", "RED", "REDG", "LDGSTS", "BAR", "BRA", "EXIT", "DEPBAR", "LDGDEPBAR", "WARPGROUP", "NOP")
+
+
+def accesses(instruction: Instruction) -> tuple[list[str], list[str]]:
+    """Registers and predicates that an instruction writes, and that it reads."""
+    parts = instruction.operands
+    first = 0
+    written: list[str] = []
+    if instruction.base not in _STORES:
+        while first < len(parts) and (_PREDICATE.fullmatch(parts[first]) or parts[first] in ("PT", "UPT")):
+            written += _names(parts[first], 1)
+            first += 1
+        if not written and first < len(parts) and "[" not in parts[first]:
+            written += _names(parts[first], _width(instruction))
+            first += 1
+            while first < len(parts) and _PREDICATE.fullmatch(parts[first]):
+                written += _names(parts[first], 1)               # a carry, or a second result
+                first += 1
+    read = [name for place, part in enumerate(parts[first:], first) for name in _names(part, _read_width(instruction, place))]
+    return written, [*read, *_names(instruction.guard, 1)]
+
+
+def _names(text: str, width: int) -> list[str]:
+    """Registers of an operand, with those after it that belong to it, and predicates."""
+    names = _PREDICATE.findall(text)
+    for match in _REGISTER.finditer(text):
+        first, count = int(match["number"]), 2 if match["wide"] else width
+        names += [f"{match['file']}R{number}" for number in range(first, first + count)]
+    return names
+
+
+def _width(instruction: Instruction) -> int:
+    """Registers of a result."""
+    if group := re.match(r"[HQI]GMMA\.\d+x(\d+)x", instruction.opcode):
+        return int(group[1]) // 2
+    if pipes.pipe_of(instruction) == "tensor":
+        return 2 if ".F16" in instruction.opcode and ".F32" not in instruction.opcode else 4
+    if instruction.base == "LDSM":
+        last = instruction.opcode.rpartition(".")[2]             # of LDSM.16.M88.4
+        return int(last) if last.isdigit() else 1
+    if instruction.base in ("LDG", "LDS", "LDL", "LDC", "LDCU", "ULDC", "LD"):
+        return max(1, instruction.width // 4)
+    wide = ".WIDE" in instruction.opcode or ".64" in instruction.opcode or instruction.base in ("CS2R", "DFMA", "DADD", "DMUL")
+    return 2 if wide else 1
+
+
+def _read_width(instruction: Instruction, place: int) -> int:
+    """Registers of the operand at a place."""
+    if pipes.pipe_of(instruction) == "tensor":
+        return {1: 4, 2: 2, 3: 4}.get(place, 1)
+    if instruction.base in ("STG", "STS", "STL", "ST"):
+        return max(1, instruction.width // 4) if "[" not in instruction.operands[place] else 1
+    return 2 if ".WIDE" in instruction.opcode and place == len(instruction.operands) - 1 else 1

@@ -1,0 +1,252 @@
+"""Modelled seconds of the ways to multiply by a packed weight on a GPU, for choosing among them; nothing is compiled or timed.
+
+A kernel's counts come from costs.json, which `python -m bench.costs` writes from compiled kernels.  How long a launch takes
+follows from them, from its grid and from the GPU's data sheet.  Terms that do not overlap are added, the others compared:
+
+    LAUNCH + max(ramp + max(memory, L2 cache, busiest pipe), programs one after another)
+
+ramp is the time until the first loads have arrived.  The last term is the dependence chain of the programs that share an SM
+and do not run at once.  Nothing here was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from qdsl.runtime.arrays import cdiv
+from qdsl.runtime.gpu.devices import ARCHS, SCHEDULERS, Gpu
+
+if TYPE_CHECKING:
+    from qdsl.runtime.packed import PackedWeight
+
+LAUNCH = 1.5e-6                                                  # seconds from one kernel of a CUDA graph to the next, assumed
+LATENCY = 500e-9                                                 # seconds from a load to its data, assumed: idle memory is faster
+REACHABLE = 0.9                                                  # of the data sheet's bandwidth: a plain copy's share, rounded
+L2_BYTES = 28                                                    # from the L2 cache, per clock and SM, assumed
+MATMUL = 0.7                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
+MATMUL_TILE = 128 * 128                                          # elements of out that an SM has at a time in it
+DECODED = 1 << 25                                                # weights that runtime/linear.py decodes at a time on a GPU
+KINDS = ("matvec", "row", "few", "many", "decode")
+TABLE = Path(__file__).with_name("costs.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to compute x @ w.T.
+
+    kind: a kernel of the storage ('matvec', 'row', 'few', 'many'), or 'decode': dequantize and the vendor's matmul.
+    config: the launch's constants by name (R, WN, WK of 'row' and 'few'; R, W, BM, UNROLL of 'many'; BN, BK of 'matvec';
+    R, W, BLOCKS of an entropy code's 'few').  grid: of the launch.  'decode' needs neither.
+    """
+
+    kind: str
+    config: Mapping[str, int] = field(default_factory=dict)
+    grid: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Counts of a compiled kernel.
+
+    registers: of a thread.  shared: bytes of a program.  warps: of a program.  step: weights of a program in a trip of its loop.
+    trip, fixed: cycles for which a warp occupies its scheduler's busiest pipe, in a trip and outside of the loop.
+    chain, chain_loads: the dependence chain of a trip, of a warp that runs alone: cycles, and latencies of memory.
+    start, start_loads: the same outside of the loop.  rows: of w, or the part of one, that a program of `dequantize` takes which
+    has a loop; 0 of the others, whose grid is that of the launch, or whose program takes a step.
+    """
+
+    registers: int
+    shared: int
+    warps: int
+    step: int
+    trip: float
+    fixed: float
+    chain: float
+    chain_loads: float
+    start: float
+    start_loads: float
+    rows: float = 0.0
+
+
+# Where the table has no entry: rounded from the median of its entries of that kind.
+USUAL = {
+    "matvec": Cost(80, 512, 4, 2048, 240.0, 200.0, 600.0, 1.0, 400.0, 1.0),
+    "dequantize": Cost(64, 0, 4, 8192, 0.0, 640.0, 0.0, 0.0, 600.0, 1.0),
+    "row": Cost(96, 512, 4, 32768, 400.0, 300.0, 500.0, 1.0, 500.0, 1.0),
+    "few": Cost(128, 512, 4, 32768, 600.0, 400.0, 700.0, 1.0, 500.0, 1.0),
+    "many": Cost(128, 65536, 4, 16384, 400.0, 600.0, 900.0, 0.5, 800.0, 1.0),
+}
+
+
+def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dtype, target: Gpu) -> float:
+    """Modelled seconds of x [m, K] @ w.T on a GPU; inf where a program does not fit on its SMs.
+
+    dtype: of x and of the result.  The weight may be on any device.  Counts are of bfloat16 x whatever dtype is.
+    """
+    n, k = packed.shape
+    if not n or not k or not m:
+        return 0.0
+    nbytes = packed.nbytes
+    if candidate.kind == "decode":
+        return _decode_seconds(packed, nbytes, m, dtype.itemsize, target)
+    cost = kernel_cost(packed, candidate.kind, candidate.config, target.arch)
+    programs = 1
+    for extent in candidate.grid:
+        programs *= extent
+    passes = candidate.grid[1] if len(candidate.grid) > 1 else 1
+    per_program = _rows(candidate.config, cost, n, programs // passes) * k
+    moved = nbytes + dtype.itemsize * m * (n + k)
+    return terms(cost, programs, cdiv(per_program, cost.step), moved, passes * nbytes, target).seconds
+
+
+class Terms(NamedTuple):
+    """Seconds that a launch consists of.
+
+    first: until the first loads have arrived.  memory, cached, busy: for which memory, the L2 cache and the busiest pipe of an
+    SM work.  chain: in which the programs of an SM, as many at once as it holds, follow their dependences.
+    """
+
+    first: float
+    memory: float
+    cached: float
+    busy: float
+    chain: float
+
+    @property
+    def seconds(self) -> float:
+        return LAUNCH + max(self.first + max(self.memory, self.cached, self.busy), self.chain)
+
+
+def terms(cost: Cost, programs: int, trips: int, moved: int, loaded: int, target: Gpu) -> Terms:
+    """What the time of a launch consists of; a chain of inf where a program does not fit on the GPU's SMs.
+
+    trips: of a program's loop.  moved: bytes between memory and the L2 cache.  loaded: bytes between that and the SMs.
+    """
+    resident = ARCHS[target.arch].resident(cost.registers, cost.shared, cost.warps)
+    clock = target.clock * 1e9
+    turns = cdiv(programs, target.multiprocessors)
+    warps = cdiv(turns * cost.warps, SCHEDULERS)
+    alone = (cost.start + trips * cost.chain) / clock + (cost.start_loads + trips * cost.chain_loads) * LATENCY
+    return Terms(
+        first=min(alone, (cost.start + cost.chain) / clock + max(1.0, cost.start_loads) * LATENCY),
+        memory=moved / (target.bandwidth * 1e9 * REACHABLE),
+        cached=loaded / (target.multiprocessors * L2_BYTES * clock),
+        busy=warps * (cost.fixed + trips * cost.trip) / clock,
+        chain=cdiv(turns, resident) * alone if resident else float("inf"))
+
+
+def kernel_cost(packed: PackedWeight, kind: str, config: Mapping[str, int], arch: str) -> Cost:
+    """Counts of a storage's kernel in a configuration, scaled to it from the table's nearest; USUAL where it has none.
+
+    kind: of KINDS, or 'dequantize'.
+    """
+    warps = config["WN"] * config["WK"] if "WK" in config else config.get("W", 0)
+    return _cost(storage_key(packed), kind, *configuration(config), warps, arch)
+
+
+def configuration(config: Mapping[str, int]) -> tuple[int, int]:
+    """What config_key takes of a launch's constants.  R of an entropy code's kernel is a number of streams, which K decides."""
+    return (0, config["BLOCKS"]) if "BLOCKS" in config else (config.get("R", 0), config.get("BM", 0))
+
+
+def storage_key(packed: PackedWeight) -> str:
+    """What the table calls a storage: 'int_group.planar bits=4', with the parameters that choose among kernels."""
+    chosen = "".join(f" {name}={packed.params[name]}" for name in packed.format.by)
+    return f"{packed.format.name}.{packed.storage}{chosen}"
+
+
+def config_key(kind: str, r: int = 0, columns: int = 0) -> str:
+    """What the table calls a kernel in a configuration: 'many R=2 64'.
+
+    r: tiles of 16 rows of w per warp.  columns: rows of x per program, where the kernel has a choice.
+    """
+    return " ".join([kind, *([f"R={r}"] if r else ()), *([str(columns)] if columns else ())])
+
+
+@cache
+def table() -> dict[str, dict[str, dict[str, list[float]]]]:
+    """The shipped counts: by architecture, storage_key and config_key the fields of a Cost in order; empty without a file."""
+    if not TABLE.is_file():
+        return {}
+    kernels: dict[str, dict[str, dict[str, list[float]]]] = json.loads(TABLE.read_text(encoding="utf-8"))["kernels"]
+    return kernels
+
+
+@lru_cache(maxsize=4096)
+def _cost(storage: str, kind: str, r: int, columns: int, warps: int, arch: str) -> Cost:
+    """The table's entry, with as many warps as the configuration has; that of the nearest number of rows of x."""
+    kernels: dict[str, list[float]] = {}
+    for name in _likeness(arch):
+        kernels = kernels or table().get(name, {}).get(storage, {})
+    exact = kernels.get(config_key(kind, r, columns))
+    if exact is None:
+        near = [key for key in kernels if key.split()[0] == kind]
+        if not near:
+            return _with_warps(USUAL[kind], warps)
+        exact = kernels[min(near, key=lambda key: _distance(key, r, columns))]
+    return _with_warps(_read(exact), warps)
+
+
+def _likeness(arch: str) -> tuple[str, ...]:
+    """Architectures whose counts serve another one, the best first."""
+    return {"sm_80": ("sm_80",), "sm_89": ("sm_89", "sm_80"), "sm_90": ("sm_90", "sm_80"), "sm_100": ("sm_100", "sm_90", "sm_80"),
+            "sm_120": ("sm_120", "sm_80")}.get(arch, ())
+
+
+def _distance(key: str, r: int, columns: int) -> tuple[int, int]:
+    """How far a table's configuration is from a wanted one: in rows of x, then in rows of w."""
+    parts = key.split()[1:]
+    has_r = next((int(part[2:]) for part in parts if part.startswith("R=")), 0)
+    has_columns = next((int(part) for part in parts if part.isdigit()), 0)
+    return abs(has_columns - columns), abs(has_r - r)
+
+
+def _read(row: list[float]) -> Cost:
+    registers, shared, warps, step, *cycles = row
+    return Cost(int(registers), int(shared), int(warps), int(step), *cycles)
+
+
+def _with_warps(cost: Cost, warps: int) -> Cost:
+    """The same per warp, in programs of another number of warps; 0 leaves it."""
+    if not warps or warps == cost.warps:
+        return cost
+    shared = cost.shared * warps // cost.warps if cost.shared < 16384 else cost.shared
+    return Cost(cost.registers, shared, warps, cost.step * warps // cost.warps, cost.trip, cost.fixed, cost.chain,
+                cost.chain_loads, cost.start, cost.start_loads, cost.rows)
+
+
+def _rows(config: Mapping[str, int], cost: Cost, n: int, programs: int) -> int:
+    """Rows of w of a program, padding among them: it takes as long as whole ones."""
+    if "R" in config and "WN" in config:
+        return 16 * config["R"] * config["WN"]
+    if "R" in config and "BM" in config:
+        return 16 * config["R"] * config["W"]
+    return cdiv(n, programs)
+
+
+def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target: Gpu) -> float:
+    """dequantize, then the vendor's matmul, as often as the weight has tiles of DECODED weights; size: bytes of a float."""
+    n, k = packed.shape
+    tiles = min(n, cdiv(n * k, DECODED))
+    rows = cdiv(n, tiles)
+    cost = kernel_cost(packed, "dequantize", {}, target.arch)
+    written = size * rows * k
+    per_program = int(cost.rows * k) or cost.step
+    decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), nbytes // tiles + written, 0, target).seconds
+    return tiles * (decoded + matmul_seconds(m, rows, k, size, target))
+
+
+def matmul_seconds(m: int, n: int, k: int, size: int, target: Gpu) -> float:
+    """Modelled seconds of the vendor's matmul, x [m, k] by w [n, k] in floats of so many bytes."""
+    memory = size * (n * k + m * (n + k)) / (target.bandwidth * 1e9 * REACHABLE)
+    tiles = cdiv(m * n, MATMUL_TILE)
+    padding = cdiv(tiles, target.multiprocessors) * target.multiprocessors / tiles if tiles > target.multiprocessors else 1.0
+    arithmetic = 2.0 * m * n * k * padding / (target.matmul * 1e12 * MATMUL)
+    return LAUNCH + LATENCY + max(memory, arithmetic)

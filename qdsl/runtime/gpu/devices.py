@@ -1,0 +1,95 @@
+"""The GPUs that times are predicted for, and how many programs one of their multiprocessors (SM) runs at once.
+
+Limits of an SM are those of the CUDA C++ Programming Guide's table of compute capabilities.  SMs, boost clocks, bandwidths and
+matrix rates are those of NVIDIA's data sheets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+SCHEDULERS = 4                                                   # of an SM; one issues an instruction a clock
+WARP = 32                                                        # threads
+REGISTER_STEP = 8                                                # registers of a thread are allocated in steps of it
+RESERVED = 1024                                                  # bytes of shared memory that the driver takes per program
+SHARED_STEP = 128                                                # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """What an SM holds: registers, warps, programs, and shared memory in bytes."""
+
+    name: str
+    capability: int
+    warps: int
+    programs: int
+    shared: int
+    registers: int = 65536
+
+    def resident(self, registers: int, shared: int, warps: int) -> int:
+        """How many programs run on an SM at once; 0 where not one fits.
+
+        registers: of a thread.  shared: bytes of a program.  warps: of a program.
+        """
+        per_warp = -(-max(1, registers) // REGISTER_STEP) * REGISTER_STEP * WARP
+        by_registers = self.registers // SCHEDULERS // per_warp * SCHEDULERS // warps
+        taken = -(-(shared + RESERVED) // SHARED_STEP) * SHARED_STEP
+        return min(self.programs, self.warps // warps, by_registers, self.shared // taken)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A product.
+
+    clock: boost, in GHz.  bandwidth: of its memory, in 1e9 bytes per second.  matmul: dense multiply-adds of bfloat16 with
+    float32 sums, in 1e12 floating-point operations per second.
+    """
+
+    name: str
+    title: str
+    arch: str
+    multiprocessors: int
+    clock: float
+    bandwidth: float
+    matmul: float
+
+    @property
+    def cycles(self) -> float:
+        """Scheduler cycles of the whole GPU in a second."""
+        return self.multiprocessors * SCHEDULERS * self.clock * 1e9
+
+
+ARCHS = {arch.name: arch for arch in (
+    Arch("sm_80", 80, warps=64, programs=32, shared=164 << 10),
+    Arch("sm_89", 89, warps=48, programs=24, shared=100 << 10),
+    Arch("sm_90", 90, warps=64, programs=32, shared=228 << 10),
+    Arch("sm_100", 100, warps=64, programs=32, shared=228 << 10),
+    Arch("sm_120", 120, warps=48, programs=24, shared=100 << 10),
+)}
+GPUS = {gpu.name: gpu for gpu in (
+    Gpu("a100", "A100 80 GB SXM", "sm_80", 108, 1.41, 2039, 312),
+    Gpu("rtx4090", "RTX 4090", "sm_89", 128, 2.52, 1008, 165),
+    Gpu("h100", "H100 SXM", "sm_90", 132, 1.98, 3350, 989),
+    Gpu("h200", "H200 SXM", "sm_90", 132, 1.98, 4800, 989),
+    Gpu("b200", "B200", "sm_100", 148, 1.965, 8000, 2250),
+    Gpu("rtx5090", "RTX 5090", "sm_120", 170, 2.407, 1792, 209),
+)}
+
+
+def of_device(title: str, capability: tuple[int, int], multiprocessors: int) -> Gpu:
+    """The GPU that a driver reports, by the name, compute capability and number of SMs that torch.cuda gives.
+
+    One that is not listed counts as the listed one of its architecture, or of the last architecture before it, or else of the
+    first, with memory and matrix rates in proportion to its SMs.
+    """
+    for gpu in GPUS.values():
+        if gpu.name.removeprefix("rtx").upper() in title:
+            return gpu if gpu.multiprocessors == multiprocessors else _resized(gpu, multiprocessors)
+    number = 10 * capability[0] + capability[1]
+    before = [gpu for gpu in GPUS.values() if ARCHS[gpu.arch].capability <= number] or [GPUS["a100"]]
+    return _resized(max(before, key=lambda gpu: ARCHS[gpu.arch].capability), multiprocessors)
+
+
+def _resized(gpu: Gpu, multiprocessors: int) -> Gpu:
+    part = multiprocessors / gpu.multiprocessors
+    return replace(gpu, multiprocessors=multiprocessors, bandwidth=gpu.bandwidth * part, matmul=gpu.matmul * part)

@@ -1,0 +1,204 @@
+"""What multiplies by a packed weight on a GPU: every way that is legal, and the one whose modelled cost is least.
+
+This is the one place of dispatch on GPUs.  A way is a Candidate: a fused kernel in a configuration, or 'decode', which
+dequantizes and leaves the product to the vendor's matmul.  runtime/gpu/costs.py models their seconds; a candidate that
+`qdsl.tune` timed as the fastest on this device is taken in its place.
+
+A Plan keeps choices and prepared launches for all weights of one description.  It holds neither tensors nor addresses, so
+that weights may move, be replaced or be offloaded.  It is not pickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from qdsl.runtime import configure, streams
+from qdsl.runtime.arrays import cdiv
+from qdsl.runtime.gpu import costs
+from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.devices import Gpu
+
+if TYPE_CHECKING:
+    from qdsl.runtime.gpu.prepared import Prepared
+    from qdsl.runtime.packed import PackedWeight
+
+HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
+ROWS = 128                                                       # of x: up to these, each number of rows has its own choice
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A legal candidate and its modelled seconds."""
+
+    candidate: Candidate
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What runs a product.  options: all that could, the cheapest first.  is_tuned: `qdsl.tune` timed it as the fastest."""
+
+    candidate: Candidate
+    options: tuple[Option, ...]
+    is_tuned: bool = False
+
+
+class Plan:
+    """What was chosen and prepared for weights of one description.
+
+    names: the tensors that kernels read, in storage order.  shape: (N, K).  choices: by rows, type of x, GPU and alignment.
+    ready: prepared products, by shape and type of x, type of the bias, mode and index of the GPU.
+    """
+
+    __slots__ = ("__weakref__", "choices", "names", "ready", "shape")
+
+    def __init__(self, names: tuple[str, ...], shape: tuple[int, int]) -> None:
+        self.names = names
+        self.shape = shape
+        self.choices: dict[tuple[Any, ...], Choice] = {}
+        self.ready: dict[tuple[Any, ...], Prepared] = {}
+
+
+_plans: WeakValueDictionary[tuple[Any, ...], Plan] = WeakValueDictionary()
+
+
+def plan_of(packed: PackedWeight) -> Plan:
+    """The plan of a weight; weights that are described alike share one.
+
+    It is kept with the weight, unless products need x in the order of stored columns (act-order): `quick` knows of no order.
+    """
+    if packed.order is not None:
+        return plan_of(packed.as_stored())
+    if packed.plan is None:
+        names = tuple(name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order)
+        shapes = tuple(packed.tensors[name].shape for name in names)
+        described = (packed.format.key, packed.storage, packed.params_text, packed.opened, packed.shape, names, shapes,
+                     packed.finite, packed.facts)
+        plan = _plans.get(described)
+        if plan is None:
+            plan = _plans.setdefault(described, Plan(names, packed.shape))
+        packed.plan = plan
+    return packed.plan
+
+
+def forget() -> None:
+    """Choose anew, by the files of tuned candidates as they now are."""
+    configure.forget()
+    for plan in list(_plans.values()):
+        plan.choices.clear()
+        plan.ready.clear()
+
+
+def choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Choice:
+    """What runs x [m, K] @ w.T, x of a type.  is_aligned: x and the weight begin where loads of 16 bytes may."""
+    plan, rows, gpu = plan_of(packed), rows_class(m), configure.gpu(device)
+    key = (rows, dtype, configure.target(device), gpu, device, is_aligned)
+    found = plan.choices.get(key)
+    if found is None:
+        found = plan.choices[key] = _choice(packed, rows, dtype, device, gpu, is_aligned)
+    return found
+
+
+def rows_class(m: int) -> int:
+    """The number of rows that stands for `m`: up to ROWS every one, above it as many tiles of 128, whole or not."""
+    return m if m <= ROWS or m % 128 == 0 else cdiv(m, 128) * 128 - 1
+
+
+def best(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
+    """The candidate that runs x [m, K] @ w.T."""
+    return choice(packed, m, dtype, device, is_aligned).candidate
+
+
+def fused(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
+    """The best fused kernel for x [m, K]: 'matvec', for any number of rows, where no kernel for matrix units serves."""
+    chosen = choice(packed, m, dtype, device, is_aligned)
+    ways = (chosen.candidate, *(option.candidate for option in chosen.options))
+    return next((candidate for candidate in ways if candidate.kind != "decode"), None) or matvec(packed, m)
+
+
+def invariant(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
+    """The one kernel, in one configuration whatever m is, that gives a row of x the same bits whatever rows are beside it."""
+    if not has_lanes(packed, dtype, device, is_aligned, few=True):
+        return matvec(packed, m)
+    return _lane_candidate("few", packed, m, configure.candidates("few", packed, m, device)[0])
+
+
+def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True,
+               ) -> list[Candidate]:
+    """Every legal way to multiply x [m, K].  Kernel 'matvec' reads the weight anew for every row, so it serves one."""
+    legal = _stream_candidates(packed, m, dtype, device) if packed.layout.streams else []
+    for kind in kinds(packed, m, dtype, device, is_aligned):
+        legal += [_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device)]
+    if m == 1 and not packed.layout.streams:
+        legal.append(matvec(packed, m))
+    return [*legal, Candidate("decode")]
+
+
+def kinds(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> list[str]:
+    """Which kernels for matrix units serve x [m, K]: 'row' one row, 'few' any number in blocks of 8, 'many' more than 8."""
+    lanes = packed.layout.kernels.lanes
+    if lanes is None or packed.layout.streams or not has_lanes(packed, dtype, device, is_aligned):
+        return []
+    legal = ["row"] if m == 1 and lanes.row is not None else []
+    legal += ["few"] if lanes.few is not None else []
+    return legal + (["many"] if m > 8 and configure.has_many(packed, dtype, device) else [])
+
+
+def has_lanes(packed: PackedWeight, dtype: torch.dtype, device: torch.device, is_aligned: bool = True, few: bool = False,
+              ) -> bool:
+    """Whether a kernel for matrix units serves x of a type: 16-bit floats, whole chunks of columns, codes that are numbers.
+
+    few: kernel 'few' is the one.
+    """
+    lanes = packed.layout.kernels.lanes
+    if lanes is None or not is_aligned or dtype not in HALVES or packed.shape[1] % 128 or not packed.shape[1]:
+        return False
+    if device.type == "cuda" and configure.target(device).capability < 8:
+        return False                                             # AMD's, and those before bfloat16: the plain kernel serves them
+    if few and lanes.few is None:
+        return False
+    return min(lanes.sizes(packed.sizes), default=lanes.least) >= lanes.least and packed.finite
+
+
+def matvec(packed: PackedWeight, m: int) -> Candidate:
+    """The kernel that decodes weight by weight; a program has one row of x."""
+    kernels = packed.layout.kernels
+    rows, units = configure.grid_axes(packed)
+    bn, bk = configure.tile(kernels.last, rows, units, kernels.sums)
+    return Candidate("matvec", {"BN": bn, "BK": bk}, (cdiv(rows, bn), m))
+
+
+def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
+    n = packed.shape[0]
+    if kind == "many":
+        return Candidate(kind, config, (cdiv(n, 16 * config["R"] * config["W"]), cdiv(m, config["BM"])))
+    rows = cdiv(n, 16 * config["R"] * config["WN"])
+    return Candidate(kind, config, (rows,) if kind == "row" else (rows, cdiv(m, 8)))
+
+
+def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
+    """The kernel that decodes an entropy code as it multiplies, for up to streams.FEW rows."""
+    if m > streams.FEW:
+        return []
+    x, out = (torch.empty(m, columns, dtype=dtype, device=device) for columns in packed.shape[::-1])
+    if not streams.has_few(x, packed):
+        return []
+    calls = list(streams.few_calls(x, packed, None, out))
+    return [Candidate("few", {key: value for key, value in call.constants.items() if isinstance(value, int)}, call.grid)
+            for call in calls]
+
+
+def _choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, gpu: Gpu, is_aligned: bool) -> Choice:
+    legal = candidates(packed, m, dtype, device, is_aligned)
+    modelled = [Option(candidate, costs.seconds(packed, candidate, m, dtype, gpu)) for candidate in legal]
+    options = tuple(sorted(modelled, key=lambda option: option.seconds))
+    file = {} if device.type == "meta" else configure.tuned(configure.tuned_file(device))
+    timed: Any = file.get(configure.key(packed, m, dtype))
+    for option in options if isinstance(timed, dict) else ():
+        if (option.candidate.kind, option.candidate.config) == (timed.get("kind"), timed.get("config")):
+            return Choice(option.candidate, options, True)
+    return Choice(options[0].candidate, options)

@@ -1,0 +1,132 @@
+"""Prepared launches beside those that Triton makes: the kernel that it chooses, the grid, and every argument.
+
+Run as a script, because Triton must not be interpreting.  A stand-in for its driver takes the launches.  Each product is asked
+for with tensors of its own, so that addresses differ, until its launches are prepared; the same tensors then go through
+`kernel[grid]`.  A line of JSON per product.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import triton
+
+import qdsl
+from bench.launch import stubbed
+from qdsl.generated import iq4_nl, q4_0
+from qdsl.runtime import PackedWeight, ops
+from qdsl.runtime.gpu import plan, product
+
+BF16, F16 = torch.bfloat16, torch.float16
+# Format and storage, rows of x, type of x, of the bias, and elements that x lies behind an aligned place.
+CASES = (
+    ("q4_0", "planar", (1, 256), BF16, None, 0), ("q4_0", "planar", (1, 256), BF16, BF16, 0),
+    ("q4_0", "planar", (1, 256), BF16, None, 1), ("q4_0", "planar", (5, 256), BF16, None, 0),
+    ("q4_0", "planar", (16, 256), BF16, None, 0), ("q4_0", "planar", (4, 4, 256), BF16, F16, 0),
+    ("q4_0", "planar", (17, 256), BF16, None, 0), ("q4_0", "gguf", (4, 256), F16, F16, 0),
+    ("iq4_nl", "gguf", (1, 256), BF16, None, 0), ("q4_0", "gguf", (4, 256), F16, BF16, 1),
+)
+QDSL = Path(qdsl.__file__).parent
+MODULES = {"q4_0": q4_0, "iq4_nl": iq4_nl}
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """Zeros that lie `offset` elements behind an aligned place."""
+    memory = torch.zeros(torch.Size(shape).numel() + 64, dtype=dtype)
+    start = -memory.data_ptr() % 64 // memory.element_size() + offset
+    return memory[start:start + torch.Size(shape).numel()].view(shape)
+
+
+def weight(name: str, storage: str) -> PackedWeight:
+    return MODULES[name].FORMAT.empty((64, 256), storage, "cpu").apply(lambda tensor: tensor.clone())
+
+
+def shown(launched: tuple[Any, ...], names: dict[int, str]) -> list[Any]:
+    """A launch: grid, stream, kernel, metadata and arguments, tensors by their addresses, those that differ by their names."""
+    found = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in (*launched[:6], *launched[9:])]
+    texts = [names.get(each, str(each)) if type(each) is int else str(each) for each in found]
+    return ["out" if text.isdigit() and int(text) > 1 << 32 else text for text in texts]   # each product allocates its own
+
+
+def is_prepared(calls: list[tuple[Any, ...]]) -> bool:
+    """Whether launches are those of prepared.py, which fill addresses in; tables alone stay tensors."""
+    return sum(isinstance(each, torch.Tensor) for call in calls for each in call[9:]) <= len(calls)
+
+
+def every() -> Iterator[dict[str, Any]]:
+    launched: list[tuple[Any, ...]] = []
+    stubbed(launched)
+    for name, storage, shape, dtype, bias_type, offset in CASES:
+        runs, weights = [], []                                   # a plan lives as long as a weight that has it
+        for _ in range(3):                                       # the weight's tensors are new in each
+            packed = weight(name, storage)
+            weights.append(packed)
+            x, bias = drawn(shape, dtype, offset), None if bias_type is None else drawn((64,), bias_type)
+            plan.plan_of(packed)
+            launched.clear()
+            ops.linear(x, packed, bias)
+            runs.append([*launched])
+        flat = x.view(-1, 256)
+        candidate = plan.best(packed, len(flat), dtype, x.device, offset == 0)
+        launched.clear()
+        product.by(candidate, flat, packed, bias)
+        tensors = [*packed.tensors.values(), x, *([] if bias is None else [bias])]
+        names = {tensor.data_ptr(): f"tensor {i}" for i, tensor in enumerate(tensors)}
+        prepared, triton_own = ([shown(each, names) for each in calls] for calls in (runs[-1], launched))
+        yield {"case": f"{name}.{storage} {shape} {dtype} {bias_type} {offset}", "kind": candidate.kind,
+               "prepared": [is_prepared(calls) for calls in runs], "kernel": prepared[0][4], "launches": len(launched),
+               "same": prepared == triton_own}
+    yield from hooks(launched)
+
+
+def hooks(launched: list[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """With a hook set, launches go through Triton's launcher, which calls it."""
+    packed, x = weight("q4_0", "planar"), drawn((1, 256), BF16)
+    runtime, kernel_hook = triton.knobs.runtime, lambda metadata: None
+    for is_set in (False, True):
+        if is_set:
+            runtime.launch_enter_hook.add(kernel_hook)
+        for _ in range(2):
+            launched.clear()
+            ops.linear(x, packed, None)
+        yield {"case": f"hook {is_set}", "prepared": [is_prepared(launched)], "hook": launched[0][7] is not None}
+    runtime.launch_enter_hook.remove(kernel_hook)
+
+
+def called(function: Callable[[], object]) -> list[str]:
+    """The functions of qdsl that a call runs."""
+    names: list[str] = []
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(QDSL):
+            names.append(frame.f_code.co_qualname)
+
+    sys.setprofile(profile)
+    function()
+    sys.setprofile(None)
+    return names
+
+
+def functions() -> dict[str, list[str]]:
+    """Those of a product that is prepared, by the function, the layer and the operation."""
+    packed, x = weight("q4_0", "planar"), drawn((1, 256), BF16)
+    layer, (tensors, words) = q4_0.Linear(packed), ops.words(packed)
+    operation = torch.ops.qdsl.linear.default
+    found = {"linear": lambda: q4_0.linear(x, packed), "Linear": lambda: layer(x),
+             "operation": lambda: operation(x, tensors, None, *words, *packed.shape)}
+    with torch.no_grad():
+        for function in (*found.values(), *found.values()):
+            function()
+        return {name: called(function) for name, function in found.items()}
+
+
+if __name__ == "__main__":
+    for found in every():
+        print(json.dumps(found), flush=True)
+    print(json.dumps(functions()), flush=True)

@@ -1,0 +1,23 @@
+"""Kernels by the number of rows that they are written for, whatever a plan would choose: tests run all of them."""
+
+from __future__ import annotations
+
+import torch
+
+from qdsl.runtime import PackedWeight, launch
+from qdsl.runtime.gpu import plan
+from qdsl.runtime.gpu.costs import Candidate
+
+
+def candidate(x: torch.Tensor, packed: PackedWeight) -> Candidate | None:
+    """'row' for one row of x, 'many' for more than 8, else 'few', in the first configuration; 'matvec' where none serves.
+
+    None for streams, which have kernels of their own.
+    """
+    if packed.layout.streams:
+        return None
+    m, is_aligned = x.shape[0], launch.is_aligned(x, packed)
+    kinds = plan.kinds(packed, m, x.dtype, x.device, is_aligned)
+    wanted = next((kind for kind in ("row", "many", "few") if kind in kinds), "matvec")
+    legal = plan.candidates(packed, m, x.dtype, x.device, is_aligned)
+    return next((each for each in legal if each.kind == wanted), plan.matvec(packed, m))
