@@ -139,7 +139,7 @@ def products_of_bytes(name: str, arch: str, sums: str) -> dict[str, Any]:
     exact, spread = test_w8a8.exact(x, packed)
     bits = 12 if sums == "truncated" and name.startswith("fp8") else 22
     allowed = exact.abs() * 2.0 ** -8 + spread * 2.0 ** -bits + torch.finfo(torch.bfloat16).tiny
-    return {"kernel": "narrow", "error": share_of(out, exact, allowed), "findings": list(map(str, findings))}
+    return {"kernel": "w8a8", "error": share_of(out, exact, allowed), "findings": list(map(str, findings))}
 
 
 def experts_in_one_launch(arch: str, fused: bool) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def report(call: Call, arch: str) -> Report:
     programs = 1
     for extent in call.grid:
         programs *= extent
-    traffic = sum(each.numel() * each.element_size() for each in call.arguments if each is not None and not isinstance(each, int))
+    traffic = sum(tensor.numel() * tensor.element_size() for tensor in call.tensors)
     return counted(compiled(call, target), target.name, programs, call.weights, call.step, traffic)
 
 
