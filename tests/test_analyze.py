@@ -325,6 +325,12 @@ def test_resources_of_real_kernels(found: dict[str, Any], arch: str, matrix: str
         assert 0.3 < each["hot"] < 12
 
 
+def test_functions_of_a_format_are_part_of_the_key(found: dict[str, Any]) -> None:
+    """Kernels of one family that other functions complete are other kernels."""
+    keys, again, others = found["keys"]
+    assert keys == again and len({*keys, *others}) == 4
+
+
 def test_arguments_are_specialised_as_the_launcher_does_it(found: dict[str, Any]) -> None:
     assert len(found["specialised"]) > 10 and all(found["specialised"])
 

@@ -25,7 +25,7 @@ ALL = bool(os.environ.get("QDSL_TEST_ALL"))
 WALK = re.compile(r"^(?!.*(tl\.load|device\.(?!store_sums)))"
                   r".*(tl\.(store|arange|program_id|zeros|sum)\b|store_sums|\bfor\b|<|cdiv)")
 EVERY = re.compile("")
-BRANCHES = ("ONES", "IN_ORDER", "SIGNED", "table", "point", "scale", "finish", "SPANS")     # that a family takes for a format
+BRANCHES = ("ONES", "IN_ORDER", "SIGNED")                        # constants by which a family does something more for a format
 
 
 def kernels(case: Case, *kinds: str) -> list[Any]:
@@ -37,10 +37,10 @@ def kernels(case: Case, *kinds: str) -> list[Any]:
 
 
 def parts_of(case: Case, lanes: Any, kind: str) -> list[Any]:
-    """The functions that complete a kernel of a family, and lines that say by which of its branches."""
+    """The functions that complete a kernel of a family, and names of the branches that it takes."""
     constants = lanes.constants(kind, True, {size: case.choice[size] for size in case.module.FORMAT.size_axes})
-    return [value if hasattr(value, "fn") else f"{name} {bool(value)}" for name, value in constants.items()
-            if hasattr(value, "fn") or name in BRANCHES]
+    return [value if hasattr(value, "fn") else name for name, value in constants.items()
+            if hasattr(value, "fn") or (name in BRANCHES and value)]
 
 
 def covering(cases: Sequence[T], functions: Callable[[T], Sequence[Any]], which: re.Pattern[str] = EVERY) -> list[T]:
