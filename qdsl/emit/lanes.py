@@ -341,37 +341,37 @@ def _body(made: Plan, lines: list[str]) -> list[str]:
 def constants(made: Plan) -> list[str]:
     """What a storage's description says of its functions, and of how they are used."""
     storage, has_few = made.program.storage, made.has_few
-    found = ["skinny" if has_few else "None"]
-    found += [f"row={'gemv' if has_few else 'gemv_records'}"] if made.has_row else []
-    found += ["many=tile_gemm"] if made.has_many else []
+    facts = ["skinny" if has_few else "None"]
+    facts += [f"row={'gemv' if has_few else 'gemv_records'}"] if made.has_row else []
+    facts += ["many=tile_gemm"] if made.has_many else []
     names = ["words", "numbers", *(["table"] if made.book else []), *(["point"] if made.point else []),
              *([] if made.late else ["fields", "scale"]), *(["finish"] if _finish(made) else [])] if has_few else [
                  "start", "numbers", "fields", "scale"]
-    found += [f"{name}=_{name}_{storage}" for name in names]
-    found += [f"blocks={tupled(list(dict.fromkeys(made.blocks)))}"] if made.blocks else []
-    found += ["in_order=True"] if made.stored else []
-    found += [f"size={made.size}"] if has_few and made.size != CHUNK else []
-    found += [f"width={made.lies[0]}", f"bits={made.lies[1]}"] if made.lies != (4, 4) else []
-    found += ["signed=True"] if made.code.kind == "signed" and made.integer and not made.book else []
-    found += [f"unit={made.unit}"] if made.unit != (2.0 ** 24, 1.0) else []
-    found += [f"base={made.base}"] if made.base != (0, 128) else []
-    found += ["ones=True"] if made.late and has_few and (made.integer or made.takes_sums) else []
-    found += ["double=True"] if made.integer and made.code.bits == 8 else []
+    facts += [f"{name}=_{name}_{storage}" for name in names]
+    facts += [f"blocks={tupled(list(dict.fromkeys(made.blocks)))}"] if made.blocks else []
+    facts += ["in_order=True"] if made.stored else []
+    facts += [f"size={made.size}"] if has_few and made.size != CHUNK else []
+    facts += [f"width={made.lies[0]}", f"bits={made.lies[1]}"] if made.lies != (4, 4) else []
+    facts += ["signed=True"] if made.code.kind == "signed" and made.integer and not made.book else []
+    facts += [f"unit={made.unit}"] if made.unit != (2.0 ** 24, 1.0) else []
+    facts += [f"base={made.base}"] if made.base != (0, 128) else []
+    facts += ["ones=True"] if made.late and has_few and (made.integer or made.takes_sums) else []
+    facts += ["double=True"] if made.integer and made.code.bits == 8 else []
     if made.has_many:
-        found += [f"zero={_zero(made)}"] if _zero(made) != (0, -128) else []
-        found += ["exact=True"] if made.affine.zero and _is_exact(made) else []
-        found += ["sums_in_many=True"] if made.sums_in_many else []
+        facts += [f"zero={_zero(made)}"] if _zero(made) != (0, -128) else []
+        facts += ["exact=True"] if made.affine.zero and _is_exact(made) else []
+        facts += ["sums_in_many=True"] if made.sums_in_many else []
         steps = [SPANS.get((made.planes[0][1], width), 0) for _, width, _ in made.planes]
-        found += [f"spans={tuple(steps)}"] if any(steps) else []
-        found += ["tall=True"] if made.tall else []
-    found += [f'codes="{made.stored or made.affine.code}"', f"special={made.special}"] if made.special else []
+        facts += [f"spans={tuple(steps)}"] if any(steps) else []
+        facts += ["tall=True"] if made.tall else []
+    facts += [f'codes="{made.stored or made.affine.code}"', f"special={made.special}"] if made.special else []
     if made.narrow:
         more = (", groups=True" if not made.late else "") + (", sums=True" if made.takes_sums else "")
-        found.append(f'narrow=Narrow(w8a8, "{made.narrow}", "{made.stored}"{more})')
+        facts.append(f'narrow=Narrow(w8a8, "{made.narrow}", "{made.stored}"{more})')
     if made.record:
-        found.append(f'records=Records("{made.record.tensor}", size={made.record.size}, codes={made.record.codes}, '
+        facts.append(f'records=Records("{made.record.tensor}", size={made.record.size}, codes={made.record.codes}, '
                      f"head={made.record.loads})")
-    return found
+    return facts
 
 
 # -- codes ------------------------------------------------------------------------------------------------------------
@@ -484,8 +484,8 @@ def _fields(made: Plan) -> list[str]:
 
 
 def _tuple(texts: Iterable[str]) -> str:
-    found = list(texts)
-    return ", ".join(found) + ("," if len(found) == 1 else "")
+    items = list(texts)
+    return ", ".join(items) + ("," if len(items) == 1 else "")
 
 
 def _finish(made: Plan) -> list[str]:

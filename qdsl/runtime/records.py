@@ -39,10 +39,10 @@ def four(p, first: tl.constexpr):
 @triton.jit
 def head(p, first: tl.constexpr):
     """The words that fields lie in, four from each of `first` on, as four() gives them."""
-    found = ()
+    loaded = ()
     for i in tl.static_range(len(first)):
-        found = found + four(p, first[i])
-    return found
+        loaded = loaded + four(p, first[i])
+    return loaded
 
 
 @triton.jit

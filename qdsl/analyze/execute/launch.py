@@ -62,8 +62,8 @@ def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces
 def arguments_of(call: Call) -> list[tuple[str, Any]]:
     """Names and values of the arguments that a compiled kernel still takes, those of a tuple one by one."""
     types, _, _ = specialised(call)
-    given = zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False)
-    return [(name, value) for name, argument in given for value in variables(types[name], argument)]
+    named = zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False)
+    return [(name, value) for name, argument in named for value in variables(types[name], argument)]
 
 
 def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]], grid: Sequence[int], warps: int, shared: int, *,
