@@ -264,21 +264,21 @@ title: fields that are called as kernels call their own
 source: nobody
 weight: [N, K]
 fields:
-  m: f16[n, k // 32]
-  m_g: f16[n, k // 32]
-  point: u4[n, k // 32]
-  c: {code}[n, k]
+  ones: f16[n, k // 32]
+  ones_g: f16[n, k // 32]
+  at: u4[n, k // 32]
+  words: {code}[n, k]
 decode: {decode}
 storage:
   rows:
-    c: {{tensor: "u8[n<N, t<K/2 word]", record: "i<2: c[n, 2*t + i]"}}
-    point: {{tensor: "u8[n<N, g<ceil(K/32)]", record: "point[n, g] pad:4"}}
-    m: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "m[n, g]"}}
-    m_g: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "m_g[n, g]"}}
+    words: {{tensor: "u8[n<N, t<K/2 word]", record: "i<2: words[n, 2*t + i]"}}
+    at: {{tensor: "u8[n<N, g<ceil(K/32)]", record: "at[n, g] pad:4"}}
+    ones: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "ones[n, g]"}}
+    ones_g: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "ones_g[n, g]"}}
 """
 
 
-@pytest.mark.parametrize(("code", "decode"), [("u4", "(c - point) * m + m_g"), ("e2m1", "c * m + m_g * point")])
+@pytest.mark.parametrize(("code", "decode"), [("u4", "(words - at) * ones + ones_g"), ("e2m1", "words * ones + ones_g * at")])
 def test_names_and_small_floats(code: str, decode: str, tmp_path: Path, hopper: None) -> None:
     path = tmp_path / f"lanes_{code}.yaml"
     path.write_text(NAMES.format(code=code, decode=decode))
@@ -291,22 +291,22 @@ def test_names_and_small_floats(code: str, decode: str, tmp_path: Path, hopper: 
 # A record of codes that are small floats, its fields and tensor called as the kernel calls its own values.
 RECORD = """
 format: records_{code}
-title: a record of 16 numbers of 8 bits and codes, called as kernels call their own
+title: a record of 16 numbers of 8 bits and codes, called as functions call their own
 source: nobody
 weight: [N, K]
 fields:
-  p: u8[n, k // 32]
+  both: u8[n, k // 32]
   low: u8[n, k // 32]
-  c: {code}[n, k]
-decode: c * p - low
+  lane: {code}[n, k]
+decode: lane * both - low
 storage:
   rows:
     head:
       run: k
       record: |
         b<4: low[b] low[b + 4]
-        b<8: p[b]
-        c<4 l<32: c[64*c + l] c[64*c + 32 + l]
+        b<8: both[b]
+        c<4 l<32: lane[64*c + l] lane[64*c + 32 + l]
 """
 
 
