@@ -18,7 +18,8 @@ from torch import Tensor
 
 from qdsl.encode import ternary
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes,
-        many, pad, spread)
+        pad, spread)
+from qdsl.runtime.gpu.kernels import skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -181,8 +182,9 @@ def _linear_planar(q, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    q, s = tensors
     return lanes.words(q, row, tl.cdiv(K, 256), chunk // 2, more // 2),
 
 
@@ -195,95 +197,15 @@ def _numbers_planar(
     return lanes.numbers(code, flip, False, F)
 
 
-
-
 @triton.jit
-def _few_planar(
-    q, s, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - 1.0).
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 0 if F == tl.float16 else 128
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 2, 2, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    ones = tl.zeros((WN * WK, 16, 8), tl.float32)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            ones += sums[0]
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 2, 2, SIZE, F)
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N, start)
-        s_g = lanes.number(tl.load(s), 0)
+def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * (q - 1.0)."""
+    q, s = tensors
+    s_g = field(s, at, 0, 0, 0)
+    if BASE is not None:                             # else operands have no zero point any more
         sum += (-1.0 - BASE) * ones
-        sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _many_planar(
-    q, s, x, bias, out, M, N, K,
-    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    WHOLE: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - 1.0).
-
-    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
-    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = -1 if F == tl.float16 else -129
-    if WHOLE:
-        K = WHOLE
-    first = tl.program_id(0) * (16 * W * R)
-    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
-    flip = lanes.flips(N, 2, 2, False, F)
-    acc = many.tiles(R, 16 * W, BM)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = many.parts(x + chunk * 128, at, SIZE)
-        new = ()
-        for r in tl.static_range(R):
-            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            words = lanes.by_size(many.turned(_words_planar(q, row, K, chunk), chunk, 4, 0, 0), SIZE)
-            total = acc[r]
-            for u in tl.static_range(128 // SIZE):
-                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
-                                         None, 2, 2, SIZE, F)
-                total += sum
-            new = new + (total,)
-        acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        s_g = lanes.number(tl.load(s), 0)
-        sum *= s_g
-        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+    sum *= s_g
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -309,7 +231,8 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
-                    lanes=Lanes(_few_planar, many=_many_planar, blocks=())),
+                    lanes=Lanes(skinny, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                        finish=_finish_planar, width=2, bits=2, ones=True, zero=(-1, -129), exact=True, spans=(4,))),
         ),
     },
     decode=decode, encode=encode,

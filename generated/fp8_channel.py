@@ -23,7 +23,8 @@ from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Stream, Variant, as_type, cdiv,
-        device, lanes, many, narrow, pad)
+        device, lanes, pad)
+from qdsl.runtime.gpu.kernels import skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.numbers import e4m3
 
@@ -184,8 +185,9 @@ def _linear_safetensors(weight, weight_scale, x, bias, out, N, K, BN: tl.constex
 
 
 @triton.jit
-def _words_safetensors(weight, row, K, chunk, more: tl.constexpr = 0):
+def _words_safetensors(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    weight, weight_scale = tensors
     return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
         * more + 1)
 
@@ -198,73 +200,13 @@ def _numbers_safetensors(
     return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
 
 
-
-
 @triton.jit
-def _few_safetensors(
-    weight, weight_scale, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 0, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_safetensors(weight, row, K, chunk), SIZE)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_safetensors, words, columns, u, j, flip, 8, 0, SIZE, F)
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N, start)
-        s_g = lanes.of_row(weight_scale, row, 0)
-        sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _narrow_safetensors(
-    weight, weight_scale, x, x_scale, bias, out, M, N, K,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-):
-    """out[m, n] = sum over k of x_scale[0, m] * x[m, k] * w[n, k], plus bias[n], with w = s * q.
-
-    x is E4M3, or float16 where codes of w are uint8.  A program multiplies BN rows of w with BM rows of x.
-    """
-    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
-    x += m * K + tl.arange(0, 128)[:, None]
-    w = weight + (n * K + tl.arange(0, 128)[None, :])
-    acc = narrow.zeros(BN, BM, False)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES):
-        acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
-    sum = acc.to(tl.float32)
-    s_g = many.of_rows(weight_scale, n, 1, 0, 1, 0)
+def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * q."""
+    weight, weight_scale = tensors
+    s_g = field(weight_scale, at, 1, 0, 0)
     sum *= s_g
-    many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+    return sum
 
 
 @triton.jit
@@ -309,8 +251,9 @@ def _linear_torchao(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.c
 
 
 @triton.jit
-def _words_torchao(qdata, row, K, chunk, more: tl.constexpr = 0):
+def _words_torchao(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    qdata, scale = tensors
     return lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more), lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more
         + 1)
 
@@ -323,73 +266,13 @@ def _numbers_torchao(
     return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
 
 
-
-
 @triton.jit
-def _few_torchao(
-    qdata, scale, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 0, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_torchao(qdata, row, K, chunk), SIZE)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_torchao, words, columns, u, j, flip, 8, 0, SIZE, F)
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N, start)
-        s_g = lanes.of_row(scale, row, 0)
-        sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _narrow_torchao(
-    qdata, scale, x, x_scale, bias, out, M, N, K,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-):
-    """out[m, n] = sum over k of x_scale[0, m] * x[m, k] * w[n, k], plus bias[n], with w = s * q.
-
-    x is E4M3, or float16 where codes of w are uint8.  A program multiplies BN rows of w with BM rows of x.
-    """
-    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
-    x += m * K + tl.arange(0, 128)[:, None]
-    w = qdata + (n * K + tl.arange(0, 128)[None, :])
-    acc = narrow.zeros(BN, BM, False)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES):
-        acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
-    sum = acc.to(tl.float32)
-    s_g = many.of_rows(scale, n, 1, 0, 1, 0)
+def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * q."""
+    qdata, scale = tensors
+    s_g = field(scale, at, 1, 0, 0)
     sum *= s_g
-    many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+    return sum
 
 
 @triton.jit
@@ -434,8 +317,9 @@ def _linear_quanto(data, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def _words_quanto(data, row, K, chunk, more: tl.constexpr = 0):
+def _words_quanto(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    data, scale = tensors
     return lanes.words(data, row, K // 64, 2 * chunk, 2 * more), lanes.words(data, row, K // 64, 2 * chunk, 2 * more
         + 1)
 
@@ -448,73 +332,13 @@ def _numbers_quanto(
     return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
 
 
-
-
 @triton.jit
-def _few_quanto(
-    data, scale, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 0, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_quanto(data, row, K, chunk), SIZE)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_quanto, words, columns, u, j, flip, 8, 0, SIZE, F)
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N, start)
-        s_g = lanes.of_row(scale, row, 0)
-        sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _narrow_quanto(
-    data, scale, x, x_scale, bias, out, M, N, K,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-):
-    """out[m, n] = sum over k of x_scale[0, m] * x[m, k] * w[n, k], plus bias[n], with w = s * q.
-
-    x is E4M3, or float16 where codes of w are uint8.  A program multiplies BN rows of w with BM rows of x.
-    """
-    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
-    x += m * K + tl.arange(0, 128)[:, None]
-    w = data + (n * K + tl.arange(0, 128)[None, :])
-    acc = narrow.zeros(BN, BM, False)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES):
-        acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
-    sum = acc.to(tl.float32)
-    s_g = many.of_rows(scale, n, 1, 0, 1, 0)
+def _finish_quanto(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * q."""
+    data, scale = tensors
+    s_g = field(scale, at, 1, 0, 0)
     sum *= s_g
-    many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+    return sum
 
 
 @triton.jit
@@ -622,8 +446,9 @@ def _linear_planar(q, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr)
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    q, s = tensors
     return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
 
 
@@ -635,92 +460,13 @@ def _numbers_planar(
     return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
 
 
-
-
 @triton.jit
-def _few_planar(
-    q, s, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 0, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 0, SIZE, F)
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N, start)
-        s_g = lanes.of_row(s, row, 0)
-        sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _many_planar(
-    q, s, x, bias, out, M, N, K,
-    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    WHOLE: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
-
-    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
-    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 256.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = 0
-    if WHOLE:
-        K = WHOLE
-    first = tl.program_id(0) * (16 * W * R)
-    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
-    flip = lanes.flips(N, 8, 0, False, F)
-    acc = many.tiles(R, 16 * W, BM)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = many.parts(x + chunk * 128, at, SIZE)
-        new = ()
-        for r in tl.static_range(R):
-            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-            total = acc[r]
-            for u in tl.static_range(128 // SIZE):
-                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
-                                         None, 8, 0, SIZE, F)
-                total += sum
-            new = new + (total,)
-        acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-        s_g = many.of_rows(s, n, 1, 0, 1, 0)
-        sum *= s_g
-        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * q."""
+    q, s = tensors
+    s_g = field(s, at, 1, 0, 0)
+    sum *= s_g
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -739,8 +485,9 @@ VARIANT = Variant(
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_safetensors, blocks=(), least=128, codes="weight", special=127,
-                        narrow=Narrow(_narrow_safetensors, "e4m3", "weight"))),
+                    lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
+                        finish=_finish_safetensors, in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
+                        codes="weight", special=127, narrow=Narrow(w8a8, "e4m3", "weight"))),
         ),
         "torchao": Storage(
             tensors={
@@ -749,8 +496,9 @@ VARIANT = Variant(
             },
             unpack=unpack_torchao, pack=pack_torchao,
             kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_torchao, blocks=(), least=128, codes="qdata", special=127,
-                        narrow=Narrow(_narrow_torchao, "e4m3", "qdata"))),
+                    lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, finish=_finish_torchao,
+                        in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
+                        narrow=Narrow(w8a8, "e4m3", "qdata"))),
         ),
         "quanto": Storage(
             tensors={
@@ -759,8 +507,9 @@ VARIANT = Variant(
             },
             unpack=unpack_quanto, pack=pack_quanto,
             kernels=Kernels(_dequantize_quanto, _linear_quanto, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_quanto, blocks=(), least=128, codes="data", special=127,
-                        narrow=Narrow(_narrow_quanto, "e4m3", "data"))),
+                    lanes=Lanes(skinny, words=_words_quanto, numbers=_numbers_quanto, finish=_finish_quanto,
+                        in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="data", special=127,
+                        narrow=Narrow(w8a8, "e4m3", "data"))),
         ),
         "fp8_lane": Storage(
             tensors={
@@ -785,7 +534,9 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(_few_planar, many=_many_planar, blocks=(), codes="q", special=127)),
+                    lanes=Lanes(skinny, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                        finish=_finish_planar, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
+                        special=127)),
         ),
     },
     decode=decode, encode=encode,

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, device,
-        lanes, many, narrow, pad)
+        lanes, pad)
+from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -123,8 +124,9 @@ def _linear_safetensors(weight, weight_scale_inv, x, bias, out, N, K, bn, bk, BN
 
 
 @triton.jit
-def _words_safetensors(weight, row, K, chunk, more: tl.constexpr = 0):
+def _words_safetensors(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    weight, weight_scale_inv = tensors
     return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
         * more + 1)
 
@@ -138,75 +140,23 @@ def _numbers_safetensors(
     return lanes.numbers(code, flip, True, F)
 
 
+@triton.jit
+def _fields_safetensors(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
+    """The numbers of a group."""
+    weight, weight_scale_inv = tensors
+    bn: tl.constexpr = SIZES[0]
+    bk: tl.constexpr = SIZES[1]
+    return field(weight_scale_inv, at, bn, bk, 0),
 
 
 @triton.jit
-def _few_safetensors(
-    weight, weight_scale_inv, x, bias, out, M, N, K, tiles,
-    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 8, True, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_safetensors(weight, row, K, chunk), SIZE)
-                s_g = lanes.by_group(weight_scale_inv, lanes.blocks(row, bn), lanes.count(K, bk), chunk, SIZE, bk, 0)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_safetensors, words, columns, u, j, flip, 8, 8, SIZE, F)
-                    if BASE != 0:
-                        sum -= BASE * sums[u]
-                    sum *= s_g[u]
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _narrow_safetensors(
-    weight, weight_scale_inv, x, x_scale, bias, out, M, N, K,
-    bn: tl.constexpr, bk: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-):
-    """out[m, n] = sum over k of x_scale[k // 128, m] * x[m, k] * w[n, k], plus bias[n], with w = s * q.
-
-    x is int8.  A program multiplies BN rows of w with BM rows of x.
-    """
-    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
-    x += m * K + tl.arange(0, 128)[:, None]
-    w = weight + (n * K + tl.arange(0, 128)[None, :])
-    acc = narrow.zeros(BN, BM, False)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES):
-        sum = narrow.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
-        s_g = many.of_rows(weight_scale_inv, narrow.block(n, m, bn, BN), lanes.count(K, bk), chunk * 128, bk, 0)
-        acc += sum * (tl.load(x_scale + (chunk * M + m)) * s_g)
-    sum = acc.to(tl.float32)
-    many.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+def _scale_safetensors(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = s * q."""
+    s, = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= s
+    return sum
 
 
 @triton.jit
@@ -265,8 +215,9 @@ def _linear_planar(q, s, x, bias, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.co
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    q, s = tensors
     return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
 
 
@@ -279,134 +230,23 @@ def _numbers_planar(
     return lanes.numbers(code, flip, True, F)
 
 
+@triton.jit
+def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
+    """The numbers of a group."""
+    q, s = tensors
+    bn: tl.constexpr = SIZES[0]
+    bk: tl.constexpr = SIZES[1]
+    return field(s, at, bn, bk, 0),
 
 
 @triton.jit
-def _few_planar(
-    q, s, x, bias, out, M, N, K, tiles,
-    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128 if bk >= 128 else 32
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 8, True, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-                s_g = lanes.by_group(s, lanes.blocks(row, bn), lanes.count(K, bk), chunk, SIZE, bk, 0)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 8, SIZE, F)
-                    if BASE != 0:
-                        sum -= BASE * sums[u]
-                    sum *= s_g[u]
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _row_planar(
-    q, s, x, bias, out, N, K,
-    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * q.
-
-    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
-    """
-    STEP: tl.constexpr = min(64, bk)
-    TRIP: tl.constexpr = max(2, STEP // 16)
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
-    w, g, c = lanes.warps(WN * WK)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 8, True, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
-        for j in tl.static_range(32 // min(32, STEP)):
-            chunk = (step * WK + w % WK) * TRIP + j
-            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
-                words = ()
-                for t in tl.static_range(STEP // 16):
-                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
-                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 8, F)
-                s_g = lanes.by_column(s, lanes.blocks(row, bn), lanes.count(K, bk), chunk, K, STEP, bk, 0)
-                if BASE != 0:
-                    sum -= BASE * sums
-                sum *= s_g
-                new = new + (acc[r] + sum,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _many_planar(
-    q, s, x, bias, out, M, N, K,
-    bn: tl.constexpr, bk: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    WHOLE: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q.
-
-    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
-    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
-    """
-    SIZE: tl.constexpr = 128 if bk >= 128 else 32
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = -128
-    if WHOLE:
-        K = WHOLE
-    first = tl.program_id(0) * (16 * W * R)
-    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
-    flip = lanes.flips(N, 8, 8, True, F)
-    acc = many.tiles(R, 16 * W, BM)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = many.parts(x + chunk * 128, at, SIZE)
-        new = ()
-        for r in tl.static_range(R):
-            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-            total = acc[r]
-            for u in tl.static_range(128 // SIZE):
-                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
-                                         None, 8, 8, SIZE, F)
-                s_g = many.of_rows(s, n // bn, lanes.count(K, bk), chunk * 128 + u * SIZE, bk, 0)
-                sum *= s_g
-                total += sum
-            new = new + (total,)
-        acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = s * q."""
+    s, = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= s
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -425,8 +265,10 @@ VARIANT = Variant(
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_safetensors, blocks=("bk",), least=128, double=True,
-                        narrow=Narrow(_narrow_safetensors, "i8", "weight", groups=True))),
+                    lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
+                        fields=_fields_safetensors, scale=_scale_safetensors, blocks=("bk",), in_order=True, width=8,
+                        bits=8, signed=True, base=(128, 2304), double=True,
+                        narrow=Narrow(w8a8, "i8", "weight", groups=True))),
         ),
         "planar": Storage(
             tensors={
@@ -435,7 +277,9 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("bk",), double=True)),
+                    lanes=Lanes(skinny, row=gemv, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                        fields=_fields_planar, scale=_scale_planar, blocks=("bk",), size=32, width=8, bits=8,
+                        signed=True, base=(128, 2304), double=True, zero=(-128, -128))),
         ),
     },
     decode=decode, encode=encode,

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, device,
-        lanes, many, narrow, pad)
+        lanes, pad)
+from qdsl.runtime.gpu.kernels import skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -167,8 +168,9 @@ def _linear_safetensors(weight, weight_scale, weight_zero_point, x, bias, out, N
 
 
 @triton.jit
-def _words_safetensors(weight, row, K, chunk, more: tl.constexpr = 0):
+def _words_safetensors(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    weight, weight_scale, weight_zero_point = tensors
     return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
         * more + 1)
 
@@ -182,87 +184,18 @@ def _numbers_safetensors(
     return lanes.numbers(code, flip, True, F)
 
 
-
-
 @triton.jit
-def _few_safetensors(
-    weight, weight_scale, weight_zero_point, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 8, True, F)
-    acc = lanes.zeros(R, WN * WK)
-    ones = tl.zeros((WN * WK, 16, 8), tl.float32)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            ones += sums[0]
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_safetensors(weight, row, K, chunk), SIZE)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_safetensors, words, columns, u, j, flip, 8, 8, SIZE, F)
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N, start)
-        s_g = lanes.number(tl.load(weight_scale), 0)
-        if weight_zero_point is None:
-            z_g = 0.0
-        else:
-            z_g = lanes.number(tl.load(weight_zero_point), 8)
-        sum += lanes.shifted(-z_g, BASE) * ones
-        sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _narrow_safetensors(
-    weight, weight_scale, weight_zero_point, x, x_scale, x_sum, bias, out, M, N, K,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-):
-    """out[m, n] = sum over k of x_scale[0, m] * x[m, k] * w[n, k], plus bias[n], with w = s * (q - z).
-
-    x is int8, and x_sum [1, M] are the sums of its rows.  A program multiplies BN rows of w with BM rows of x.
-    """
-    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
-    x += m * K + tl.arange(0, 128)[:, None]
-    w = weight + (n * K + tl.arange(0, 128)[None, :])
-    acc = narrow.zeros(BN, BM, True)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES):
-        acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
-    sum = acc.to(tl.float32)
-    ones = tl.load(x_sum + m)
-    s_g = lanes.number(tl.load(weight_scale), 0)
+def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * (q - z)."""
+    weight, weight_scale, weight_zero_point = tensors
+    s_g = field(weight_scale, at, 0, 0, 0)
     if weight_zero_point is None:
         z_g = 0.0
     else:
-        z_g = lanes.number(tl.load(weight_zero_point), 8)
-    sum += (-z_g) * ones
+        z_g = field(weight_zero_point, at, 0, 0, 8)
+    sum += lanes.shifted(-z_g, BASE) * ones
     sum *= s_g
-    many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+    return sum
 
 
 @triton.jit
@@ -313,8 +246,9 @@ def _linear_torchao(qdata, scale, zero_point, x, bias, out, N, K, BN: tl.constex
 
 
 @triton.jit
-def _words_torchao(qdata, row, K, chunk, more: tl.constexpr = 0):
+def _words_torchao(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    qdata, scale, zero_point = tensors
     return lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more), lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more
         + 1)
 
@@ -328,87 +262,18 @@ def _numbers_torchao(
     return lanes.numbers(code, flip, True, F)
 
 
-
-
 @triton.jit
-def _few_torchao(
-    qdata, scale, zero_point, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 8, True, F)
-    acc = lanes.zeros(R, WN * WK)
-    ones = tl.zeros((WN * WK, 16, 8), tl.float32)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            ones += sums[0]
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_torchao(qdata, row, K, chunk), SIZE)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_torchao, words, columns, u, j, flip, 8, 8, SIZE, F)
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N, start)
-        s_g = lanes.number(tl.load(scale), 0)
-        if zero_point is None:
-            z_g = 0.0
-        else:
-            z_g = lanes.number(tl.load(zero_point), 8)
-        sum += lanes.shifted(-z_g, BASE) * ones
-        sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _narrow_torchao(
-    qdata, scale, zero_point, x, x_scale, x_sum, bias, out, M, N, K,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-):
-    """out[m, n] = sum over k of x_scale[0, m] * x[m, k] * w[n, k], plus bias[n], with w = s * (q - z).
-
-    x is int8, and x_sum [1, M] are the sums of its rows.  A program multiplies BN rows of w with BM rows of x.
-    """
-    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
-    x += m * K + tl.arange(0, 128)[:, None]
-    w = qdata + (n * K + tl.arange(0, 128)[None, :])
-    acc = narrow.zeros(BN, BM, True)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES):
-        acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
-    sum = acc.to(tl.float32)
-    ones = tl.load(x_sum + m)
-    s_g = lanes.number(tl.load(scale), 0)
+def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * (q - z)."""
+    qdata, scale, zero_point = tensors
+    s_g = field(scale, at, 0, 0, 0)
     if zero_point is None:
         z_g = 0.0
     else:
-        z_g = lanes.number(tl.load(zero_point), 8)
-    sum += (-z_g) * ones
+        z_g = field(zero_point, at, 0, 0, 8)
+    sum += lanes.shifted(-z_g, BASE) * ones
     sum *= s_g
-    many.store_tile(sum * tl.load(x_scale + m), bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+    return sum
 
 
 @triton.jit
@@ -473,8 +338,9 @@ def _linear_planar(q, s, z, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constex
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    q, s, z = tensors
     return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
 
 
@@ -487,108 +353,18 @@ def _numbers_planar(
     return lanes.numbers(code, flip, True, F)
 
 
-
-
 @triton.jit
-def _few_planar(
-    q, s, z, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 128 if F == tl.float16 else 2304
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 8, True, F)
-    acc = lanes.zeros(R, WN * WK)
-    ones = tl.zeros((WN * WK, 16, 8), tl.float32)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            ones += sums[0]
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 8, SIZE, F)
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N, start)
-        s_g = lanes.number(tl.load(s), 0)
-        if z is None:
-            z_g = 0.0
-        else:
-            z_g = lanes.number(tl.load(z), 8)
-        sum += lanes.shifted(-z_g, BASE) * ones
-        sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _many_planar(
-    q, s, z, x, bias, out, M, N, K,
-    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    WHOLE: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * (q - z).
-
-    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
-    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
-    """
-    SIZE: tl.constexpr = 128
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = -128
-    if WHOLE:
-        K = WHOLE
-    first = tl.program_id(0) * (16 * W * R)
-    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
-    flip = lanes.flips(N, 8, 8, True, F)
-    acc = many.tiles(R, 16 * W, BM)
-    ones = tl.zeros((16 * W, BM), tl.float32)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = many.parts(x + chunk * 128, at, SIZE)
-        new = ()
-        for r in tl.static_range(R):
-            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-            total = acc[r]
-            for u in tl.static_range(128 // SIZE):
-                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
-                                         None, 8, 8, SIZE, F)
-                sums = many.column_sums(columns[u], 16 * W, UNIT, F)
-                if r == 0:
-                    ones += sums
-                total += sum
-            new = new + (total,)
-        acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        s_g = lanes.number(tl.load(s), 0)
-        if z is None:
-            z_g = 0.0
-        else:
-            z_g = lanes.number(tl.load(z), 8)
-        sum += (-z_g) * ones
-        sum *= s_g
-        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * (q - z)."""
+    q, s, z = tensors
+    s_g = field(s, at, 0, 0, 0)
+    if z is None:
+        z_g = 0.0
+    else:
+        z_g = field(z, at, 0, 0, 8)
+    sum += lanes.shifted(-z_g, BASE) * ones
+    sum *= s_g
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -608,8 +384,9 @@ VARIANT = Variant(
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_safetensors, blocks=(), least=128, double=True,
-                        narrow=Narrow(_narrow_safetensors, "i8", "weight", sums=True))),
+                    lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
+                        finish=_finish_safetensors, in_order=True, width=8, bits=8, signed=True, base=(128, 2304),
+                        ones=True, double=True, narrow=Narrow(w8a8, "i8", "weight", sums=True))),
         ),
         "torchao": Storage(
             tensors={
@@ -619,8 +396,9 @@ VARIANT = Variant(
             },
             unpack=unpack_torchao, pack=pack_torchao,
             kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k",
-                    lanes=Lanes(_few_torchao, blocks=(), least=128, double=True,
-                        narrow=Narrow(_narrow_torchao, "i8", "qdata", sums=True))),
+                    lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, finish=_finish_torchao,
+                        in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
+                        narrow=Narrow(w8a8, "i8", "qdata", sums=True))),
         ),
         "planar": Storage(
             tensors={
@@ -630,7 +408,9 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(_few_planar, many=_many_planar, blocks=(), double=True)),
+                    lanes=Lanes(skinny, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                        finish=_finish_planar, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
+                        zero=(-128, -128), sums_in_many=True)),
         ),
     },
     decode=decode, encode=encode,

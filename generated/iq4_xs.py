@@ -19,7 +19,8 @@ from torch import Tensor
 
 from qdsl.encode import kquant_levels
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
-        empty, joined, lanes, many, spread)
+        empty, joined, lanes, spread)
+from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -221,8 +222,9 @@ def _linear_planar(q, d, sc, levels, x, bias, out, N, K, BN: tl.constexpr, BK: t
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of levels[q] in a chunk of 128 columns, or in one of those after it."""
+    q, d, sc = tensors
     return lanes.words(q, row, K // 128, chunk, more),
 
 
@@ -237,8 +239,6 @@ def _numbers_planar(
         return codebook.floats(words[0], half % 2, i, flip, F)
 
 
-
-
 @triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
@@ -250,134 +250,20 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _few_planar(
-    q, d, sc, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = (d * sc - 32.0 * d) * levels[q].
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 32
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 127 if F == tl.float16 else 0
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = _table_planar(g, N, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-                d_g = lanes.by_group(d, row, lanes.count(K, 256), chunk, SIZE, 256, 0)
-                sc_g = lanes.by_group(sc, row, lanes.count(K, 32), chunk, SIZE, 32, 6)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 0, SIZE, F)
-                    if BASE != 0:
-                        sum -= BASE * sums[u]
-                    sum *= d_g[u] * sc_g[u] - 32.0 * d_g[u]
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
+    """The numbers of a group."""
+    q, d, sc = tensors
+    return field(d, at, 1, 256, 0), field(sc, at, 1, 32, 6)
 
 
 @triton.jit
-def _row_planar(
-    q, d, sc, x, bias, out, N, K,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = (d * sc - 32.0 * d) * levels[q].
-
-    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
-    """
-    STEP: tl.constexpr = 32
-    TRIP: tl.constexpr = max(2, STEP // 16)
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 127 if F == tl.float16 else 0
-    w, g, c = lanes.warps(WN * WK)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = _table_planar(g, N, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
-        for j in tl.static_range(32 // min(32, STEP)):
-            chunk = (step * WK + w % WK) * TRIP + j
-            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
-                words = ()
-                for t in tl.static_range(STEP // 16):
-                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
-                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 0, F)
-                d_g = lanes.by_column(d, row, lanes.count(K, 256), chunk, K, STEP, 256, 0)
-                sc_g = lanes.by_column(sc, row, lanes.count(K, 32), chunk, K, STEP, 32, 6)
-                if BASE != 0:
-                    sum -= BASE * sums
-                sum *= d_g * sc_g - 32.0 * d_g
-                new = new + (acc[r] + sum,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _many_planar(
-    q, d, sc, x, bias, out, M, N, K,
-    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    WHOLE: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = (d * sc - 32.0 * d) * levels[q].
-
-    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
-    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
-    """
-    SIZE: tl.constexpr = 32
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = -127 if F == tl.float16 else 0
-    if WHOLE:
-        K = WHOLE
-    first = tl.program_id(0) * (16 * W * R)
-    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
-    flip = _table_planar(lanes.warps(W)[1], N, F)
-    acc = many.tiles(R, 16 * W, BM)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = many.parts(x + chunk * 128, at, SIZE)
-        new = ()
-        for r in tl.static_range(R):
-            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-            total = acc[r]
-            for u in tl.static_range(128 // SIZE):
-                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
-                                         None, 8, 0, SIZE, F)
-                d_g = many.of_rows(d, n, lanes.count(K, 256), chunk * 128 + u * SIZE, 256, 0)
-                sc_g = many.of_rows(sc, n, lanes.count(K, 32), chunk * 128 + u * SIZE, 32, 6)
-                sum *= d_g * sc_g - 32.0 * d_g
-                total += sum
-            new = new + (total,)
-        acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = (d * sc - 32.0 * d) * levels[q]."""
+    d, sc = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= d * sc - 32.0 * d
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -407,7 +293,9 @@ VARIANT = Variant(
             unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                 tables=(LEVELS,),
-                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("256", "32"))),
+                    lanes=Lanes(skinny, row=gemv, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                        table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("256", "32"), size=32,
+                        width=8, bits=0, base=(127, 0), zero=(-127, 0))),
         ),
     },
     decode=decode, encode=encode, importance=True,

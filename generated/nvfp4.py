@@ -20,6 +20,7 @@ from torch import Tensor
 from qdsl.encode import absmax_level
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
         empty, lanes, pad, workspace)
+from qdsl.runtime.gpu.kernels import gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.numbers import ue4m3
 
@@ -230,8 +231,9 @@ def _linear_planar(q, e, s, level, x, bias, out, N, K, BN: tl.constexpr, BK: tl.
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of level[q] in a chunk of 128 columns, or in one of those after it."""
+    q, e, s = tensors
     return lanes.words(q, row, K // 128, chunk, more),
 
 
@@ -246,8 +248,6 @@ def _numbers_planar(
         return codebook.floats(words[0], half % 2, i, flip, F)
 
 
-
-
 @triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of level[q] as words of bytes, in every lane."""
@@ -259,102 +259,32 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _few_planar(
-    q, e, s, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = 0.5 * e * s * level[q].
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 16
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 12 if F == tl.float16 else 0
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = _table_planar(g, N, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-                e_g = lanes.by_group(e, row, lanes.count(K, 16), chunk, SIZE, 16, "ue4m3")
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 0, SIZE, F)
-                    if BASE != 0:
-                        sum -= BASE * sums[u]
-                    sum *= 0.5 * e_g[u]
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N, start)
-        if s is None:
-            s_g = 1.0
-        else:
-            s_g = lanes.number(tl.load(s), 0)
-        sum *= s_g
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
+    """The numbers of a group."""
+    q, e, s = tensors
+    return field(e, at, 1, 16, "ue4m3"),
 
 
 @triton.jit
-def _row_planar(
-    q, e, s, x, bias, out, N, K,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = 0.5 * e * s * level[q].
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = 0.5 * e * s * level[q]."""
+    e, = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= 0.5 * e
+    return sum
 
-    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
-    """
-    STEP: tl.constexpr = 16
-    TRIP: tl.constexpr = max(2, STEP // 16)
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 12 if F == tl.float16 else 0
-    w, g, c = lanes.warps(WN * WK)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = _table_planar(g, N, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
-        for j in tl.static_range(32 // min(32, STEP)):
-            chunk = (step * WK + w % WK) * TRIP + j
-            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
-                words = ()
-                for t in tl.static_range(STEP // 16):
-                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
-                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 0, F)
-                e_g = lanes.by_column(e, row, lanes.count(K, 16), chunk, K, STEP, 16, "ue4m3")
-                if BASE != 0:
-                    sum -= BASE * sums
-                sum *= 0.5 * e_g
-                new = new + (acc[r] + sum,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N)
-        if s is None:
-            s_g = 1.0
-        else:
-            s_g = lanes.number(tl.load(s), 0)
-        sum *= s_g
-        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+
+@triton.jit
+def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+    """What a row adds up to, with w = 0.5 * e * s * level[q]."""
+    q, e, s = tensors
+    if s is None:
+        s_g = 1.0
+    else:
+        s_g = field(s, at, 0, 0, 0)
+    sum *= s_g
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -383,7 +313,9 @@ VARIANT = Variant(
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                 tables=(LEVEL,),
-                    lanes=Lanes(_few_planar, row=_row_planar, blocks=("16",))),
+                    lanes=Lanes(skinny, row=gemv, words=_words_planar, numbers=_numbers_planar, table=_table_planar,
+                        fields=_fields_planar, scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16,
+                        width=8, bits=0, base=(12, 0))),
         ),
     },
     decode=decode, encode=encode, defaults={"s": 1},

@@ -25,6 +25,7 @@ from torch import Tensor
 from qdsl.encode import nested_absmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, joined, lanes,
         pad, spread)
+from qdsl.runtime.gpu.kernels import gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.numbers import e2m1, e4m3
 
@@ -442,8 +443,9 @@ def _linear_planar(q, g, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constex
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    q, g_, s = tensors
     return lanes.words(q, row, K // 128, chunk, more),
 
 
@@ -455,99 +457,31 @@ def _numbers_planar(
     return lanes.float_numbers(words[0], 4 * (half % 2) + 8 * i, 2, 1, F)
 
 
+@triton.jit
+def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
+    """The numbers of a group."""
+    q, g_, s = tensors
+    return field(s, at, 1, 16, "e4m3"),
 
 
 @triton.jit
-def _few_planar(
-    q, g_, s, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = g * s * q.
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 16
-    UNIT: tl.constexpr = 16384.0 if F == tl.float16 else 1.0
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 0, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-                s_g = lanes.by_group(s, row, lanes.count(K, 16), chunk, SIZE, 16, "e4m3")
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 0, SIZE, F)
-                    sum *= s_g[u]
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N, start)
-        if g_ is None:
-            g__g = 1.0
-        else:
-            g__g = lanes.number(tl.load(g_), 0)
-        sum *= g__g
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = g * s * q."""
+    s, = fields
+    sum *= s
+    return sum
 
 
 @triton.jit
-def _row_planar(
-    q, g_, s, x, bias, out, N, K,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = g * s * q.
-
-    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
-    """
-    STEP: tl.constexpr = 16
-    TRIP: tl.constexpr = max(2, STEP // 16)
-    UNIT: tl.constexpr = 16384.0 if F == tl.float16 else 1.0
-    w, g, c = lanes.warps(WN * WK)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 0, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
-        for j in tl.static_range(32 // min(32, STEP)):
-            chunk = (step * WK + w % WK) * TRIP + j
-            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
-                words = ()
-                for t in tl.static_range(STEP // 16):
-                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
-                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 0, F)
-                s_g = lanes.by_column(s, row, lanes.count(K, 16), chunk, K, STEP, 16, "e4m3")
-                sum *= s_g
-                new = new + (acc[r] + sum,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        row = lanes.rows(first + 16 * r, N)
-        if g_ is None:
-            g__g = 1.0
-        else:
-            g__g = lanes.number(tl.load(g_), 0)
-        sum *= g__g
-        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+    """What a row adds up to, with w = g * s * q."""
+    q, g_, s = tensors
+    if g_ is None:
+        g__g = 1.0
+    else:
+        g__g = field(g_, at, 0, 0, 0)
+    sum *= g__g
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -603,7 +537,9 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
-                    lanes=Lanes(_few_planar, row=_row_planar, blocks=("16",))),
+                    lanes=Lanes(skinny, row=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
+                        scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16, width=8, bits=0,
+                        unit=(16384.0, 1.0), base=(0, 0))),
         ),
     },
     decode=decode, encode=encode,

@@ -22,6 +22,7 @@ from torch import Tensor
 from qdsl.encode import kquant_minmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes,
         workspace)
+from qdsl.runtime.gpu.kernels import gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -244,8 +245,9 @@ def _linear_planar(q, d, sc, dmin, mn, x, bias, out, N, K, BN: tl.constexpr, BK:
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    q, d, sc, dmin, mn = tensors
     return lanes.words(q, row, tl.cdiv(K, 256), chunk // 2, more // 2),
 
 
@@ -258,101 +260,22 @@ def _numbers_planar(
     return lanes.numbers(code, flip, False, F)
 
 
+@triton.jit
+def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
+    """The numbers of a group."""
+    q, d, sc, dmin, mn = tensors
+    return field(d, at, 1, 256, 0), field(sc, at, 1, 16, 4), field(dmin, at, 1, 256, 0), field(mn, at, 1, 16, 4)
 
 
 @triton.jit
-def _few_planar(
-    q, d, sc, dmin, mn, x, bias, out, M, N, K, tiles,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = d * sc * q - dmin * mn.
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 16
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 0 if F == tl.float16 else 128
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 2, 2, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-                d_g = lanes.by_group(d, row, lanes.count(K, 256), chunk, SIZE, 256, 0)
-                sc_g = lanes.by_group(sc, row, lanes.count(K, 16), chunk, SIZE, 16, 4)
-                dmin_g = lanes.by_group(dmin, row, lanes.count(K, 256), chunk, SIZE, 256, 0)
-                mn_g = lanes.by_group(mn, row, lanes.count(K, 16), chunk, SIZE, 16, 4)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 2, 2, SIZE, F)
-                    if BASE != 0:
-                        sum -= BASE * sums[u]
-                    sum *= d_g[u] * sc_g[u]
-                    sum += sums[u] * (-dmin_g[u] * mn_g[u])
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _row_planar(
-    q, d, sc, dmin, mn, x, bias, out, N, K,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = d * sc * q - dmin * mn.
-
-    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
-    """
-    STEP: tl.constexpr = 16
-    TRIP: tl.constexpr = max(2, STEP // 16)
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 0 if F == tl.float16 else 128
-    w, g, c = lanes.warps(WN * WK)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 2, 2, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
-        for j in tl.static_range(32 // min(32, STEP)):
-            chunk = (step * WK + w % WK) * TRIP + j
-            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
-                words = ()
-                for t in tl.static_range(STEP // 16):
-                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
-                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 2, 2, F)
-                d_g = lanes.by_column(d, row, lanes.count(K, 256), chunk, K, STEP, 256, 0)
-                sc_g = lanes.by_column(sc, row, lanes.count(K, 16), chunk, K, STEP, 16, 4)
-                dmin_g = lanes.by_column(dmin, row, lanes.count(K, 256), chunk, K, STEP, 256, 0)
-                mn_g = lanes.by_column(mn, row, lanes.count(K, 16), chunk, K, STEP, 16, 4)
-                if BASE != 0:
-                    sum -= BASE * sums
-                sum *= d_g * sc_g
-                sum += sums * (-dmin_g * mn_g)
-                new = new + (acc[r] + sum,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = d * sc * q - dmin * mn."""
+    d, sc, dmin, mn = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= d * sc
+    sum += ones * (-dmin * mn)
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -385,7 +308,8 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
-                    lanes=Lanes(_few_planar, row=_row_planar, blocks=("256", "16"))),
+                    lanes=Lanes(skinny, row=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
+                        scale=_scale_planar, blocks=("256", "16"), size=16, width=2, bits=2)),
         ),
     },
     decode=decode, encode=encode, importance=True,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
+from triton.runtime.jit import compute_cache_key, create_function_from_signature
 from typer.testing import CliRunner
 
 from qdsl.analyze import AnalyzeError, launches, report
@@ -53,13 +53,25 @@ def refusal(call: Call) -> str:
     return "none"
 
 
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+
+
+def bound_by_triton(call: Call) -> Any:
+    """Arguments by name, how Triton's own launcher specialises them, and options."""
+    return create_function_from_signature(call.kernel.signature, call.kernel.params, BACKEND)(*call.arguments, **call.constants)
+
+
 def as_triton_does(call: Call) -> bool:
     """Whether arguments are specialised as Triton's own launcher does it."""
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    binder = create_function_from_signature(call.kernel.signature, call.kernel.params, backend)
-    bound, specialization, options = binder(*call.arguments, **call.constants)
-    _, types, constants, hints = call.kernel._pack_args(backend, options, bound, specialization, options)
+    bound, specialization, options = bound_by_triton(call)
+    _, types, constants, hints = call.kernel._pack_args(BACKEND, options, bound, specialization, options)
     return specialised(call) == (types, constants, {place: hint for place, hint in hints.items() if hint})
+
+
+def cache_key(call: Call) -> str:
+    """What Triton keeps a compiled kernel under."""
+    _, specialization, options = bound_by_triton(call)
+    return str(compute_cache_key({}, specialization, options))
 
 
 def small(columns: int, offset: int = 0) -> Call:
@@ -77,13 +89,18 @@ def command(*arguments: str) -> str:
 
 if __name__ == "__main__":
     q4_0 = launches.weight(launches.module("q4_0"), (4096, 4096), None, {})
-    launched = [*CALLS.values(), *launches.calls(q4_0, "linear", 1, torch.bfloat16),
+    planar = [launches.weight(launches.module(name), (4096, 4096), "planar", {}) for name in ("q4_0", "nvfp4")]
+    families = [*launches.calls(planar[0], "linear", 1, torch.bfloat16), *launches.calls(planar[1], "linear", 8, torch.float16)]
+    others = [replace(call, constants={**call.constants, "numbers": families[i - 1].constants["numbers"]})
+              for i, call in enumerate(families)]
+    launched = [*CALLS.values(), *launches.calls(q4_0, "linear", 1, torch.bfloat16), *families,
                 *map(small, (1, 2, 48, 1 << 31)), small(16, offset=1), small(16, offset=16)]
     print(json.dumps({
         "reports": {arch: {name: asdict(report(call, arch)) for name, call in CALLS.items()} for arch in ("sm_80", "sm_100")},
         "sm_120": asdict(report(CALLS["product"], "sm_120")),
         "refused": {name: refusal(call) for name, call in REFUSED.items()},
         "specialised": [as_triton_does(call) for call in launched],
+        "keys": [[cache_key(call) for call in calls] for calls in (families, map(replace, families), others)],
         "text": command("q4_0", "--arch", "sm_90", "--dump"),
         "json": command("int_group", "--param", "bits=8", "--param", "group=32", "--storage", "gptq_v1", "--rows", "3", "--shape",
                         "256", "512", "--x", "f16", "--kernel", "linear", "--kernel", "dequantize", "--gpu", "H200", "--json"),

@@ -40,7 +40,11 @@ class Gate:
     @property
     def kernel(self) -> str:
         """Which kernel of the storage it is that the dispatcher should pick."""
-        return "many" if self.rows > 8 else "row" if self.rows == 1 and self.format in ROWWISE else "few"
+        if self.rows > 8:
+            return "tile_gemm"
+        if self.rows > 1 or self.format not in ROWWISE:
+            return "skinny"
+        return "gemv_records" if self.storage == "gguf" else "gemv"
 
 
 ROWWISE = ("q4_0", "int4_rows", "q4_k", "q6_k", "q8_0", "int_group", "iq4_nl", "nf4")

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+from qdsl.emit.lanes import FUNCTIONS
 from qdsl.emit.module import module as module_text
 from qdsl.ir.program import Program
 from qdsl.passes import compile_spec
@@ -268,7 +269,7 @@ def text_of(found: Spec) -> Mapping[str, str]:
 
 
 def names_of_kernels(program: Program) -> list[str]:
-    return [f"_{kind}_{program.storage} = None" for kind in ("dequantize", "linear", "row", "few", "many", "narrow", "pairs")]
+    return [f"_{kind}_{program.storage} = None" for kind in ("dequantize", "linear", "pairs", *FUNCTIONS)]
 
 
 def built(files: Mapping[str, str]) -> Format:

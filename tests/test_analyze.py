@@ -445,6 +445,12 @@ def test_a_kernel_for_consumer_blackwell(found: dict[str, Any]) -> None:
     assert made["loaded"] >= 0.9 * 4096 * 4096 * 2 and made["hot_chain"]["cycles"] > 0
 
 
+def test_functions_of_a_format_are_part_of_the_key(found: dict[str, Any]) -> None:
+    """Kernels of one family that other functions complete are other kernels."""
+    keys, again, others = found["keys"]
+    assert keys == again and len({*keys, *others}) == 4
+
+
 def test_arguments_are_specialised_as_the_launcher_does_it(found: dict[str, Any]) -> None:
     assert len(found["specialised"]) > 10 and all(found["specialised"])
 

@@ -57,7 +57,7 @@ def one(name: str, grid: tuple[tuple[int, ...], tuple[int, ...]] = plan.WHOLE) -
 
 
 def kernels(calls: Iterator[Call]) -> set[str]:
-    return {call.kernel.fn.__name__.removeprefix("_").split("_")[0] for call in calls}
+    return {call.family for call in calls}
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -92,9 +92,10 @@ def test_every_regime_of_rows_is_planned(hopper: None) -> None:
         lanes = case_lanes(weight)
         streams = weight.meta().layout.streams
         pairs = bool(streams) and weight.meta().layout.kernels.pairs is not None
-        wanted = {"dequantize", "symbols" if streams else "linear"} | ({"few"} if pairs or (lanes and lanes.few) else set())
-        wanted |= {"row"} if lanes and lanes.row else set()
-        wanted |= {"many"} if lanes and lanes.many else set()
+        wanted = {"dequantize", "symbols" if streams else "linear", *(["few"] if pairs else [])}
+        wanted |= {"skinny"} if lanes and lanes.few else set()
+        wanted |= {"gemv_records" if lanes.records else "gemv"} if lanes and lanes.row else set()
+        wanted |= {"tile_gemm"} if lanes and lanes.many else set()
         assert wanted <= found, weight
         assert bool(pairs or (lanes and lanes.few)) == any(check.invariant for case, _ in cases for check in case.checks)
         if lanes:
@@ -150,7 +151,7 @@ def test_a_right_kernel_is_found_right_and_a_planted_mistake_wrong(hopper: None,
                          Check(8, "f16", invariant=True)))
     found = list(checks.examine(case, CPU))
     assert [each.wrong for each in found] == [""] * 5
-    assert [each.kernel for each in found] == ["row", "few", "many", "dequantize", "few"]
+    assert [each.kernel for each in found] == ["gemv", "skinny", "tile_gemm", "dequantize", "skinny"]
     assert all(each.worst < 1 for each in found)
     right = checks.product
 
@@ -205,14 +206,14 @@ def test_checks_stop_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) ->
 
     def examined(case: Case, device: torch.device) -> Iterator[checks.Outcome]:
         time.now += 30
-        yield checks.Outcome(str(case.weight), "1 row", "q4_0.planar", "row", 0.25, "")
+        yield checks.Outcome(str(case.weight), "1 row", "q4_0.planar", "gemv", 0.25, "")
 
     monkeypatch.setattr(checks, "examine", examined)
     cases = plan.cases(quick=True)[:9]
     checked = checks.Checked(9, 0, [], [])
     checks.run(cases, ["a shape"], Ahead(H200, 0), Budget(100, time).part("checks"), CPU, checked)
     assert checked.done == 2 and checked.left_out == ["a shape", f"7 weights, from {cases[2].weight} on: no time"]
-    assert checked.data()["by_kernel"] == [{"storage": "q4_0.planar", "kernel": "row", "checks": 2, "worst": 0.25}]
+    assert checked.data()["by_kernel"] == [{"storage": "q4_0.planar", "kernel": "gemv", "checks": 2, "worst": 0.25}]
 
 
 def test_questions_are_asked_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,8 +373,8 @@ def test_small_kernels_compile_and_hold_what_they_are_about(tmp_path: Path) -> N
 def test_a_run_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of the checks, one of which is wrong; the file names everything that is needed to repeat it."""
     case = plan.cases(quick=True)[0]
-    outcomes = [checks.Outcome("w", "1 row", "q4_0.planar", "row", 0.5, ""),
-                checks.Outcome("w", "2 rows", "q4_0.planar", "few", float("inf"), "no number")]
+    outcomes = [checks.Outcome("w", "1 row", "q4_0.planar", "gemv", 0.5, ""),
+                checks.Outcome("w", "2 rows", "q4_0.planar", "skinny", float("inf"), "no number")]
     monkeypatch.setattr(command, "facts", lambda: H200)
     monkeypatch.setattr(plan, "cases", lambda quick: [case])
     monkeypatch.setattr(checks, "examine", lambda case, device: iter(outcomes))
@@ -384,7 +385,7 @@ def test_a_run_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                           "left_out"}
     assert (found["kind"], found["command"], found["device"]["gpu"]) == ("gpu", "python -m bench.gpu --quick", "NVIDIA H200")
     assert {"torch", "triton", "python", "qdsl", "cuda"} <= found["versions"].keys()
-    assert found["checks"]["wrong"] == [{"weight": "w", "check": "2 rows", "storage": "q4_0.planar", "kernel": "few",
+    assert found["checks"]["wrong"] == [{"weight": "w", "check": "2 rows", "storage": "q4_0.planar", "kernel": "skinny",
                                          "worst": None, "wrong": "no number"}]
     assert found["checks"]["done"] == 2 and isinstance(found["left_out"]["checks"], list)
     assert not list(tmp_path.glob("*.part"))
@@ -392,7 +393,7 @@ def test_a_run_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_run_that_breaks_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*rest: Any) -> Iterator[checks.Outcome]:
-        yield checks.Outcome("w", "1 row", "q4_0.planar", "row", 0.5, "")
+        yield checks.Outcome("w", "1 row", "q4_0.planar", "gemv", 0.5, "")
         raise checks.DeviceLost("an illegal memory access was encountered")
 
     monkeypatch.setattr(command, "facts", lambda: H200)

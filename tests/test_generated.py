@@ -15,8 +15,8 @@ import torch
 
 import qdsl
 from qdsl.emit.build import BuildError, build
-from qdsl.emit.lanes import LOCALS
-from qdsl.emit.module import RUNTIME
+from qdsl.emit.lanes import FUNCTIONS, LOCALS
+from qdsl.emit.module import FAMILIES, RUNTIME
 from qdsl.numbers import FLOATS
 from qdsl.passes.schemes import SCHEMES
 from qdsl.spec.schema import RESERVED
@@ -24,7 +24,8 @@ from qdsl.spec.source import SpecError
 from tests.support.formats import ROOT, SHIPPED, SPECS, module
 
 GENERATED = sorted((ROOT / "generated").rglob("*.py"))
-IMPORTS = {"typing", "torch", "triton", "triton.language", "qdsl.encode", "qdsl.runtime", "qdsl.runtime.numbers"}
+IMPORTS = {"typing", "torch", "triton", "triton.language", "qdsl.encode", "qdsl.runtime", "qdsl.runtime.gpu.kernels",
+           "qdsl.runtime.numbers"}
 SURFACE = ("wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linear", "Linear", "SPEC", "FORMAT")
 
 
@@ -101,7 +102,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 
 def test_names_of_generated_code_are_reserved() -> None:
     """A field called as something that a module imports would hide it."""
-    assert {*RUNTIME, *SCHEMES, *FLOATS, "Tensor", "Any"} <= RESERVED
+    assert {*RUNTIME, *FAMILIES, *SCHEMES, *FLOATS, "Tensor", "Any"} <= RESERVED
 
 
 def test_a_spec_that_is_wrong_writes_nothing(tmp_path: Path) -> None:
@@ -114,15 +115,20 @@ def test_a_spec_that_is_wrong_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", GENERATED, ids=lambda path: str(path.relative_to(ROOT / "generated")))
 def test_no_tensor_is_called_like_a_kernels_own_value(path: Path) -> None:
-    """What kernels for matrix units set, and the modules they call: the compiler renames a spec's own tensors of these names."""
+    """What functions of kernels take, set and call: the compiler renames a spec's own names that are like these."""
     for function in ast.walk(ast.parse(path.read_text())):
-        if isinstance(function, ast.FunctionDef) and re.match(r"_(few|row|many|narrow)_", function.name):
-            names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-            given = {argument.arg for argument in function.args.args}
+        if isinstance(function, ast.FunctionDef) and re.match(rf"_({'|'.join(FUNCTIONS)})_", function.name):
+            unpacked = [node.targets[0] for node in ast.walk(function) if isinstance(node, ast.Assign)]
+            specs = {name.id for names in unpacked if isinstance(names, ast.Tuple) for name in names.elts
+                     if isinstance(name, ast.Name)}
+            specs |= {node.target.id for node in ast.walk(function)
+                      if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+            assert specs.isdisjoint(LOCALS), function.name
+            own = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            own |= {argument.arg for argument in function.args.args}
             called = {node.func.value.id for node in ast.walk(function) if isinstance(node, ast.Call)
                       and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)}
-            own = {node.id for node in names if isinstance(node.ctx, ast.Store)} - given
-            assert {name for name in own | called if not name.endswith("_g")} <= LOCALS, function.name
+            assert {name for name in (own | called) - specs if not name.endswith("_g")} <= LOCALS, function.name
 
 
 JOINT = """format: joint

@@ -80,7 +80,7 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
 def kernels_of(x: torch.Tensor, packed: PackedWeight) -> set[str]:
     out = torch.empty(x.shape[0], packed.shape[0], dtype=x.dtype, device=DEVICE)
     calls = launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed))
-    return {call.kernel.fn.__name__.split("_")[1] for call in calls}
+    return {call.family for call in calls}
 
 
 def rounding(case: Case, dtype: torch.dtype) -> float:
@@ -142,10 +142,10 @@ def test_many_rows(case: Case, hopper: None) -> None:
         if case in COVERING:
             check(case, shapes[(i + 1) % 3], params, 9, DTYPES[(i + 1) % 2])
     packed = packed_of(case, shapes_of(case)[0], next(choices(case)))
-    assert kernels_of(x_of(9, 256, torch.float16), packed) == {"many"}
-    assert kernels_of(x_of(8, 256, torch.float16), packed) == {"few"}
+    assert kernels_of(x_of(9, 256, torch.float16), packed) == {"tile_gemm"}
+    assert kernels_of(x_of(8, 256, torch.float16), packed) == {"skinny"}
     double = packed.layout.kernels.lanes.double                  # two products for a code: they are too many there
-    assert kernels_of(x_of(9, 256, torch.bfloat16), packed) == {"few" if double else "many"}
+    assert kernels_of(x_of(9, 256, torch.bfloat16), packed) == {"skinny" if double else "tile_gemm"}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.module.FORMAT.variant(case.choice).storages[case.storage].order],
@@ -230,7 +230,7 @@ def test_parts_of_a_weight(case: Case) -> None:
     packed = packed_of(case, (48, 384), next(choices(case)), seed=4)
     x = x_of(2, 384, torch.float16, 4)
     part = packed.cut("N", 5, 40)
-    assert kernels_of(x, part) == {"few"}
+    assert kernels_of(x, part) == {"skinny"}
     assert torch.equal(product(x, part), product(x, packed)[:, 5:40])
     shifted = torch.empty(2 * 384 + 1, dtype=torch.float16, device=DEVICE)[1:].view(2, 384).copy_(x)
     assert kernels_of(shifted, packed) == {"linear"}
@@ -243,21 +243,21 @@ def test_records_where_they_lie(case: Case) -> None:
     x = x_of(2, 768, torch.float16, 4)
     one = x[:1].contiguous()
     whole = product(one, packed)
-    assert kernels_of(one, packed) == {"row"} and kernels_of(x, packed) == {"linear"}
+    assert kernels_of(one, packed) == {"gemv_records"} and kernels_of(x, packed) == {"linear"}
     assert torch.equal(whole, product(one, packed))
     part = packed.cut("N", 5, 40)
-    assert kernels_of(one, part) == {"row"} and torch.equal(product(one, part), whole[:, 5:40])
+    assert kernels_of(one, part) == {"gemv_records"} and torch.equal(product(one, part), whole[:, 5:40])
     (name, tensor), = packed.tensors.items()
-    for offset, kernel in ((16, "row"), (4, "linear"), (1, "linear")):
+    for offset, kernel in ((16, "gemv_records"), (4, "linear"), (1, "linear")):
         held = torch.empty(tensor.numel() + 32, dtype=torch.uint8, device=DEVICE)
         start = -held.data_ptr() % 16 + offset
         moved = packed.derive({name: held[start:start + tensor.numel()].view_as(tensor).copy_(tensor)})
         assert kernels_of(one, moved) == {kernel}
         assert (product(one, moved) - whole).abs().max() <= whole.abs().max() * 2.0 ** -9
     for call in launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE)):
-        assert call.arguments[0].data_ptr() == tensor.data_ptr()
+        assert next(call.tensors).data_ptr() == tensor.data_ptr()
     calls = launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE), invariant=True)
-    assert [call.kernel.fn.__name__.split("_")[1] for call in calls] == ["linear"]
+    assert [call.family for call in calls] == ["linear"]
 
 
 # Fields that are called as the kernels call their own values, and codes that are small floats.
@@ -267,21 +267,21 @@ title: fields that are called as kernels call their own
 source: nobody
 weight: [N, K]
 fields:
-  m: f16[n, k // 32]
-  m_g: f16[n, k // 32]
-  point: u4[n, k // 32]
-  c: {code}[n, k]
+  ones: f16[n, k // 32]
+  ones_g: f16[n, k // 32]
+  at: u4[n, k // 32]
+  words: {code}[n, k]
 decode: {decode}
 storage:
   rows:
-    c: {{tensor: "u8[n<N, t<K/2 word]", record: "i<2: c[n, 2*t + i]"}}
-    point: {{tensor: "u8[n<N, g<ceil(K/32)]", record: "point[n, g] pad:4"}}
-    m: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "m[n, g]"}}
-    m_g: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "m_g[n, g]"}}
+    words: {{tensor: "u8[n<N, t<K/2 word]", record: "i<2: words[n, 2*t + i]"}}
+    at: {{tensor: "u8[n<N, g<ceil(K/32)]", record: "at[n, g] pad:4"}}
+    ones: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "ones[n, g]"}}
+    ones_g: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "ones_g[n, g]"}}
 """
 
 
-@pytest.mark.parametrize(("code", "decode"), [("u4", "(c - point) * m + m_g"), ("e2m1", "c * m + m_g * point")])
+@pytest.mark.parametrize(("code", "decode"), [("u4", "(words - at) * ones + ones_g"), ("e2m1", "words * ones + ones_g * at")])
 def test_names_and_small_floats(code: str, decode: str, tmp_path: Path, hopper: None) -> None:
     path = tmp_path / f"lanes_{code}.yaml"
     path.write_text(NAMES.format(code=code, decode=decode))
@@ -294,22 +294,22 @@ def test_names_and_small_floats(code: str, decode: str, tmp_path: Path, hopper: 
 # A record of codes that are small floats, its fields and tensor called as the kernel calls its own values.
 RECORD = """
 format: records_{code}
-title: a record of 16 numbers of 8 bits and codes, called as kernels call their own
+title: a record of 16 numbers of 8 bits and codes, called as functions call their own
 source: nobody
 weight: [N, K]
 fields:
-  p: u8[n, k // 32]
+  both: u8[n, k // 32]
   low: u8[n, k // 32]
-  c: {code}[n, k]
-decode: c * p - low
+  lane: {code}[n, k]
+decode: lane * both - low
 storage:
   rows:
     head:
       run: k
       record: |
         b<4: low[b] low[b + 4]
-        b<8: p[b]
-        c<4 l<32: c[64*c + l] c[64*c + 32 + l]
+        b<8: both[b]
+        c<4 l<32: lane[64*c + l] lane[64*c + 32 + l]
 """
 
 
@@ -318,6 +318,6 @@ def test_records_of_names_and_small_floats(code: str, tmp_path: Path) -> None:
     path = tmp_path / f"records_{code}.yaml"
     path.write_text(RECORD.format(code=code))
     case = Case(path, "rows", ())
-    assert lanes_of(case).records == "head"
+    assert lanes_of(case).records.tensor == "head"
     for i, dtype in enumerate(DTYPES):
         check(case, shapes_of(case)[i], {}, 1, dtype)

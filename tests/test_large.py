@@ -119,7 +119,7 @@ def test_last_row_of_x(mode: str, shape: tuple[int, int, int]) -> None:
                launch.linear_calls(x, packed, None, out, invariant=mode == "invariant"))]
     assert all(call.grid[1:] <= (launch.SECOND_AXIS,) for call in calls)
     for call in calls[-1 - (mode == "quantized"):]:
-        with guarded(packed, *(value for value in call.arguments if isinstance(value, torch.Tensor))):
+        with guarded(packed, *call.tensors):
             run_program(call)
     live = out[-1, -16:] != 0
     wanted = (x[-1:].double() @ weight.double().t())[0]

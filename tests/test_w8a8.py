@@ -70,9 +70,8 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
     """By the kernels; they touch nothing else, and store every element once."""
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
     calls = list(launch.quantized_calls(x, packed, bias, out))
-    assert [call.kernel.fn.__name__.partition(f"_{packed.storage}")[0] for call in calls] == ["quantize", "_narrow"]
-    with guarded(packed, x, bias, out, *(each for call in calls for each in call.arguments
-                                                           if isinstance(each, torch.Tensor))) as trace:
+    assert [call.family for call in calls] == ["quantize", "w8a8"]
+    with guarded(packed, x, bias, out, *(each for call in calls for each in call.tensors)) as trace:
         for call in calls:
             call.run()
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()

@@ -118,15 +118,15 @@ class Examined:
                  ("in another place", x.flip(0), whole.flip(0))]
         wrong = [what for what, rows, wanted in parts
                  if not torch.equal(product(rows.contiguous(), self.weight, None, invariant=True), wanted)]
-        return self._outcome(check, "few", 0.0 if not wrong else float("inf"),
+        return self._outcome(check, "skinny", 0.0 if not wrong else float("inf"),
                              f"other bits {', '.join(wrong)}" if wrong else "")
 
 
 def kernel_of(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> str:
-    """What the kernel that serves a product is called: 'row', 'few', 'many' or 'linear'."""
+    """What the kernel that serves a product is called: 'gemv', 'skinny', 'tile_gemm' or 'linear'."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device="meta")
     calls = launch.linear_calls(x, weight, bias, out)
-    names = dict.fromkeys(call.kernel.fn.__name__.removeprefix("_").split("_")[0] for call in calls)
+    names = dict.fromkeys(call.family for call in calls)
     return " and ".join(names)
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes, many, pad,
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes, pad,
         workspace)
+from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -197,8 +198,9 @@ def _linear_planar(q, s, b, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.
 
 
 @triton.jit
-def _words_planar(q, row, K, chunk, more: tl.constexpr = 0):
+def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
     """The words of q in a chunk of 128 columns, or in one of those after it."""
+    q, s, b = tensors
     return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
 
 
@@ -211,141 +213,23 @@ def _numbers_planar(
     return lanes.numbers(code, flip, False, F)
 
 
+@triton.jit
+def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
+    """The numbers of a group."""
+    q, s, b = tensors
+    group: tl.constexpr = SIZES[0]
+    return field(s, at, 1, group, 0), field(b, at, 1, group, 0)
 
 
 @triton.jit
-def _few_planar(
-    q, s, b, x, bias, out, M, N, K, tiles,
-    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q + b.
-
-    A program takes up to 8 rows of x, pairs of columns in an int32, and 16 * R * WN rows of w; WK warps share K,
-    EVEN says that they all have as much to do.  With tiles [T, 3] of (expert, first row of x, one past the last),
-    w and bias have N rows for every expert, and a row of x meets those of its own.
-    """
-    SIZE: tl.constexpr = 128 if group >= 128 else 32
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 0 if F == tl.float16 else 2176
-    w, g, c = lanes.warps(WN * WK)
-    m, M, start = lanes.tile(tiles, M, N)
-    if tiles is not None:
-        if m >= M:
-            return
-    x = lanes.token_rows(x, m + g, M, K)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 8, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 256 * WK)):
-        for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
-            columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N, start)
-                words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-                s_g = lanes.by_group(s, row, lanes.count(K, group), chunk, SIZE, group, 0)
-                b_g = lanes.by_group(b, row, lanes.count(K, group), chunk, SIZE, group, 0)
-                total = acc[r]
-                for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(_numbers_planar, words, columns, u, j, flip, 8, 8, SIZE, F)
-                    if BASE != 0:
-                        sum -= BASE * sums[u]
-                    sum *= s_g[u]
-                    sum += sums[u] * b_g[u]
-                    total += sum
-                new = new + (total,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _row_planar(
-    q, s, b, x, bias, out, N, K,
-    group: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
-):
-    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32, with w = s * q + b.
-
-    One row of x.  The columns of the matrix instruction are eight groups of STEP columns of w.
-    """
-    STEP: tl.constexpr = min(64, group)
-    TRIP: tl.constexpr = max(2, STEP // 16)
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    BASE: tl.constexpr = 0 if F == tl.float16 else 2176
-    w, g, c = lanes.warps(WN * WK)
-    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    flip = lanes.flips(N, 8, 8, False, F)
-    acc = lanes.zeros(R, WN * WK)
-    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
-        for j in tl.static_range(32 // min(32, STEP)):
-            chunk = (step * WK + w % WK) * TRIP + j
-            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
-            new = ()
-            for r in tl.static_range(R):
-                row = lanes.rows(first + 16 * r, N)
-                words = ()
-                for t in tl.static_range(STEP // 16):
-                    words = words + (_words_planar(q, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
-                sum = lanes.product(_numbers_planar, words, columns, flip, 2 * j, STEP // 8, 8, 8, F)
-                s_g = lanes.by_column(s, row, lanes.count(K, group), chunk, K, STEP, group, 0)
-                b_g = lanes.by_column(b, row, lanes.count(K, group), chunk, K, STEP, group, 0)
-                if BASE != 0:
-                    sum -= BASE * sums
-                sum *= s_g
-                sum += sums * b_g
-                new = new + (acc[r] + sum,)
-            acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)
-
-
-@triton.jit
-def _many_planar(
-    q, s, b, x, bias, out, M, N, K,
-    group: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    WHOLE: tl.constexpr, F: tl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, with w = s * q + b.
-
-    A program multiplies R tiles of 16 * W rows of w, which stay in registers, with BM rows of x; a trip of its loop takes
-    UNROLL chunks of 128 columns.  WHOLE is K where all tiles have all their rows, or 0: addresses differ by constants then.
-    """
-    SIZE: tl.constexpr = 128 if group >= 128 else 32
-    UNIT: tl.constexpr = 16777216.0 if F == tl.float16 else 1.0
-    ZERO: tl.constexpr = 0
-    if WHOLE:
-        K = WHOLE
-    first = tl.program_id(0) * (16 * W * R)
-    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
-    flip = lanes.flips(N, 8, 8, False, F)
-    acc = many.tiles(R, 16 * W, BM)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = many.parts(x + chunk * 128, at, SIZE)
-        new = ()
-        for r in tl.static_range(R):
-            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-            words = lanes.by_size(_words_planar(q, row, K, chunk), SIZE)
-            total = acc[r]
-            for u in tl.static_range(128 // SIZE):
-                sum = many.rows_product(_numbers_planar, words, u, columns[u], flip, ZERO,
-                                         None, 8, 8, SIZE, F)
-                sums = many.column_sums(columns[u], 16 * W, UNIT, F)
-                s_g = many.of_rows(s, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
-                b_g = many.of_rows(b, n, lanes.count(K, group), chunk * 128 + u * SIZE, group, 0)
-                sum *= s_g
-                sum += sums * b_g
-                total += sum
-            new = new + (total,)
-        acc = new
-    for r in tl.static_range(R):
-        sum = acc[r]
-        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = s * q + b."""
+    s, b = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= s
+    sum += ones * b
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -374,7 +258,9 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(_few_planar, row=_row_planar, many=_many_planar, blocks=("group",), double=True)),
+                    lanes=Lanes(skinny, row=gemv, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                        fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=8, bits=8,
+                        base=(0, 2176), double=True, zero=(0, 0), sums_in_many=True)),
         ),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),

@@ -85,27 +85,33 @@ def compiled(call: Call, arch: Arch) -> Compiled:
 # -- arguments as the launcher sees them ------------------------------------------------------------------------------
 
 
-def specialised(call: Call) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[object]]]]:
+def specialised(call: Call) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[object]]]]:
     """Types of a kernel's arguments by name, values of the constant ones by place, and what is known of the others.
 
     Triton's launcher compiles a kernel anew for integers that are 1, for integers that 16 divides, and for tensors whose first
-    byte lies at a multiple of 16; torch's allocations do.
+    byte lies at a multiple of 16; torch's allocations do.  Of a tuple each element has a place of its own.
     """
     parameters = call.kernel.params
     given = dict(zip((parameter.name for parameter in parameters), call.arguments, strict=False)) | dict(call.constants)
-    types: dict[str, str] = {}
+    types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     hints: dict[tuple[int, ...], list[list[object]]] = {}
+
+    def type_of(parameter: Any, value: Any, place: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple) and not parameter.is_constexpr:
+            return tuple(type_of(parameter, each, (*place, i)) for i, each in enumerate(value))
+        kind = "constexpr" if parameter.is_constexpr else _type(parameter, value)
+        if kind == "constexpr":
+            constants[place] = value
+        elif _is_aligned(value) and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+            hints[place] = HINT
+        return kind
+
     for parameter in parameters:
         if parameter.name not in given and not parameter.has_default:
             raise AnalyzeError(f"{call.kernel.__name__} is launched without its argument '{parameter.name}'")
         value = given.get(parameter.name, parameter.default if parameter.has_default else None)
-        kind = "constexpr" if parameter.is_constexpr else _type(parameter, value)
-        types[parameter.name] = kind
-        if kind == "constexpr":
-            constants[parameter.num,] = value
-        elif _is_aligned(value) and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
-            hints[parameter.num,] = HINT
+        types[parameter.name] = type_of(parameter, value, (parameter.num,))
     return types, constants, hints
 
 
@@ -130,6 +136,13 @@ def _flat(kind: Any) -> list[str]:
     if isinstance(kind, tuple):
         return [part for element in kind for part in _flat(element)]
     return [] if kind == "constexpr" else [str(kind)]
+
+
+def variables(types: Any, value: Any) -> list[Any]:
+    """The values of an argument that a compiled kernel still takes, those of a tuple one by one: all that are no constants."""
+    if isinstance(types, tuple):
+        return [each for kind, part in zip(types, value, strict=True) for each in variables(kind, part)]
+    return [] if types == "constexpr" else [value]
 
 
 def _type(parameter: Any, value: Tensor | int | None) -> str:

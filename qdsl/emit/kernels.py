@@ -6,7 +6,7 @@ from math import prod
 
 from qdsl.emit.body import Body, guarded, nest
 from qdsl.emit.kernel import Decoder, Tile, arguments, offset_text, shown, tile, unrolled
-from qdsl.emit.lanes import lanes, narrow
+from qdsl.emit.lanes import lanes
 from qdsl.emit.pairs import paired
 from qdsl.emit.templates import render
 from qdsl.ir.index import Index, name, substitute
@@ -17,7 +17,7 @@ def kernels(program: Program) -> list[str]:
     """The lines of a storage's kernels."""
     coordinates = tile(program)
     pairs = paired(program)
-    made = [_dequantize(program, coordinates), _linear(program, coordinates), *filter(None, (lanes(program), narrow(program))),
+    made = [_dequantize(program, coordinates), _linear(program, coordinates), *filter(None, (lanes(program),)),
             *([pairs.lines] if pairs is not None else [])]
     return [line for i, part in enumerate(made) for line in (*(["", ""] if i else []), *part)]
 

@@ -1,21 +1,23 @@
-"""Matmul kernels for matrix units: the planar storage's codes as operands, and decode's line applied once per group.
+"""What a storage's codes and numbers are to the kernels for matrix units: the short functions that complete a kernel family.
 
-A storage gets up to three kernels, and two functions with which they load words and make numbers of them.  `few` multiplies
-up to 8 rows of x, which are the columns of the matrix instruction.  `row` is for one row of x and numbers that vary along K:
-there the columns of the instruction are runs of columns of w, so that one instruction serves eight of them.  `many` is for
-more rows of x, which pass through shared memory.  runtime/lanes.py says how the bits lie.
+The kernels themselves are written by hand, one per family, in runtime/gpu/kernels.  A storage gets functions that load its
+words, make numbers of them, and apply decode's line to a product of codes, once per group; runtime/lanes.py says how the bits
+lie.  `skinny` multiplies few rows of x, `gemv` one row with numbers that vary along K, `tile_gemm` many rows, and `w8a8` rows
+of x that are 8 bits like the codes.
 
-A storage whose records hold codes and numbers together (emit/records.py) gets a `row` that reads them as they are stored.
+A storage whose records hold codes and numbers together (emit/records.py) gets the functions of `gemv_records`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from qdsl.emit import records
 from qdsl.emit.codebook import Codebook, codebook
+from qdsl.emit.literals import tupled
 from qdsl.emit.records import Record
 from qdsl.emit.templates import render
 from qdsl.emit.tensors import is_read_by_dtype
@@ -24,13 +26,11 @@ from qdsl.ir.program import Affine, Field, Program, Tensor, Terms
 from qdsl.numbers import Number
 from qdsl.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, is_code
 
+FUNCTIONS = ("words", "numbers", "table", "point", "start", "fields", "scale", "finish")
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 LOCALS = frozenset((
-    "x", "bias", "out", "M", "N", "K", "R", "W", "WN", "WK", "F", "BM", "SIZE", "UNIT", "BASE", "ZERO", "EVEN", "STAGES",
-    "UNROLL", "WHOLE", "STEP", "TRIP", "at", "t", "many", "codebook",
-    "w", "g", "c", "n", "m", "first", "flip", "acc", "ones", "step", "j", "chunk", "columns", "sums", "new", "r", "row", "words",
-    "total", "u", "sum", "lanes", "tl", "half", "i", "digit", "to", "code", "range", "tiles", "start", "point",
-    "BN", "x_scale", "x_sum", "narrow", "records", "record", "p", "head", "lane", "both", "low", "high"))
+    "tensors", "row", "K", "chunk", "more", "words", "half", "i", "digit", "to", "flip", "F", "code", "g", "N", "at", "field",
+    "SIZES", "BASE", "fields", "sum", "ones", "head", "lane", "both", "low", "high", "lanes", "codebook", "records", "tl"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +92,9 @@ class Plan:
         return min((v for found in self.sizes.values() for v in found if v >= self.least), default=1 << 30)
 
     @property
-    def size(self) -> str:
-        """Columns of a chunk that share one sum, in `few`: the whole chunk where groups are as large, else 32 or 16."""
-        small = min(32, self.smallest)
-        if self.stored or self.smallest >= CHUNK:
-            return str(CHUNK)
-        if all(v < CHUNK for found in self.sizes.values() for v in found if len(found) > 1):
-            return str(small)
-        named = dict.fromkeys(block for block in self.blocks if not block.isdigit())
-        if any(block.isdigit() and int(block) < CHUNK for block in self.blocks):
-            return str(small)
-        return f"{CHUNK} if {' and '.join(f'{block} >= {CHUNK}' for block in named)} else {small}"
+    def size(self) -> int:
+        """Columns of a chunk that share one sum where a group has fewer than the chunk: 32, or 16."""
+        return CHUNK if self.stored or self.smallest >= CHUNK else min(32, self.smallest)
 
     @property
     def supported(self) -> bool:
@@ -114,13 +106,6 @@ class Plan:
     def least(self) -> int:
         """The smallest block that the kernels serve: lanes of rows as they are stored hold columns of all groups of a chunk."""
         return CHUNK if self.stored else 16
-
-    @property
-    def step(self) -> str:
-        """Columns of w per column of the instruction, in `row`."""
-        named = [block for block in dict.fromkeys(self.blocks) if not block.isdigit()]
-        known = min([64, *(int(block) for block in self.blocks if block.isdigit())])
-        return f"min({', '.join([str(known), *named])})" if named else str(known)
 
     @property
     def integer(self) -> bool:
@@ -148,13 +133,13 @@ class Plan:
         return sign, sign + (128 * 17 if self.code.bits == 8 else 128)
 
     @property
-    def unit(self) -> tuple[str, str]:
+    def unit(self) -> tuple[float, float]:
         """What sums are multiplied with in the end: with float16, and with bfloat16."""
         if self.integer:
-            return "16777216.0", "1.0"
+            return 2.0 ** 24, 1.0
         if self.book:
-            return f"{self.book.unit}", "1.0"
-        return f"{2.0 ** (15 - ((1 << (self.exponent - 1)) - 1))}", "1.0"
+            return float(self.book.unit), 1.0
+        return 2.0 ** (15 - ((1 << (self.exponent - 1)) - 1)), 1.0
 
     @property
     def exponent(self) -> int:
@@ -223,7 +208,7 @@ class Plan:
     def point(self) -> Group | None:
         """The zero point, where operands can have it taken off their codes: an unsigned integer per group, of few bits."""
         zero = self.affine.zero
-        if self.code.kind != "unsigned" or self.code.bits == 8 or self.book:
+        if not self.has_many or self.code.kind != "unsigned" or self.code.bits == 8 or self.book:
             return None
         if [(c, len(fields)) for c, fields in zero] != [(-1.0, 1)]:
             return None
@@ -314,55 +299,79 @@ def _kind(program: Program, field: Field) -> str:
 
 
 def lanes(program: Program) -> list[str]:
-    """The lines of the lane-tile kernels of a storage; none where it has none."""
+    """The lines of a storage's functions for the kernel families; none where it has none."""
     made = plan(program)
     if made is None:
         return []
     if made.record is not None:
-        return _stored_row(made, made.record)
+        return _of_record(made, made.record)
+    late = made.late
     return render(
-        "lanes", **_shared(made), arguments=", ".join(argument(t.name) for t in program.tensors),
-        planes=", ".join(name for name, _, _ in made.planes), words=_words(made), table=_table(made), size=made.size,
-        step=made.step, row=made.has_row, natural=bool(made.stored), late=made.late,
-        ones=made.integer or bool(made.affine.zero or made.affine.offset),
-        loads=lambda how: _loads(made, how), apply=lambda index, ones, exact=False: _apply(made, index, ones, exact),
-        finish=_finish(made), many=made.has_many, many_ones=made.sums_in_many, many_zero=_zero(made), point=_point(made),
-        many_flips=_flips(made, "lanes.warps(W)[1]"), many_words=_many_words(made), many_finish=_finish(made, True),
-        many_blocks=not made.late and any(group.rows for group in made.groups if group not in made.outer),
-        many_rows=any(group.rows for group in (made.groups if made.late else made.outer)))
+        "lanes", storage=program.storage, code=_code(made.affine), tensors=_unpacked(program), words=_words(made),
+        numbers=_numbers(made), table=_table(made), line=_line(made), late=late,
+        point=_body(made, [f"return {_read(made.point)}"]) if made.point else [],
+        fields=[] if late else _body(made, _fields(made)), values=_tuple(group.name for group in _inner(made)),
+        scale=_line_of(made, made.outer), finish=_body(made, _finish(made)))
 
 
-def _stored_row(made: Plan, record: Record) -> list[str]:
-    """The lines of the kernel for one row of x and records as they are stored."""
-    tensor = argument(record.tensor)
+def _of_record(made: Plan, record: Record) -> list[str]:
+    """The lines of the functions for records as they are stored."""
     loads = [line for name in made.affine.fields
              for line in records.field_lines(record, made.program.field(name), f"{argument(name)}_g")]
-    return render(
-        "records", **_shared(made), arguments=tensor, tensor=tensor, record_size=record.size, codes=record.codes,
-        start=records.start_text(record), head=records.head_text(record), loads=loads, apply=_apply(made, "", "sums", False))
+    names = [group.name for group in made.groups]
+    return render("records", storage=made.program.storage, code=_code(made.affine), line=_line(made), numbers=_numbers(made),
+                  start=records.start_text(record), fields=[*loads, f"return {_tuple(f'{name}_g' for name in names)}"],
+                  values=_tuple(names), scale=_line_of(made, []))
 
 
-def _shared(made: Plan) -> dict[str, object]:
-    """What every kernel says of codes and constants."""
-    unit = made.unit
-    return {"storage": made.program.storage, "code": _code(made.affine), "line": _line(made), "numbers": _numbers(made),
-            "sizes": "".join(f"{size}: tl.constexpr, " for size in made.program.sizes),
-            "integer": made.integer, "base": made.base, "flips": _flips(made), "width": made.lies[0], "bits": made.lies[1],
-            "unit": f"{unit[0]} if F == tl.float16 else {unit[1]}" if unit[0] != unit[1] else unit[0]}
+def _unpacked(program: Program) -> str:
+    """The tensors of a storage, as a tuple is unpacked."""
+    return _tuple(argument(tensor.name) for tensor in program.tensors)
 
 
-def narrow(program: Program) -> list[str]:
-    """The lines of the kernel that multiplies 8 bits of x with codes of 8 bits; none where a storage has none."""
-    made = plan(program)
-    if made is None or not made.narrow:
-        return []
-    scale = _text(made.affine.scale, {}, made.outer)
-    factor = "" if scale == "1.0" else f" * ({scale})" if " + " in scale or " - " in scale else f" * {scale}"
-    return render(
-        "narrow", storage=program.storage, arguments=", ".join(argument(t.name) for t in program.tensors), code=made.affine.code,
-        sizes="".join(f"{size}: tl.constexpr, " for size in program.sizes), codes=argument(made.stored), line=_line(made),
-        integer=made.integer, exact=made.integer and made.late, late=made.late, ones=made.takes_sums,
-        loads=_loads(made, "narrow"), scale=factor, finish=_finish(made, True))
+def _body(made: Plan, lines: list[str]) -> list[str]:
+    """Lines of a function, behind those that name the tensors and the size parameters that they read."""
+    words = set(re.findall(r"\w+", " ".join(lines)))
+    sizes = [f"{argument(size)}: tl.constexpr = SIZES[{place}]" for place, size in enumerate(made.program.sizes)
+             if argument(size) in words]
+    tensors = [f"{_unpacked(made.program)} = tensors"] if words & {argument(t.name) for t in made.program.tensors} else []
+    return [*tensors, *sizes, *lines]
+
+
+def constants(made: Plan) -> list[str]:
+    """What a storage's description says of its functions, and of how they are used."""
+    storage, has_few = made.program.storage, made.has_few
+    facts = ["skinny" if has_few else "None"]
+    facts += [f"row={'gemv' if has_few else 'gemv_records'}"] if made.has_row else []
+    facts += ["many=tile_gemm"] if made.has_many else []
+    names = ["words", "numbers", *(["table"] if made.book else []), *(["point"] if made.point else []),
+             *([] if made.late else ["fields", "scale"]), *(["finish"] if _finish(made) else [])] if has_few else [
+                 "start", "numbers", "fields", "scale"]
+    facts += [f"{name}=_{name}_{storage}" for name in names]
+    facts += [f"blocks={tupled(list(dict.fromkeys(made.blocks)))}"] if made.blocks else []
+    facts += ["in_order=True"] if made.stored else []
+    facts += [f"size={made.size}"] if has_few and made.size != CHUNK else []
+    facts += [f"width={made.lies[0]}", f"bits={made.lies[1]}"] if made.lies != (4, 4) else []
+    facts += ["signed=True"] if made.code.kind == "signed" and made.integer and not made.book else []
+    facts += [f"unit={made.unit}"] if made.unit != (2.0 ** 24, 1.0) else []
+    facts += [f"base={made.base}"] if made.base != (0, 128) else []
+    facts += ["ones=True"] if made.late and has_few and (made.integer or made.takes_sums) else []
+    facts += ["double=True"] if made.integer and made.code.bits == 8 else []
+    if made.has_many:
+        facts += [f"zero={_zero(made)}"] if _zero(made) != (0, -128) else []
+        facts += ["exact=True"] if made.affine.zero and _is_exact(made) else []
+        facts += ["sums_in_many=True"] if made.sums_in_many else []
+        steps = [SPANS.get((made.planes[0][1], width), 0) for _, width, _ in made.planes]
+        facts += [f"spans={tuple(steps)}"] if any(steps) else []
+        facts += ["tall=True"] if made.tall else []
+    facts += [f'codes="{made.stored or made.affine.code}"', f"special={made.special}"] if made.special else []
+    if made.narrow:
+        more = (", groups=True" if not made.late else "") + (", sums=True" if made.takes_sums else "")
+        facts.append(f'narrow=Narrow(w8a8, "{made.narrow}", "{made.stored}"{more})')
+    if made.record:
+        facts.append(f'records=Records("{made.record.tensor}", size={made.record.size}, codes={made.record.codes}, '
+                     f"head={made.record.loads})")
+    return facts
 
 
 # -- codes ------------------------------------------------------------------------------------------------------------
@@ -383,28 +392,17 @@ def _words(made: Plan) -> str:
     return ", ".join(found) + ("," if len(found) == 1 else "")
 
 
-def _many_words(made: Plan) -> str:
-    """The words of a chunk that is a number, not a digit of the text: planes of few bits are shifted."""
-    call = f"_words_{made.program.storage}({', '.join(name for name, _, _ in made.planes)}, row, K, chunk)"
-    steps = [TURNS.get((made.planes[0][1], width), 0) for _, width, _ in made.planes]
-    return call if not any(steps) else f"many.turned({call}, chunk, {', '.join(map(str, [*steps, 0, 0][:3]))})"
+def _is_exact(made: Plan) -> bool:
+    """Whether operands of many rows have the zero point taken off."""
+    return made.exact_zero is not None or made.point is not None
 
 
-def _point(made: Plan) -> str:
-    """The pairs that are taken off the codes of a chunk or group, or None."""
-    group = made.point
-    if group is None:
-        return "None"
-    return (f"many.points({group.tensor}, {_row_of(group)}, lanes.count(K, {group.columns}), chunk * 128 + u * SIZE, "
-            f"{group.columns}, SIZE, F)")
-
-
-def _zero(made: Plan) -> str:
-    """What is added to a code of many rows' operands, less what they have more than it."""
+def _zero(made: Plan) -> tuple[int, int]:
+    """What is added to a code of many rows' operands, less what they have more than it: with float16, and with bfloat16."""
     if not made.integer or made.point is not None:               # a zero point has what operands have more, too
-        return "0"
+        return 0, 0
     halves, brains = ((made.exact_zero or 0) - base for base in made.base)
-    return str(halves) if made.code.bits == 8 else f"{halves} if F == tl.float16 else {brains}"
+    return halves, halves if made.code.bits == 8 else brains
 
 
 # The bit at which half 2 * j + h of a span of 256 columns begins, by the widths of the first plane and of a plane; and by
@@ -412,7 +410,7 @@ def _zero(made: Plan) -> str:
 FIRST_BIT = {(8, 8): "0", (4, 4): "4 * (half % 2)", (4, 2): "4 * (half % 2) + 2 * (half // 2)",
              (4, 1): "4 * (half % 2) + half // 2", (2, 2): "2 * half", (2, 1): "2 * half", (1, 1): "half"}
 LATE = {4: 2, 2: 1, 1: 4}
-TURNS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}  # by how many bits the second chunk of a span lies higher
+SPANS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}  # by how many bits the second chunk of a span lies higher
 
 
 def _numbers(made: Plan) -> list[str]:
@@ -454,109 +452,81 @@ def _table(made: Plan) -> list[str]:
             "else:", f"    return codebook.table(g, N, {texts[1]})"]
 
 
-def _flips(made: Plan, g: str = "g") -> str:
-    """What numbers are made with beside words, as a tuple."""
-    if made.book is not None:
-        return f"_table_{made.program.storage}({g}, N, F)"
-    return f"lanes.flips(N, {made.lies[0]}, {made.lies[1]}, {made.code.kind == 'signed'}, F)"
-
-
 # -- numbers of groups ------------------------------------------------------------------------------------------------
 
 
-def _row_of(group: Group) -> str:
-    return "row" if group.rows == "1" else f"lanes.blocks(row, {group.rows})" if group.rows else "lanes.same(row)"
+def _read(group: Group) -> str:
+    """A field's value where the family wants it."""
+    rows, columns = ((text if text.isdigit() else argument(text)) if text else "0" for text in (group.rows, group.columns))
+    return f"field({group.tensor}, at, {rows}, {columns}, {group.kind})"
 
 
-def _load(made: Plan, group: Group, how: str) -> str:
-    """A field's value per column of the instruction ('row'), or a tuple of values per group of a chunk ('few')."""
-    if not group.varies:
-        return _constant(group, how in ("many", "narrow"))
-    if how == "narrow":
-        where = "n" if group.rows == "1" else f"narrow.block(n, m, {group.rows}, BN)" if group.rows else "tl.zeros_like(m)"
-        return (f"many.of_rows({group.tensor}, {where}, lanes.count(K, {group.columns}), chunk * 128, {group.columns}, "
-                f"{group.kind})")
-    head = f"{group.tensor}, {_row_of(group)}, lanes.count(K, {group.columns}), chunk"
-    if how == "many":
-        where = "n" if group.rows == "1" else f"n // {group.rows or 'N'}"
-        return (f"many.of_rows({group.tensor}, {where}, lanes.count(K, {group.columns}), chunk * 128 + u * SIZE, "
-                f"{group.columns}, {group.kind})")
-    if how == "few":
-        return f"lanes.by_group({head}, SIZE, {group.columns}, {group.kind})"
-    return f"lanes.by_column({head}, K, STEP, {group.columns}, {group.kind})"
+def _loads(groups: Iterable[Group]) -> list[str]:
+    """Lines that set fields' values, or their defaults where a tensor is missing."""
+    lines: list[str] = []
+    for group in groups:
+        name, text = f"{group.name}_g", _read(group)
+        lines += [f"{name} = {text}"] if group.optional is None else [
+            f"if {group.tensor} is None:", f"    {name} = {float(group.optional)}", "else:", f"    {name} = {text}"]
+    return lines
 
 
-def _constant(group: Group, many: bool = False) -> str:
-    """A field that is the same all along K."""
-    if not group.rows:
-        return f"lanes.number(tl.load({group.tensor}), {group.kind})"
-    if many:
-        return f"many.of_rows({group.tensor}, {'n' if group.rows == '1' else f'n // {group.rows}'}, 1, 0, 1, {group.kind})"
-    return f"lanes.of_row({group.tensor}, {_row_of(group)}, {group.kind})"
+def _inner(made: Plan) -> list[Group]:
+    """The groups whose numbers a sum meets inside the loop along K."""
+    return [group for group in made.groups if group not in made.outer]
 
 
-def _value(group: Group, text: str, how: str = "") -> list[str]:
-    """Lines that set a field's value, or its default where the tensor is missing, in the same form."""
-    if group.optional is None:
-        return [f"{group.name}_g = {text}"]
-    name, default = f"{group.name}_g", f"{float(group.optional)}"
-    default = f"lanes.in_each({default}, SIZE)" if how == "few" and group.varies else default
-    return [f"if {group.tensor} is None:", f"    {name} = {default}", "else:", f"    {name} = {text}"]
+def _fields(made: Plan) -> list[str]:
+    """Lines that return their numbers as a tuple."""
+    optional = [group for group in _inner(made) if group.optional is not None]
+    texts = (f"{group.name}_g" if group in optional else _read(group) for group in _inner(made))
+    return [*_loads(optional), f"return {_tuple(texts)}"]
 
 
-def _loads(made: Plan, how: str) -> list[str]:
-    """Lines that load the fields of groups which a sum is scaled with inside the loop."""
-    left = [*made.outer, *([made.point] if how == "many" else [])]
-    return [line for group in ([] if made.late else made.groups) if group not in left
-            for line in _value(group, _load(made, group, how), how)]
+def _tuple(texts: Iterable[str]) -> str:
+    items = list(texts)
+    return ", ".join(items) + ("," if len(items) == 1 else "")
 
 
-def _finish(made: Plan, many: bool = False) -> list[str]:
+def _finish(made: Plan) -> list[str]:
     """Lines that scale `sum` with what is the same all along K."""
     groups = made.groups if made.late else made.outer
-    lines = [line for group in groups for line in _value(group, _constant(group, many))]
+    lines = _loads(groups)
     if made.late:
-        return [*lines, *_line_of(made, {}, [], "ones", many)]
+        return [*lines, *_line_of(made, [], "_g")]
     divided = [f"{group.name}_g" for group in groups if group.name in made.divisors]
     return [*lines, f"sum *= {_quotient([f'{group.name}_g' for group in groups if group.name not in made.divisors], divided)}"] \
         if groups else []
 
 
-def _apply(made: Plan, index: str, ones: str, many: bool) -> list[str]:
-    """Lines that make of `sum` what is added up along K: scale * (sum + zero * ones) + offset * ones."""
-    if made.late:
-        return []
-    where = {group.name: index for group in made.groups if group.varies}
-    return _line_of(made, where, made.outer, ones, many)
-
-
-def _line_of(made: Plan, index: Mapping[str, str], without: list[Group], ones: str, many: bool) -> list[str]:
+def _line_of(made: Plan, without: list[Group], suffix: str = "") -> list[str]:
+    """Lines that make scale * (sum + zero * ones) + offset * ones of a sum of products of codes, without some factors."""
     affine = made.affine
     lines: list[str] = []
-    if many:
-        if affine.zero and made.exact_zero is None and made.point is None:
-            lines.append(f"sum += {_text(affine.zero, index, [], True)} * {ones}")
-    elif affine.zero:
-        zero = _text(affine.zero, index, [])
+    if affine.zero:
+        zero = _text(affine.zero, [], suffix)
         constant = all(not product for _, product in affine.zero)
-        lines.append(f"sum += ({zero} - BASE) * {ones}" if constant else f"sum += lanes.shifted({zero}, BASE) * {ones}")
+        lines = [f"sum += ({zero} - BASE) * ones" if constant else f"sum += lanes.shifted({zero}, BASE) * ones"]
+        if made.has_many and _is_exact(made):
+            lines = ["if BASE is not None:                             # else operands have no zero point any more",
+                     f"    {lines[0]}"]
     elif made.integer:
-        lines += ["if BASE != 0:", f"    sum -= BASE * {ones}"]
-    scale = _text(affine.scale, index, without)
+        lines = ["if BASE != 0:", "    sum -= BASE * ones"]
+    scale = _text(affine.scale, without, suffix)
     if scale != "1.0":
         lines.append(f"sum *= {scale}")
     if affine.offset:
-        lines.append(f"sum += {ones} * {_text(affine.offset, index, without, True)}")
+        lines.append(f"sum += ones * {_text(affine.offset, without, suffix, True)}")
     return lines
 
 
-def _text(terms: Terms, index: Mapping[str, str], without: list[Group], tight: bool = False, held: bool = True) -> str:
-    """A sum of products over the fields: over what was loaded of them, or as the spec names them."""
+def _text(terms: Terms, without: list[Group], suffix: str | None, tight: bool = False) -> str:
+    """A sum of products over the fields: over their values, whose names end so, or as the spec names them."""
     names = {group.name for group in without}
     text = ""
     for coefficient, product in terms:
         read = {f: f.removeprefix("/") for f in product}
-        texts = {f: name if not held else f"{argument(name)}_g{index.get(argument(name), '')}"
+        texts = {f: name if suffix is None else f"{argument(name)}{suffix}"
                  for f, name in read.items() if argument(name) not in names}
         size = abs(coefficient)
         factors = [texts[f] for f in product if f in texts and f[0] != "/"]
@@ -573,7 +543,7 @@ def _quotient(factors: list[str], divisors: list[str]) -> str:
 
 def _line(made: Plan) -> str:
     """The line that decode is, as the docstring says it."""
-    scale, zero, offset = (_text(part, {}, [], held=False) for part in (made.affine.scale, made.affine.zero, made.affine.offset))
+    scale, zero, offset = (_text(part, [], None) for part in (made.affine.scale, made.affine.zero, made.affine.offset))
     code = _code(made.affine)
     inner = f"({code}{_signed(zero)})" if zero else code
     text = inner if scale == "1.0" else f"({scale}) * {inner}" if " + " in scale or " - " in scale else f"{scale} * {inner}"

@@ -30,9 +30,10 @@ from qdsl.spec.model import Spec
 from qdsl.spec.source import Problem, SpecError
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Pairs", "Storage", "Stored", "Stream", "Table", "Variant",
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Pairs", "Records", "Storage", "Stored", "Stream", "Table", "Variant",
            "as_float", "as_type", "base3", "cdiv", "codebook", "device", "empty", "entries", "integer", "joined", "lanes",
-           "many", "narrow", "pad", "records", "spread", "trit", "workspace")
+           "pad", "records", "spread", "trit", "workspace")
+FAMILIES = ("gemv", "gemv_records", "skinny", "tile_gemm", "w8a8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,7 @@ def _imports(body: Sequence[str]) -> list[str]:
     lines = ["from typing import Any", ""] if "Any" in read else []
     lines += ["import torch"] if "torch" in read else []
     sources = {"torch": ("Tensor",), "": (), "qdsl.encode": tuple(SCHEMES), "qdsl.runtime": RUNTIME,
+               "qdsl.runtime.gpu.kernels": FAMILIES,
                "qdsl.runtime.gpu.triton": ("tl", "triton"),
                "qdsl.runtime.numbers": tuple(FLOATS)}
     for source, offered in sources.items():

@@ -10,7 +10,7 @@ from qdsl.emit.bits import bits_texts
 from qdsl.emit.decode import Decode
 from qdsl.emit.formula import constant, tables
 from qdsl.emit.kernel import tile
-from qdsl.emit.lanes import Plan, plan
+from qdsl.emit.lanes import constants, plan
 from qdsl.emit.lines import indent, wrapped
 from qdsl.emit.literals import literal, quoted, tupled
 from qdsl.emit.pairs import paired
@@ -115,30 +115,10 @@ def _kernels(program: Program) -> list[str]:
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
     found += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
     if (made := plan(program)) is not None:
-        found.append(f"lanes={_lanes(program, made)}")
+        found.append(f"lanes=Lanes({', '.join(constants(made))})")
     if (two := paired(program)) is not None:
         found.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.rest}")')
     return found
-
-
-def _lanes(program: Program, made: Plan) -> str:
-    """The kernels for matrix units, and what they assume."""
-    told = [f"_few_{program.storage}" if made.has_few else "None"]
-    told += [f"row=_row_{program.storage}"] if made.has_row else []
-    told += [f"many=_many_{program.storage}"] if made.has_many else []
-    told += [f"blocks={tupled(list(dict.fromkeys(made.blocks)))}"]
-    told += [f"least={made.least}"] if made.stored else []
-    told += ["double=True"] if made.integer and made.code.bits == 8 else []
-    told += ["tall=True"] if made.has_many and made.tall else []
-    told += [f'codes="{made.stored or made.affine.code}"', f"special={made.special}"] if made.special else []
-    told += [f"narrow={_narrow(program, made)}"] if made.narrow else []
-    told += [f'records="{made.record.tensor}"'] if made.record else []
-    return f"Lanes({', '.join(told)})"
-
-
-def _narrow(program: Program, made: Plan) -> str:
-    more = (", groups=True" if not made.late else "") + (", sums=True" if made.takes_sums else "")
-    return f'Narrow(_narrow_{program.storage}, "{made.narrow}", "{made.stored}"{more})'
 
 
 def _option(word: str) -> str:

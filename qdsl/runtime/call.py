@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+Argument = Tensor | int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One launch: a kernel, its arguments in order, the constants it is specialised on, and how it is compiled.
 
+    An argument may be a tuple of tensors, None among them.
+
     For `qdsl analyze`: the weights that one program takes, and those of a trip of its loop, 0 without one.
     """
 
     kernel: Any
-    arguments: tuple[Tensor | int | None, ...]
+    arguments: tuple[Argument | tuple[Argument, ...], ...]
     constants: Mapping[str, Any]
     grid: tuple[int, ...]
     options: Mapping[str, Any]
     weights: int = 0
     step: int = 0
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors among the arguments."""
+        for argument in self.arguments:
+            yield from (each for each in (argument if isinstance(argument, tuple) else (argument,)) if isinstance(each, Tensor))
+
+    @property
+    def family(self) -> str:
+        """The kernel's name, without that of a storage: 'gemv', 'skinny', 'dequantize', 'linear'."""
+        name: str = self.kernel.fn.__name__
+        return name.split("_")[1] if name.startswith("_") else name
 
     def run(self) -> Any:
         """Launch.  Returns the kernel that Triton compiled, None where it interprets."""

@@ -334,15 +334,23 @@ def flips(N, width: tl.constexpr, bits: tl.constexpr, signed: tl.constexpr, F: t
 
 
 @triton.jit
-def blocks(row, size):
-    """The blocks of rows that two rows are in."""
-    return row[0] // size, row[1] // size
+def constants(table: tl.constexpr, g, N, width: tl.constexpr, bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
+    """What a format's numbers() takes besides words: a table's words, or flips()."""
+    if table is None:
+        return flips(N, width, bits, signed, F)
+    else:
+        return table(g, N, F)
 
 
 @triton.jit
-def same(row):
-    """Row 0 in place of two rows: the one that a field has which rows share."""
-    return tl.zeros_like(row[0]), tl.zeros_like(row[1])
+def blocks(row, size: tl.constexpr):
+    """The blocks of `size` rows that two rows are in; block 0, that of all rows, for a size of 0."""
+    if size == 0:
+        return tl.zeros_like(row[0]), tl.zeros_like(row[1])
+    elif size == 1:
+        return row
+    else:
+        return row[0] // size, row[1] // size
 
 
 @triton.jit
@@ -431,10 +439,14 @@ def shifted(value, base: tl.constexpr):
 
 
 @triton.jit
-def of_row(plane, row, kind: tl.constexpr):
-    """A field that has one value per row: [W, 16, 8]."""
-    zero = tl.zeros((1, 4), tl.int32)
-    return spread(number(tl.load(plane + (row[0] + zero)), kind), number(tl.load(plane + (row[1] + zero)), kind))
+def of_rows(plane, row, size: tl.constexpr, kind: tl.constexpr):
+    """A field that has one value per `size` rows: [W, 16, 8]; one number where it has one for all rows, a size of 0."""
+    if size == 0:
+        return number(tl.load(plane), kind)
+    else:
+        block = blocks(row, size)
+        zero = tl.zeros((1, 4), tl.int32)
+        return spread(number(tl.load(plane + (block[0] + zero)), kind), number(tl.load(plane + (block[1] + zero)), kind))
 
 
 @triton.jit
@@ -466,15 +478,6 @@ def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, 
         lower = of_chunk(plane + row[1] * count, chunk, block, kind)
         for i in tl.static_range(128 // size):
             values = values + (spread(upper[i * size // block], lower[i * size // block]),)
-    return values
-
-
-@triton.jit
-def in_each(value, size: tl.constexpr):
-    """A number for each group of `size` columns of a chunk, as by_group gives the values of a field."""
-    values = ()
-    for _ in tl.static_range(128 // size):
-        values = values + (value,)
     return values
 
 

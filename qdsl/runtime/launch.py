@@ -141,12 +141,11 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
         yield Call(narrow.quantize, (x, bytes_, scales, sums, m, k, k // groups),
                    {"LARGEST": eight.LARGEST[made.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
                    {"num_warps": WARPS, "enable_fp_fusion": False})                  # contracted additions would skip a rounding
-    tensors = dict(zip(packed.layout.coded, _tensors(packed), strict=True))
-    if stored == torch.float8_e4m3fn:
-        tensors[made.codes] = packed.tensors[made.codes].contiguous()
+    weight = packed.tensors[made.codes].contiguous()
+    weight = weight.view(torch.uint8) if stored == torch.float16 else weight
     config, warps = configure.narrow(m, n, stored == torch.float16, x.device)
-    yield Call(made.kernel, (*tensors.values(), codes, scales, *([sums] if made.sums else []), bias, out, m, n, k),
-               {**packed.sizes, **config}, (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
+    yield Call(made.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if made.sums else None, bias, out, m, n, k),
+               {**lanes.constants("narrow", False, packed.sizes), **config}, (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
                {"num_warps": warps, "num_stages": config["STAGES"]},
                weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
 
@@ -181,7 +180,7 @@ def is_aligned(x: Tensor, packed: PackedWeight) -> bool:
 def _is_words(name: str, tensor: Tensor, packed: PackedWeight) -> bool:
     """Whether a kernel for matrix units reads a tensor of other elements as words: codes of 8 bits, and records."""
     lanes = packed.layout.kernels.lanes
-    return tensor.shape == packed.shape or (lanes is not None and name == lanes.records)
+    return tensor.shape == packed.shape or (lanes is not None and lanes.records is not None and name == lanes.records.tensor)
 
 
 def _is_aligned(tensor: Tensor) -> bool:
@@ -194,14 +193,14 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     assert lanes is not None
     (m, k), n = x.shape, packed.shape[0]
     tensors = _lane_tensors(packed)
-    constants = {**packed.sizes, **config, "F": TYPES[x.dtype]}
+    constants = {**lanes.constants(which, x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]}
     if which == "many":
         rows = 16 * config["R"] * config["W"]
-        return Call(lanes.many, (*tensors, x, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, config["BM"])),
+        return Call(lanes.many, (tensors, x, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, config["BM"])),
                     {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
                     weights=min(rows, n) * k, step=rows * 128 * config["UNROLL"])
     if which == "row":
-        return Call(lanes.row, (*tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
+        return Call(lanes.row, (tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
                     _lane_options(config), **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
     return _few_call(x, packed, bias, out, config)
 
@@ -212,16 +211,16 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     lanes = packed.layout.kernels.lanes
     assert lanes is not None
     (m, k), n = x.shape, out.shape[1]
-    return Call(lanes.few, (*_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
-                {**packed.sizes, **config, "F": TYPES[x.dtype]},
+    return Call(lanes.few, (_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
+                {**lanes.constants("few", x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]},
                 (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config),
                 **_lane_weights(config, n, k, configure.TRIP))
 
 
-def _lane_tensors(packed: PackedWeight) -> list[Tensor | None]:
-    """Kernel arguments in storage order: codes of 8 bits, and records, as words."""
-    return [tensor if tensor is None or not _is_words(name, tensor, packed) else tensor.view(torch.int32)
-            for name, tensor in zip(packed.layout.coded, _tensors(packed), strict=True)]
+def _lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
+    """A kernel's tensors in storage order: codes of 8 bits, and records, as words."""
+    return tuple(tensor if tensor is None or not _is_words(name, tensor, packed) else tensor.view(torch.int32)
+                 for name, tensor in zip(packed.layout.coded, _tensors(packed), strict=True))
 
 
 def _lane_rows(config: Mapping[str, int]) -> int:

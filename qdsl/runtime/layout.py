@@ -14,6 +14,7 @@ from qdsl.shapes import Axis, axis
 from qdsl.stored import PLANAR as PLANAR
 from qdsl.stored import Stored
 
+CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in stored.FLOATS.items()}
 
 
@@ -50,27 +51,93 @@ class Narrow:
 
 
 @dataclass(frozen=True, slots=True)
+class Records:
+    """Records of 256 columns that hold codes and numbers of groups, in words of 32 bits.
+
+    tensor: of any elements.  size: words of a record.  codes: the first of its codes.  head: the first words of the fours that
+    hold its other numbers.
+    """
+
+    tensor: str
+    size: int
+    codes: int
+    head: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Lanes:
     """Kernels for matrix units: `few` for up to 8 rows of x, `row` for one, `many` for more; None where a storage has none.
 
-    blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters;
-    least: the fewest that the kernels serve.  special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
-    double: bfloat16, whose numbers have 8 bits, takes two products for a code.
+    These are families (runtime/gpu/kernels), and the storage's functions complete them: words, numbers, table, fields, scale,
+    finish, point, and of records start.
+
+    blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters.
+    size: columns that share a sum where a block is shorter than 128 columns.  in_order: codes are bytes, row by row.
+    special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
+    width, bits: of the first plane of codes, and of codes that are operands where they lie, 0 for others; signed: they are.
+    unit, base: what sums are multiplied with in the end, and what operands have more than codes, in float16 and bfloat16.
+    ones: `finish` takes the sums of x.  double: bfloat16, whose numbers have 8 bits, takes two products for a code.
+    zero: what `many` adds to codes, in float16 and bfloat16; exact: it thereby takes off their zero point.  sums_in_many: it
+    needs the sums of x.  spans: by plane, how many bits the second chunk of a span lies higher.
     tall: `many` keeps sums of 128 rows of x in registers, where its groups have 128 columns or more; else of 64.
-    narrow: the kernel for x in 8 bits.  records: the tensor, of any elements, that the kernels read as words.
+    narrow: the kernel for x in 8 bits.  records: how they lie where codes and numbers of groups are in records.
     """
 
     few: Any
     row: Any = None
     many: Any = None
+    words: Any = None
+    numbers: Any = None
+    table: Any = None
+    point: Any = None
+    fields: Any = None
+    scale: Any = None
+    finish: Any = None
+    start: Any = None
     blocks: tuple[str, ...] = ()
-    least: int = 16
+    in_order: bool = False
+    size: int = CHUNK
+    width: int = 4
+    bits: int = 4
+    signed: bool = False
+    unit: tuple[float, float] = (2.0 ** 24, 1.0)
+    base: tuple[int, int] = (0, 128)
+    ones: bool = False
+    double: bool = False
+    zero: tuple[int, int] = (0, -128)
+    exact: bool = False
+    sums_in_many: bool = False
+    spans: tuple[int, ...] = (0, 0, 0)
+    tall: bool = False
     codes: str = ""
     special: int = 0
-    double: bool = False
-    tall: bool = False
     narrow: Narrow | None = None
-    records: str = ""
+    records: Records | None = None
+
+    @property
+    def least(self) -> int:
+        """The shortest block that the kernels serve."""
+        return CHUNK if self.in_order else 16
+
+    def constants(self, kind: str, half: bool, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """What completes kernel `kind` ('few', 'row', 'many', 'narrow'); half: x is float16, not bfloat16."""
+        place, blocks = int(not half), self.sizes(sizes)
+        codes = {"numbers": self.numbers, "WIDTH": self.width, "BITS": self.bits, "SIGNED": self.signed,
+                 "UNIT": self.unit[place], "BASE": self.base[place]}
+        if self.records is not None:
+            return {**codes, "fields": self.fields, "scale": self.scale, "start": self.start, "RECORD": self.records.size,
+                    "CODES": self.records.codes, "HEAD": self.records.head}
+        applied = {"fields": self.fields, "scale": self.scale, "finish": self.finish, "SIZES": tuple(sizes.values())}
+        if kind == "narrow":
+            return applied
+        loaded = {**codes, **applied, "words": self.words, "table": self.table}
+        if kind == "row":
+            return {**loaded, "STEP": min([64, *blocks])}
+        loaded["SIZE"] = CHUNK if min(blocks, default=CHUNK) >= CHUNK else self.size
+        if kind == "few":
+            return {**loaded, "ONES": self.ones, "IN_ORDER": self.in_order}
+        return {**loaded, "BASE": None if self.exact else 0, "point": self.point, "ZERO": self.zero[place],
+                "ONES": self.sums_in_many, "SPANS": self.spans}
 
     def sizes(self, sizes: Mapping[str, int]) -> list[int]:
         """The blocks as numbers, for these size parameters."""
@@ -78,7 +145,7 @@ class Lanes:
 
     def trip(self, sizes: Mapping[str, int]) -> int:
         """Columns of w that a warp takes in a trip of the loop of `row`."""
-        return 256 if self.records else max(256, 8 * min([64, *self.sizes(sizes)]))
+        return 256 if self.records is not None else max(256, 8 * min([64, *self.sizes(sizes)]))
 
 
 @dataclass(frozen=True, slots=True)

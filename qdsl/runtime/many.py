@@ -10,11 +10,11 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit
-def turned(words, chunk, first: tl.constexpr, second: tl.constexpr, third: tl.constexpr):
-    """The words of a chunk whose planes of fewer than 4 bits are brought to where the first chunk of a span lies."""
+def first_span(words, chunk, steps: tl.constexpr):
+    """The words of a chunk, by plane, brought to where the first chunk of a span lies; steps: how much higher the second does."""
     moved = ()
     for i in tl.static_range(len(words)):
-        moved = moved + (shifted_down(words[i], chunk % 2, first if i == 0 else second if i == 1 else third),)
+        moved = moved + (shifted_down(words[i], chunk % 2, steps[i]),)
     return moved
 
 
@@ -110,6 +110,17 @@ def rows_product(codes: tl.constexpr, words, u: tl.constexpr, x, flip, zero: tl.
 def column_sums(x, count: tl.constexpr, unit: tl.constexpr, F: tl.constexpr):
     """The sums of the columns of x [size, BM] over `unit`, in `count` rows."""
     return tl.dot(tl.full((count, x.shape[0]), 1.0 / unit, tl.float32).to(F), x)
+
+
+@triton.jit
+def block(n, rows: tl.constexpr, N):
+    """The blocks of `rows` rows that rows n are in; of all N rows where that is 0."""
+    if rows == 0:
+        return n // N
+    elif rows == 1:
+        return n
+    else:
+        return n // rows
 
 
 @triton.jit

@@ -36,6 +36,15 @@ def four(p, first: tl.constexpr):
 
 
 @triton.jit
+def head(p, first: tl.constexpr):
+    """The words that fields lie in, four from each of `first` on, as four() gives them."""
+    loaded = ()
+    for i in tl.static_range(len(first)):
+        loaded = loaded + four(p, first[i])
+    return loaded
+
+
+@triton.jit
 def runs(x, start, record, count, g, c, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
     """x's operands of a record, run g in column g, for words u of a lane and low halves of bytes, the same and high ones, words
     4 + u and low ones, the same and high ones; and their sums.  Run g begins at pair `start`; records from `count` on are 0.

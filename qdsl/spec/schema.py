@@ -29,7 +29,8 @@ RESERVED = frozenset({
     "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
     "x", "out", "bias", "fields", "tensors", "device", "integer", "joined", "spread", "as_float", "as_type",   # generated code
     "base3", "trit", "cdiv", "empty", "entries", "space", "workspace",
-    "lanes", "Lanes", "many", "narrow", "Narrow", "Pairs", "records", "planar", "codebook", "Table",
+    "lanes", "Lanes", "Narrow", "Pairs", "records", "Records", "planar", "codebook", "Table",
+    "gemv", "gemv_records", "skinny", "tile_gemm", "w8a8",
     "BN", "BK", "LARGE", "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
     "w", "live", "inside", "start", "acc", "x_k",
     "absmax", "absmax_level", "signmax", "minmax", "affine", "edge_affine", "meansign", "kquant_minmax", "kquant_signmax",

@@ -25,12 +25,22 @@ ALL = bool(os.environ.get("QDSL_TEST_ALL"))
 WALK = re.compile(r"^(?!.*(tl\.load|device\.(?!store_sums)))"
                   r".*(tl\.(store|arange|program_id|zeros|sum)\b|store_sums|\bfor\b|<|cdiv)")
 EVERY = re.compile("")
+BRANCHES = ("ONES", "IN_ORDER", "SIGNED")                        # constants by which a family does something more for a format
 
 
 def kernels(case: Case, *kinds: str) -> list[Any]:
-    """Of a case's storage, the kernels of some kinds that it has."""
+    """Of a case's storage, the kernels of some kinds that it has, and the functions that complete those of a family."""
     held = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels
-    return [kernel for kind in kinds for kernel in (getattr(held, kind, None) or getattr(held.lanes, kind, None),) if kernel]
+    plain = [kernel for kind in kinds if (kernel := getattr(held, kind, None))]
+    of_family = [(kind, kernel) for kind in kinds if held.lanes and (kernel := getattr(held.lanes, kind, None))]
+    return [*plain, *(part for kind, kernel in of_family for part in (kernel, *parts_of(case, held.lanes, kind)))]
+
+
+def parts_of(case: Case, lanes: Any, kind: str) -> list[Any]:
+    """The functions that complete a kernel of a family, and names of the branches that it takes."""
+    constants = lanes.constants(kind, True, {size: case.choice[size] for size in case.module.FORMAT.size_axes})
+    return [value if hasattr(value, "fn") else name for name, value in constants.items()
+            if hasattr(value, "fn") or (name in BRANCHES and value)]
 
 
 def covering(cases: Sequence[T], functions: Callable[[T], Sequence[Any]], which: re.Pattern[str] = EVERY) -> list[T]:
@@ -54,7 +64,12 @@ def by_turns(cases: Sequence[T], choices: Sequence[U]) -> list[tuple[T, U]]:
 
 @cache
 def lines_of(function: Any) -> tuple[str, ...]:
-    """Lines of a function, and of those of its module that it calls, with names in order of appearance and 0 for numbers."""
+    """Lines of a function, and of those of its module that it calls, with names in order of appearance and 0 for numbers.
+
+    A line stands for itself.
+    """
+    if isinstance(function, str):
+        return (function,)
     plain: FunctionType = getattr(function, "fn", function)
     scope = plain.__globals__
 

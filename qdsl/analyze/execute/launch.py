@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from qdsl.analyze.compile import build, specialised
+from qdsl.analyze.compile import build, specialised, variables
 from qdsl.analyze.execute import access, conversions, groups, scalar, warps
 from qdsl.analyze.execute.machine import WARP, Batch, Finding, Log, Options
 from qdsl.analyze.execute.memory import GlobalMemory
@@ -68,10 +68,10 @@ def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces
 
 
 def arguments_of(call: Call) -> list[tuple[str, Any]]:
-    """Names and values of the arguments that a compiled kernel still takes: those that are no part of it."""
+    """Names and values of the arguments that a compiled kernel still takes, those of a tuple one by one."""
     types, _, _ = specialised(call)
-    arguments = dict(zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False))
-    return [(name, value) for name, value in arguments.items() if types[name] != "constexpr"]
+    named = zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False)
+    return [(name, value) for name, argument in named for value in variables(types[name], argument)]
 
 
 def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]], grid: Sequence[int], warps: int, shared: int, *,

@@ -1,0 +1,77 @@
+"""gemv: one row of x, and numbers of groups that vary along K.
+
+A program multiplies 16 * R * WN rows of w with x.  WK warps share K, as in skinny.
+
+             w: the same words as in skinny                    x, a diagonal of groups                 sums, float32
+
+             runs of STEP columns: 0   1  ...  7                columns of the instruction            runs 0 ... 7
+            +-----+-----+- - - -+-----+                        0   1        7                        +------------+
+    row g   |     |     |       |     |                      +---+---+- - +---+               row g  |  2c, 2c + 1|
+    (0..7)  +-----+-----+- - - -+-----+       run 0 of x     | x |   |    |   |               (0..7) +------------+
+    row g+8 |     |     |       |     |       run 1          |   | x |    |   |       =      row g+8 |  2c, 2c + 1|
+            +-----+-----+- - - -+-----+       ...            |   |   | ...|   |                      +------------+
+              lane 4g + c: loads of 16 bytes  run 7          |   |   |    | x |                lane 4g + c: two runs
+                                                             +---+---+- - +---+
+
+With one row of x, seven of the matrix instruction's eight columns would be idle.  So a column stands for a run of STEP columns
+of w: it has that run of x, and zeros elsewhere.  One instruction then gives the sums of eight runs, ready for eight scales, and a
+lane loads only the scales of its two.
+
+- The diagonal is made of x once per trip, with a mask per lane, and serves all R tiles: R = 2 halves its price.
+- Plain multiply-adds would take a conversion and an addition per weight; the matrix instruction takes 1/8 of one.
+- After the last trip the eight columns and the WK warps of a row are added up.
+
+Cost for 4 bits and groups of 32, counted on sm_90: 1.2 instructions of a thread per weight in float16, 1.4 in bfloat16.
+"""
+
+from qdsl.runtime import lanes
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
+    """A field's values in eight runs of STEP columns, [W, 16, 8], or one number; at: (two rows, chunk, K, STEP)."""
+    if columns == 0:
+        return lanes.of_rows(plane, at[0], rows, kind)
+    else:
+        row = lanes.blocks(at[0], rows)
+        return lanes.by_column(plane, row, lanes.count(at[2], columns), at[1], at[2], at[3], columns, kind)
+
+
+@triton.jit
+def gemv(
+    tensors, x, bias, out, N, K,
+    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, fields: tl.constexpr, scale: tl.constexpr,
+    finish: tl.constexpr, SIZES: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32.
+
+    x: [1, K] of type F, pairs of columns as int32.  STEP: columns of a run, 16, 32 or 64.  EVEN: as in skinny.
+    """
+    TRIP: tl.constexpr = max(2, STEP // 16)                      # chunks of 128 columns that a warp takes in a trip
+    w, g, c = lanes.warps(WN * WK)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.constants(table, g, N, WIDTH, BITS, SIGNED, F)
+    acc = lanes.zeros(R, WN * WK)
+    for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
+        for j in tl.static_range(32 // min(32, STEP)):
+            chunk = (step * WK + w % WK) * TRIP + j
+            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            new = ()
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N)
+                loaded = ()
+                for t in tl.static_range(STEP // 16):
+                    loaded = loaded + (words(tensors, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
+                sum = lanes.product(numbers, loaded, columns, flip, 2 * j, STEP // 8, WIDTH, BITS, F)
+                values = fields(tensors, (row, chunk, K, STEP), field, SIZES)
+                new = new + (acc[r] + scale(values, sum, sums, BASE),)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        if finish is not None:
+            sum = finish(tensors, sum, None, (lanes.rows(first + 16 * r, N), 0, K, STEP), field, SIZES, BASE)
+        lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)

@@ -1,0 +1,100 @@
+"""skinny: up to 8 rows of x, or up to 8 rows of every expert's.
+
+A program multiplies 16 * R * WN rows of w with 8 rows of x.  WK warps share K: a warp takes spans of 256 columns in turn.
+
+             a chunk of w: 128 columns, 16 words a row (4 bits)               x, transposed            sums, float32
+
+    lane     c = 0        c = 1        c = 2        c = 3                    8 rows of x               8 rows of x
+            +------------+------------+------------+------------+          +------------+            +------------+
+    row g   | words 0-3  | 4-7        | 8-11       | 12-15      |    128   |            |     row g  |  2c, 2c + 1|
+    (0..7)  +------------+------------+------------+------------+  columns | lane 4g + c|  =  (0..7) +------------+
+    row g+8 | words 0-3  | 4-7        | 8-11       | 12-15      |          | has row g  |    row g+8 |  2c, 2c + 1|
+            +------------+------------+------------+------------+          +------------+            +------------+
+              lane 4g + c: two loads of 16 bytes                         pairs of its columns         lane 4g + c
+
+What a lane loads is what its matrix instruction takes from it, in w and in x, because the planar storage orders columns so
+(runtime/lanes.py).  Nothing passes through shared memory or between lanes in the loop; at the end warps add up their sums.
+
+- mma.sync m16n8k16 rather than wgmma: its 8 columns are the 8 rows of x; wgmma wants 64 rows of w and x in shared memory.
+- A mask and a shift make two codes of a word two numbers: subnormal float16, or bfloat16 from 128 on (BASE).  There is no
+  conversion, which only a quarter of the lanes do at once.  Codes are exact, and so are products with them.
+- Scales meet float32 sums, one per SIZE columns, so that no weight is rounded.  The sums of x, which zero points ask for,
+  are one more matrix instruction with a constant for w: cheaper than additions and moves between lanes.
+- num_stages = 1: weights go to registers at once, and other warps hide the wait.  Copies through shared memory cost
+  a quarter more instructions.
+
+Cost for 4 bits and groups of 32, counted on sm_90: 2.2 instructions of a thread per weight in float16, 2.0 in bfloat16.
+"""
+
+from qdsl.runtime import lanes
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
+    """A field's values in group u of a chunk, [W, 16, 8], or one number; at: (two rows, chunk, K, u, columns of a group)."""
+    if columns == 0:
+        return lanes.of_rows(plane, at[0], rows, kind)
+    else:
+        row = lanes.blocks(at[0], rows)
+        return lanes.by_group(plane, row, lanes.count(at[2], columns), at[1], at[4], columns, kind)[at[3]]
+
+
+@triton.jit
+def skinny(
+    tensors, x, bias, out, M, N, K, tiles,
+    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, fields: tl.constexpr, scale: tl.constexpr,
+    finish: tl.constexpr, SIZES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ONES: tl.constexpr, IN_ORDER: tl.constexpr,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
+
+    x: [M, K] of type F, pairs of columns as int32.  tiles: int32 [T, 3] of (expert, first row of x, one past the last), or None.
+    With tiles w and bias have N rows for every expert, and a row of x meets those of its own.
+
+    SIZE: columns that share a sum.  IN_ORDER: codes are bytes, row by row.  ONES: `finish` takes the sums of x.
+    EVEN: all WK warps have as many spans of columns.
+    """
+    w, g, c = lanes.warps(WN * WK)
+    m, M, start = lanes.tile(tiles, M, N)
+    if tiles is not None:
+        if m >= M:
+            return
+    x = lanes.token_rows(x, m + g, M, K)
+    first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    flip = lanes.constants(table, g, N, WIDTH, BITS, SIGNED, F)
+    acc = lanes.zeros(R, WN * WK)
+    ones = tl.zeros((WN * WK, 16, 8), tl.float32)
+    for step in range(0, tl.cdiv(K, 256 * WK)):
+        for j in tl.static_range(2):
+            chunk = (step * WK + w % WK) * 2 + j
+            if IN_ORDER:
+                columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
+            else:
+                columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
+            chunk = lanes.within(chunk, K // 128)
+            if ONES:
+                ones += sums[0]
+            new = ()
+            for r in tl.static_range(R):                         # R tiles share what is made of x
+                row = lanes.rows(first + 16 * r, N, start)
+                loaded = lanes.by_size(words(tensors, row, K, chunk), SIZE)
+                values = ()
+                if scale is not None:
+                    for u in tl.static_range(128 // SIZE):       # ahead of the products, which their loads then overlap
+                        values = values + (fields(tensors, (row, chunk, K, u, SIZE), field, SIZES),)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    sum = lanes.part(numbers, loaded, columns, u, j, flip, WIDTH, BITS, SIZE, F)
+                    if scale is not None:
+                        sum = scale(values[u], sum, sums[u], BASE)
+                    total += sum
+                new = new + (total,)
+            acc = new
+    for r in tl.static_range(R):
+        sum = acc[r]
+        if finish is not None:
+            row = lanes.rows(first + 16 * r, N, start)
+            sum = finish(tensors, sum, ones, (row, 0, K, 0, SIZE), field, SIZES, BASE)
+        lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)

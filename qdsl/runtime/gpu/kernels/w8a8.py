@@ -1,0 +1,69 @@
+"""w8a8: x in 8 bits, and codes of 8 bits as files store them, row by row.
+
+A program multiplies BN rows of w with BM rows of x.
+
+           w: BN rows x 128 bytes             x: BM rows x 128 bytes           sums
+
+          +-----------------------+            +-----------+                +-----------+
+    BN    |   shared memory,      |       128  |  shared   |           BN   | registers |
+    rows  |   STAGES of them      |       bytes|  memory   |      =    rows |           |
+          +-----------------------+            +-----------+                +-----------+
+            cp.async                            BM columns                   BM columns
+
+Both operands go from memory to the matrix units as they are: wgmma on Hopper, mma.sync elsewhere, for int8 or E4M3.  No code
+is unpacked, so shared memory costs nothing that unpacking would save.
+
+- int8 is summed in int32, which is exact, and over all of K where nothing varies along it.
+- Hopper's E4M3 sums keep 14 bits.  So a sum ends after 128 columns, and float32 takes over.
+- Where matrix units have no E4M3 (sm_80), codes become float16 by a shift, exactly, and x is float16.
+- Where scales vary along K, x has one per 128 columns, too: their product meets each sum.  Else both are applied at the end.
+"""
+
+from qdsl.runtime import lanes, many, narrow
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
+    """A field's values in rows of w at a column, or one number; at: (rows of w, rows of x, column, K, BN)."""
+    if columns == 0:
+        if rows == 0:
+            return lanes.number(tl.load(plane), kind)
+        else:
+            return many.of_rows(plane, many.block(at[0], rows, 1), 1, 0, 1, kind)
+    else:
+        return many.of_rows(plane, narrow.block(at[0], at[1], rows, at[4]), lanes.count(at[3], columns), at[2], columns, kind)
+
+
+@triton.jit
+def w8a8(
+    tensors, w, x, x_scale, x_sum, bias, out, M, N, K,
+    fields: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr, SIZES: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):
+    """out[m, n] = sum over k of x_scale * x[m, k] * w[n, k], plus bias[n], in float32.
+
+    w: [N, K] int8, E4M3, or uint8 that are E4M3 and meet float16.  x: [M, K] codes.  x_scale: [K / 128, M], or [1, M] where
+    nothing varies along K.  x_sum: [1, M], the sums of codes, or None.
+    """
+    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
+    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
+    acc = narrow.zeros(BN, BM, scale is None and w.dtype.element_ty == tl.int8)
+    x += m * K + tl.arange(0, 128)[:, None]
+    w += n * K + tl.arange(0, 128)[None, :]
+    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+        if scale is None:
+            acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+        else:
+            sum = narrow.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+            values = fields(tensors, (n, m, chunk * 128, K, BN), field, SIZES)
+            acc += sum * scale(values, tl.load(x_scale + (chunk * M + m)), None, 0)
+    sum = acc.to(tl.float32)
+    if finish is not None:
+        ones = None
+        if x_sum is not None:
+            ones = tl.load(x_sum + m)
+        sum = finish(tensors, sum, ones, (n, m, 0, K, BN), field, SIZES, 0)
+    if scale is None:
+        sum *= tl.load(x_scale + m)
+    many.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
