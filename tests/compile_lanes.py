@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from bench.gpu import regimes
 from qdsl.analyze import report
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import configure, launch
-from tests.support import regimes
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases
 

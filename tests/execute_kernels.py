@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from bench.gpu import regimes
 from qdsl.analyze.execute import Finding, Options, execute
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight, configure, experts, launch, ops
 from qdsl.runtime.call import Call
 from tests import test_w8a8
-from tests.support import regimes
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields, smallest
 from tests.support.only_ptx import stop_at_ptx

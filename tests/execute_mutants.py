@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from bench.gpu import regimes
 from qdsl.analyze.compile import build
 from qdsl.analyze.execute import ExecutionError, Options, execute_ptx
 from qdsl.analyze.execute.launch import arguments_of
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight, configure, launch
 from qdsl.runtime.call import Call
-from tests.support import regimes
 from tests.support.only_ptx import stop_at_ptx
 from tests.support.ptx_mutants import mutants
 

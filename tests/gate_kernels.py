@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu import regimes
 from qdsl.analyze import report
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight, configure, launch
-from tests.support import regimes
 from tests.support.formats import EXTRA, SHIPPED, module
 
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}

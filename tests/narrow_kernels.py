@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
+from bench.gpu import regimes
 from qdsl.analyze import launches, report
 from qdsl.runtime import configure, experts, launch
 from qdsl.runtime.call import Call
-from tests.support import regimes
 
 SHAPE = (4096, 4096)
 

@@ -197,17 +197,22 @@ def test_a_kernel_without_a_loop_is_hot_as_a_whole() -> None:
         assert made.hot == made.whole == 1.0 and made.hot_pipes == made.whole_pipes
 
 
-def test_a_kernel_that_seems_to_load_less_than_its_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a loop is taken for an unrolled one, fewer trips are counted, and fewer bytes than there are."""
-    w = torch.empty(264 * 16384, dtype=torch.uint8, device="meta")
-    arguments = (w, w.view(torch.int32), torch.empty(1 << 24, device="meta"))           # a view of w is no second tensor
-    call = Call(SimpleNamespace(__name__="kernel", arg_names=["w", "w32", "x"]), arguments, {}, (264,), {}, 16384, 1024)
-    monkeypatch.setattr(compile, "compiled", lambda call, arch: compiled(shared=0))
-    assert report(call, "sm_90").traffic == 264 * 16384 + (1 << 26)                     # 25600 bytes of a program's 16384
-    monkeypatch.setattr(compile, "compiled", lambda call, arch: compiled(step=64))
-    with pytest.raises(AnalyzeError, match=r"kernel for sm_90: 0\.78 of the weight's bytes are loaded in 2 trips of the loop, "
-                                           "unrolled 8-fold: the loop was misread"):
-        report(call, "sm_90")
+def test_bytes_tell_how_far_a_loop_is_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter of multiples may look like an unrolled loop: fewer trips were counted, and fewer bytes than a weight has."""
+    kernel = SimpleNamespace(__name__="kernel", arg_names=["w", "w32", "x"])
+
+    def counts(dtype: torch.dtype, step: int) -> Report:
+        w = torch.empty(264 * 16384, dtype=dtype, device="meta")
+        arguments = (w, w.view(torch.int32), torch.empty(1 << 24, device="meta"))      # a view of w is no second tensor
+        monkeypatch.setattr(compile, "compiled", lambda call, arch: compiled(step=step))
+        return report(Call(kernel, arguments, {}, (264,), {}, 16384, 1024), "sm_90")
+
+    assert counts(torch.uint8, 128).traffic == 264 * 16384 + (1 << 26)
+    assert [(counts(dtype, step).unroll, counts(dtype, step).trips) for dtype, step in (
+        (torch.uint8, 128), (torch.uint8, 64), (torch.float32, 64), (torch.uint16, 64))] == [(4, 4), (4, 4), (1, 16), (2, 8)]
+    with pytest.raises(AnalyzeError, match=r"kernel for sm_90: 0\.78 of the weight's bytes are loaded in 16 trips of the loop, "
+                                           "unrolled 1-fold: the loop was misread"):
+        counts(torch.float64, 64)
 
 
 def test_text_without_instructions_is_refused() -> None:

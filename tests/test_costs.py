@@ -83,6 +83,8 @@ def test_a_weight_is_decoded_in_tiles() -> None:
     """Four tiles of 2^25 weights: as many launches of both kernels."""
     large, part = (seconds(weight(shape=(n, 8192)), Candidate("decode"), 1, X, GPUS["h200"]) for n in (16384, 4096))
     assert large == pytest.approx(4 * part)
+    coded = seconds(weight("fix4", "fix4", (16384, 8192)), Candidate("decode"), 1, X, GPUS["h200"])
+    assert 2 * 16384 * 8192 * 3 / 4.8e12 < coded < 1e-3
 
 
 def test_few_programs_are_slow() -> None:

@@ -41,7 +41,7 @@ from tests.support.tables import TABLES
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md", "docs/models.md", "docs/transformers.md",
                                       "docs/diffusers.md", "docs/gguf_models.md", "docs/peft.md", "docs/serving.md",
-                                      "docs/compatibility.md", "docs/execute.md")]
+                                      "docs/compatibility.md", "docs/execute.md", "docs/predictions.md")]
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -262,6 +262,13 @@ def test_page_on_serving_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     commands = [shlex.split(line)[1:] for block in blocks(page, "sh") for line in block.splitlines() if line.startswith("qdsl ")]
     [result] = [CliRunner().invoke(app, command) for command in commands]
     assert result.exit_code == 1 and "8 of 30 layers cannot be served on 2 ranks" in result.output
+
+
+def test_python_of_the_page_on_predictions_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    [example] = blocks(ROOT / "docs" / "predictions.md", "python")
+    exec(compile(example, "predictions.md", "exec"), {})  # noqa: S102
+    times = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert times.keys() == {"row", "decode"} and 0 < float(times["row"]) < float(times["decode"]) < 1e-4
 
 
 def test_the_distribution_has_one_name() -> None:

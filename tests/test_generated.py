@@ -24,7 +24,7 @@ from qdsl.spec.source import SpecError
 from tests.support.formats import ROOT, SHIPPED, SPECS, module
 
 GENERATED = sorted((ROOT / "generated").rglob("*.py"))
-IMPORTS = {"typing", "torch", "triton", "triton.language", "qdsl.encode", "qdsl.runtime", "qdsl.runtime.gpu.kernels",
+IMPORTS = {"typing", "torch", "qdsl.encode", "qdsl.runtime", "qdsl.runtime.gpu.kernels", "qdsl.runtime.gpu.triton",
            "qdsl.runtime.numbers"}
 SURFACE = ("wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linear", "Linear", "SPEC", "FORMAT")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qdsl.passes.derive_planar import PLANAR
-from qdsl.runtime import PackedWeight, launch
+from qdsl.runtime import PackedWeight, configure, launch
 from tests.support.covering import ALL, WALK, covering, kernels
 from tests.support.formats import (
     Case,
@@ -132,7 +132,7 @@ def test_every_value_of_every_field(case: Case, monkeypatch: pytest.MonkeyPatch)
     Of scales that many weights share, halves of every exponent, the first and the last of each among them.
     """
     if INTERPRETED:
-        monkeypatch.setattr(launch, "UNITS", 1 << 17)            # large tiles: the interpreter pays by the program
+        monkeypatch.setattr(configure, "UNITS", 1 << 17)         # large tiles: the interpreter pays by the program
     for name, field in random_fields(case, smallest(case)).items():
         values = every_value(case, name, field.dtype)
         for packed in holding(case, name, values):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.gpu import regimes
 from qdsl.runtime import Lanes, PackedWeight, configure, launch, ops
 from qdsl.runtime.gpu.costs import Candidate
-from tests.support import regimes
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times

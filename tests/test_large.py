@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from bench.gpu import regimes
 from qdsl.generated import fp8_channel, q4_0
 from qdsl.runtime import PackedWeight, cdiv, configure, launch
 from qdsl.runtime.call import Call
 from qdsl.shapes import axis
-from tests.support import regimes
 from tests.support.covering import covering, kernels
 from tests.support.formats import Case, cases, random_packed, smallest
 from tests.support.interpreter import INTERPRETED, guarded, run_program

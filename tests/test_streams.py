@@ -18,6 +18,7 @@ import qdsl
 from qdsl.entropy import df11
 from qdsl.runtime import FormatError, PackedWeight, launch, linear, streams
 from qdsl.runtime.codings import huffman_lanes
+from qdsl.runtime.gpu.product import product as gpu_product
 from qdsl.runtime.ops import words
 from tests.support.covering import ALL
 from tests.support.formats import ROOT
@@ -202,7 +203,7 @@ def test_rows_of_patches_are_decoded_first() -> None:
     weight = packed("fix4", patterns)
     x = tokens(2, 256)
     assert "patches=256" in weight.facts and not streams.has_few(x, weight)
-    assert not linear._decoded_product(x, weight, None, "")[:, 7].any()
+    assert not gpu_product(x, weight, None, "", False)[:, 7].any()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -212,11 +213,11 @@ def test_other_rows_meet_the_decoded_weight(form: str) -> None:
     weight = packed(form, patterns)
     for m, dtype, mode in ((40, torch.bfloat16, ""), (2, torch.float32, ""), (1, torch.bfloat16, linear.INVARIANT)):
         x = tokens(m, 2176).to(dtype)
-        found = linear._decoded_product(x, weight, None, mode)
+        found = gpu_product(x, weight, None, mode, mode == linear.INVARIANT)
         assert found.dtype == dtype and wrong_by(found, x, numbers(patterns)) <= 1
     odd = normal(5, 100)
     x = tokens(3, 100)
-    assert wrong_by(linear._decoded_product(x, packed(form, odd), None, ""), x, numbers(odd)) <= 1
+    assert wrong_by(gpu_product(x, packed(form, odd), None, "", False), x, numbers(odd)) <= 1
 
 
 SPEC = """

@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from bench.gpu import regimes
 from bench.gpu.ahead import Ahead
 from bench.gpu.budget import Part
 from bench.gpu.plan import INVARIANT, Case, Check
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, packed
-from qdsl.runtime import PackedWeight, launch
-from qdsl.runtime.gpu import plan
+from qdsl.runtime import PackedWeight, launch, ops
+from qdsl.runtime.gpu import product as gpu_product
+from qdsl.runtime.gpu.costs import Candidate
 
 COMPILE = 2.0                                                    # seconds per launch that was not compiled ahead, assumed
 STUCK = 120.0                                                    # seconds for which a process that compiles is waited for
@@ -53,13 +55,19 @@ def worst(found: Tensor, exact: Tensor, allowed: Tensor) -> float:
 
 
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, invariant: bool = False) -> Tensor:
-    """As a model calls it; where that takes no option, as the runtime does."""
-    if not invariant and x.device.type == "cuda":
-        made: Tensor = weight.format.linear(x, weight, bias)
-        return made
+    """By the kernel for so many rows, in the launches of the runtime; decoded where there is none on a GPU."""
+    x, weight = ops.as_stored(x, weight)
+    if not invariant and is_decoded(x, weight):
+        return gpu_product.by(Candidate("decode"), x, weight, bias)
     out = x.new_empty(x.shape[0], weight.shape[0])
-    launch.linear(x, weight, bias, out, invariant)
+    for call in launch.linear_calls(x, weight, bias, out, invariant, None if invariant else regimes.candidate(x, weight)):
+        call.run()
     return out
+
+
+def is_decoded(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether a check decodes the weight: on a GPU, beyond the rows of fused kernels."""
+    return x.device.type == "cuda" and regimes.is_decoded(x, weight)
 
 
 class Examined:
@@ -98,7 +106,7 @@ class Examined:
         bias = (torch.randn(self.weight.shape[0], generator=torch.Generator().manual_seed(1)).to(dtype).to(self.device)
                 if check.bias else None)
         found, again = product(x, self.weight, bias), product(x, self.weight, bias)
-        tiles = self.device.type == "cuda" and plan.best(self.weight, rows, dtype, self.device).kind == "decode"
+        tiles = is_decoded(x, self.weight)
         kernel = "dequantize and matmul" if tiles else kernel_of(x, self.weight, bias)
         rounded = tiles or self.weight.layout.kernels.rounds(x.dtype)
         wide, added = x.cpu().double(), torch.zeros(1).double() if bias is None else bias.cpu().double()
@@ -106,6 +114,10 @@ class Examined:
         spread = wide.abs() @ self.exact.abs().t() + added.abs()
         ratio = worst(found.cpu(), exact, bound(exact, spread, self.weight.shape[1], dtype, rounded))
         wrong = "" if ratio <= 1 else f"{ratio:.3g} times the bound"
+        if self.device.type == "cuda":                           # as a model calls it, by the plan, and launched prepared
+            asked, prepared = (self.weight.format.linear(x, self.weight, bias) for _ in range(2))
+            ratio = max(ratio, worst(prepared.cpu(), exact, bound(exact, spread, self.weight.shape[1], dtype, True)))
+            again = again if torch.equal(asked, prepared) else prepared[:0]
         if not torch.equal(found, again):                        # where something is no number too
             wrong = f"{wrong}{', ' * bool(wrong)}other bits in a second run"
         return self._outcome(check, kernel, ratio, wrong)
@@ -125,7 +137,7 @@ class Examined:
 def kernel_of(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> str:
     """What the kernel that serves a product is called: 'gemv', 'skinny', 'tile_gemm' or 'linear'."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device="meta")
-    calls = launch.linear_calls(x, weight, bias, out)
+    calls = launch.linear_calls(x, weight, bias, out, candidate=regimes.candidate(x, weight))
     names = dict.fromkeys(call.family for call in calls)
     return " and ".join(names)
 

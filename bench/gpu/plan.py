@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from bench.gpu import regimes
 from bench.gpu.weights import DTYPES, Weight, every, fits
 from bench.weights import format_of
 from qdsl.runtime import Lanes, PackedWeight, launch
 from qdsl.runtime.call import Call
 from qdsl.runtime.gpu import plan
+from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.linear import tile_weights
 from qdsl.runtime.tiles import row_tiles
 
@@ -61,12 +63,15 @@ def check_calls(packed: PackedWeight, check: Check) -> Iterator[Call]:
     """The launches of one check, for tensors on meta."""
     dtype = DTYPES[check.x]
     for rows in INVARIANT if check.invariant else (check.rows,):
-        yield from product_calls(packed, rows, dtype, check.bias, check.invariant)
+        x = torch.empty(rows, packed.shape[1], dtype=dtype, device="meta")
+        chosen = None if check.invariant or not rows else Candidate("decode") if regimes.is_decoded(x, packed) else \
+            regimes.candidate(x, packed)
+        yield from product_calls(packed, rows, dtype, check.bias, check.invariant, chosen)
 
 
 def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: bool = False, invariant: bool = False,
-                  ) -> Iterator[Call]:
-    """The launches of a linear as the runtime chooses them; beyond the fused kernels' rows those that dequantize tiles.
+                  candidate: Candidate | None = None) -> Iterator[Call]:
+    """The launches of a linear by a candidate, without one as the runtime chooses; of 'decode' those that dequantize tiles.
 
     rows = 0: those that dequantize.
     """
@@ -75,9 +80,11 @@ def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: boo
         yield from launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta"))
         return
     x, out = (torch.empty(rows, columns, dtype=dtype, device="meta") for columns in (k, n))
-    if invariant or plan.best(packed, rows, dtype, x.device).kind != "decode":
+    candidate = candidate or (None if packed.layout.streams and not regimes.is_decoded(x, packed) else
+                              plan.best(packed, rows, dtype, x.device))
+    if invariant or candidate is None or candidate.kind != "decode":
         added = torch.empty(n, dtype=dtype, device="meta") if bias else None
-        yield from launch.linear_calls(x, packed, added, out, invariant)
+        yield from launch.linear_calls(x, packed, added, out, invariant, None if invariant else candidate)
         return
     if packed.layout.streams:
         yield from launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta"))

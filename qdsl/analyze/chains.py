@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qdsl.analyze import pipes, strides
-from qdsl.analyze.registers import accesses
+from qdsl.analyze.registers import accesses, following
 from qdsl.analyze.sass import Code, Instruction
 
 # Cycles from issue to a result that can be read, by pipe; a load's are not among them.
@@ -45,16 +45,11 @@ def chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> t
     """
     hot = loop or range(0)
     parts = dict(zip(hot, strides.missed([code.instructions[place] for place in hot]), strict=True))
-    steps = [Step(instruction, *accesses(instruction), pipes.busy(instruction, arch), parts.get(place, 1.0),
-                  x is not None and reads_argument(instruction, x)) for place, instruction in enumerate(code.instructions)]
+    steps = [Step(instruction, *accesses(instruction), pipes.busy(instruction, arch), parts.get(place, 1.0), is_of_x)
+             for place, (instruction, is_of_x) in enumerate(zip(code.instructions, following(code.instructions, x), strict=True))]
     fast, slow = (_measured(steps, loop, latency) for latency in (FAST, SLOW))
     outside, trip = (_line(*ends) for ends in zip(fast, slow, strict=True))
     return outside, trip
-
-
-def reads_argument(instruction: Instruction, place: int) -> bool:
-    """Whether an instruction reads the lower half of an argument from the constant bank."""
-    return f"c[0x0][{place:#x}]" in instruction.line
 
 
 def _line(fast: float, slow: float) -> Chain:
@@ -74,7 +69,8 @@ def _measured(steps: Sequence[Step], loop: range | None, latency: int) -> tuple[
 
 
 class Step(NamedTuple):
-    """An instruction: what it writes and reads, how long it is busy, how often it fetches a sector, whether it reads x's address.
+    """An instruction: what it writes and reads, for how long it is busy, how often it fetches a sector, whether it follows from
+    the address of x.
     """
 
     instruction: Instruction
@@ -82,21 +78,17 @@ class Step(NamedTuple):
     read: list[str]
     busy: dict[str, float]
     missed: float
-    of_x: bool
+    is_of_x: bool
 
 
 @dataclass(slots=True)
 class _Warp:
-    """A warp that runs alone.
-
-    ready: when registers can be read.  loaded: those that follow from loaded data.  addresses: those that follow from x's.
-    """
+    """A warp that runs alone.  ready: when registers can be read.  loaded: those that follow from loaded data."""
 
     latency: int
     now: float = 0.0
     ready: dict[str, float] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
-    addresses: set[str] = field(default_factory=set)
     free: dict[str, float] = field(default_factory=dict)
     copies: deque[float] = field(default_factory=deque)          # ends of the groups of copies that are under way
     copied: float = 0.0                                          # end of the copies that no group has yet
@@ -116,8 +108,7 @@ class _Warp:
             self.free[name] = start + cycles
         self.now = start + 1 + (BARRIER if instruction.base == "BAR" else 0)
         is_looked_up = not self.loaded.isdisjoint(step.read)
-        is_of_x = step.of_x or not self.addresses.isdisjoint(step.read)
-        end = start + self._latency(step, is_looked_up, is_of_x)
+        end = start + self._latency(step, is_looked_up)
         if instruction.base == "LDGSTS":
             self.copied = max(self.copied, end)
         elif instruction.base == "LDGDEPBAR":
@@ -127,8 +118,10 @@ class _Warp:
             self.products = max(self.products, end)
         for name in step.written:
             self.ready[name] = end
-            _put(self.loaded, name, instruction.base == "LDG" or is_looked_up)
-            _put(self.addresses, name, is_of_x and instruction.base != "LDG")
+            if instruction.base == "LDG" or is_looked_up:
+                self.loaded.add(name)
+            else:
+                self.loaded.discard(name)
 
     def _waited(self, instruction: Instruction) -> float:
         """When what a barrier waits for has happened."""
@@ -140,18 +133,12 @@ class _Warp:
             return end
         return self.products if instruction.opcode.startswith("WARPGROUP.DEPBAR") else 0.0
 
-    def _latency(self, step: Step, is_looked_up: bool, is_of_x: bool) -> float:
+    def _latency(self, step: Step, is_looked_up: bool) -> float:
         if step.instruction.loaded:
-            far = SHARED if is_of_x else self.latency
+            far = SHARED if step.is_of_x else self.latency
             return CACHED if is_looked_up else CACHED + step.missed * (far - CACHED)
         if step.instruction.base in ("ATOM", "ATOMG"):
             return self.latency
         pipe = pipes.pipe_of(step.instruction)
         return LATENCY[pipe] + (step.busy.get(pipe, 0.0) if pipe == "tensor" else 0.0)
 
-
-def _put(names: set[str], name: str, is_in: bool) -> None:
-    if is_in:
-        names.add(name)
-    else:
-        names.discard(name)

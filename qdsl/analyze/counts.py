@@ -12,6 +12,7 @@ from torch import Tensor
 from qdsl.analyze import chains, pipes, sass
 from qdsl.analyze.chains import Chain
 from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
+from qdsl.analyze.registers import following
 from qdsl.analyze.sass import Code, Instruction
 from qdsl.runtime.private_apis import allocation
 
@@ -99,7 +100,8 @@ def report(call: Call, arch: str) -> Report:
         programs *= extent
     weight, others = _bytes(call)
     passes = call.grid[1] if "x" in call.kernel.arg_names and len(call.grid) > 1 else 1
-    counts = counted(compiled(call, target), target.name, programs, call.weights, call.step, weight + others, passes * weight)
+    counts = counted(compiled(call, target), target.name, programs, call.weights, call.step, weight + others, passes * weight,
+                     passes * weight / (programs * call.weights))
     if counts.loaded < LEAST_LOADED * weight:
         raise AnalyzeError(f"{counts.kernel} for {arch}: {counts.loaded / weight:.2f} of the weight's bytes are loaded in "
                            f"{counts.trips} trips of the loop, unrolled {counts.unroll}-fold: the loop was misread")
@@ -124,22 +126,23 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(element)
 
 
-def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int, read: int = 0) -> Report:
+def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int, read: int = 0,
+            stored: float = 0.0) -> Report:
     """Count a compiled kernel.
 
     weights: that one program takes.  step: those of one trip of the source's loop, 0 without a loop.  traffic: bytes of the
-    launch's tensors.  read: as in Report.
+    launch's tensors.  read: as in Report.  stored: bytes of a weight, to check by them how far a loop is unrolled.
     """
     code = sass.parse(compiled.text)
     if not code.instructions:
         raise AnalyzeError(f"nvdisasm prints no instruction of {compiled.name} that can be read")
     loop = sass.hot_loop(code) if step else None
     hot = code.instructions[loop.start:loop.stop] if loop else code.instructions
-    unroll = unrolled(code, loop, compiled) if loop else 1
+    threads = compiled.warps * WARP
+    unroll = unrolled(code, loop, compiled, LEAST_LOADED * stored * step / threads) if loop else 1
     hot_weights = min(weights, step * unroll) if loop else weights
     trips = -(-weights // hot_weights)
     outside = [each for place, each in enumerate(code.instructions) if loop and place not in loop]
-    threads = compiled.warps * WARP
 
     def per_weight(counts: Counter[str], taken: int) -> dict[str, float]:
         return {name: count * threads / taken for name, count in counts.items()}
@@ -172,19 +175,25 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
         listing=tuple(each.line for each in hot))
 
 
-def unrolled(code: Code, loop: range, compiled: Compiled) -> int:
+def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0) -> int:
     """How many trips of the source's loop one trip of the compiled loop makes.
 
-    By how far the counter moves, in the source's units or in trips; where no counter is found, by how often a load that
-    ptxas was given stands in the loop.
+    By how far the counter moves, in the source's units or in trips.  Compilers may count in multiples of them, such as bytes:
+    then it is the largest divisor for which enough is loaded.  Where no counter is seen, by how often a load that ptxas was
+    given stands in the loop.
+
+    least: bytes that a thread has to load in a trip of the source's loop, apart from x.
     """
     moves = {abs(move) for move in sass.steps(code, loop)}
     if compiled.step:
         whole = [move // compiled.step for move in moves if move % compiled.step == 0]
         few = [move for move in moves if move in (1, 2, 4, 8, 16)]
-        found = max((count for count in whole or few if count <= MOST_UNROLLED), default=0)
-        if found:
-            return found
+        counts = [count for count in whole or few if count <= MOST_UNROLLED]
+        if counts:
+            are_of_x = following(code.instructions, compiled.x)
+            loaded = sum(code.instructions[place].loaded for place in loop if not are_of_x[place])
+            most = max(counts)
+            return max(count for count in range(1, most + 1) if most % count == 0 and (count == 1 or count * least <= loaded))
     loads = sum(bool(code.instructions[place].loaded) for place in loop)
     return max(1, round(loads / compiled.loads)) if compiled.loads else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from qdsl.analyze import pipes
 from qdsl.analyze.sass import Instruction
@@ -29,6 +30,25 @@ def accesses(instruction: Instruction) -> tuple[list[str], list[str]]:
                 first += 1
     read = [name for place, part in enumerate(parts[first:], first) for name in _names(part, _read_width(instruction, place))]
     return written, [*read, *_names(instruction.guard, 1)]
+
+
+def following(instructions: Sequence[Instruction], place: int | None) -> list[bool]:
+    """Which instructions read an argument's address or what follows from it, apart from loaded data.
+
+    place: of the argument in the constant bank; None gives none.
+    """
+    text = "" if place is None else f"c[0x0][{place:#x}]"
+    names: set[str] = set()
+    result = [False] * len(instructions)
+    for _ in range(2 if text else 0):                            # a loop carries addresses to its next trip
+        for number, instruction in enumerate(instructions):
+            written, read = accesses(instruction)
+            result[number] = text in instruction.line or not names.isdisjoint(read)
+            if result[number] and not instruction.loaded:
+                names.update(written)
+            else:
+                names.difference_update(written)
+    return result
 
 
 def _names(text: str, width: int) -> list[str]:

@@ -232,9 +232,12 @@ def _rows(config: Mapping[str, int], cost: Cost, n: int, programs: int) -> int:
 
 
 def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target: Gpu) -> float:
-    """dequantize, then the vendor's matmul, as often as the weight has tiles of DECODED weights; size: bytes of a float."""
+    """dequantize, then the vendor's matmul, as often as the weight has tiles of DECODED weights; size: bytes of a float.
+
+    A weight in an entropy code is one tile.
+    """
     n, k = packed.shape
-    tiles = min(n, cdiv(n * k, DECODED))
+    tiles = 1 if packed.layout.streams else min(n, cdiv(n * k, DECODED))
     rows = cdiv(n, tiles)
     cost = kernel_cost(packed, "dequantize", {}, target.arch)
     written = size * rows * k

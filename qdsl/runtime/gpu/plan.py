@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
 ROWS = 128                                                       # of x: up to these, each number of rows has its own choice
+MATVEC = 1                                                       # rows of x that kernel 'matvec' serves in a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
     legal = _stream_candidates(packed, m, dtype, device) if packed.layout.streams else []
     for kind in kinds(packed, m, dtype, device, is_aligned):
         legal += [_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device)]
-    if m == 1 and not packed.layout.streams:
+    if m <= MATVEC and not packed.layout.streams:
         legal.append(matvec(packed, m))
     return [*legal, Candidate("decode")]
 

@@ -1,12 +1,14 @@
-"""Kernels by the number of rows that they are written for, whatever a plan would choose: tests run all of them."""
+"""Kernels by the number of rows that they are written for, whatever a plan would choose: checks and tests run all of them."""
 
 from __future__ import annotations
 
 import torch
 
-from qdsl.runtime import PackedWeight, launch
+from qdsl.runtime import PackedWeight, configure, launch, streams
 from qdsl.runtime.gpu import plan
 from qdsl.runtime.gpu.costs import Candidate
+
+FEWER = 16                                                       # rows of x that fused kernels are checked with, without 'many'
 
 
 def candidate(x: torch.Tensor, packed: PackedWeight) -> Candidate | None:
@@ -21,3 +23,11 @@ def candidate(x: torch.Tensor, packed: PackedWeight) -> Candidate | None:
     wanted = next((kind for kind in ("row", "many", "few") if kind in kinds), "matvec")
     legal = plan.candidates(packed, m, x.dtype, x.device, is_aligned)
     return next((each for each in legal if each.kind == wanted), plan.matvec(packed, m))
+
+
+def is_decoded(x: torch.Tensor, packed: PackedWeight) -> bool:
+    """Whether a product of so many rows is checked as that of the dequantized weight."""
+    if packed.layout.streams:
+        return x.shape[0] > streams.FEW or not streams.has_few(x, packed)
+    many = configure.has_many(packed, x.dtype, x.device)
+    return x.shape[0] > (configure.most_columns(packed) if many else FEWER)
