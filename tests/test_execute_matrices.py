@@ -153,7 +153,7 @@ def test_atomics_return_what_was_there(name: str, space: str) -> None:
     values = torch.randint(-(1 << 31), 1 << 31, (32,), generator=generator).to(torch.int32)
     places, out = torch.randint(-(1 << 31), 1 << 31, (4,), generator=generator).to(torch.int32), torch.zeros(32,
         dtype=torch.int32)
-    held = [int(value) % (1 << 32) for value in places]
+    memory = [int(value) % (1 << 32) for value in places]
     at = "[%d11]" if space == "global" else "[%r2]"
     body = f"""mul.wide.u32 %d10, %r60, 4; add.s64 %d12, %d10, %d1; ld.global.b32 %r1, [%d12];
 and.b32 %r2, %r60, 3; shl.b32 %r2, %r2, 2;
@@ -162,11 +162,11 @@ cvt.u64.u32 %d11, %r2; add.s64 %d11, %d11, %d2; ld.global.b32 %r5, [%d11];
 atom.{space}.{name} %r3, {at}, %r1; add.s64 %d12, %d10, %d0; st.global.b32 [%d12], %r3;"""
     assert run(body, out, values, places, shared=16).findings == ()
     for thread in range(32):
-        old, value = held[thread % 4], int(values[thread]) % (1 << 32)
+        old, value = memory[thread % 4], int(values[thread]) % (1 << 32)
         assert int(out[thread]) % (1 << 32) == old
-        held[thread % 4] = WHOLE[name](old, value) % (1 << 32)
+        memory[thread % 4] = WHOLE[name](old, value) % (1 << 32)
     if space == "global":
-        assert [int(value) % (1 << 32) for value in places] == held
+        assert [int(value) % (1 << 32) for value in places] == memory
 
 
 def test_atomics_of_floats_and_compare_and_swap() -> None:

@@ -32,45 +32,41 @@ UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 @opcode("setp", "set")
 def compare(context: Context) -> Step:
     """A predicate, or for `set` a number, by a comparison; both of p|q where two are written."""
-    parts = context.instruction.modifiers
-    test, kind = parts[0], context.kind
-    bits = type_bits(kind)
-    combine = BITWISE.get(parts[1])
-
-    def holds(a: Bits, b: Bits) -> Any:
-        if not is_float(kind):
-            if kind[0] == "s":
-                a, b = a.view(SIGNED[bits]), b.view(SIGNED[bits])
-            return COMPARE[UNSIGNED_NAMES.get(test, test)](a, b)
-        x, y = decode(a, kind), decode(b, kind)
-        if "ftz" in context.modifiers:
-            x, y = flushed(x, kind), flushed(y, kind)
-        nan = np.isnan(x) | np.isnan(y)
-        if test in ("num", "nan"):
-            return nan == (test == "nan")
-        unordered = len(test) == 3
-        result = COMPARE[test[:2]](x, y)
-        return result | nan if unordered else result & ~nan
-
-    if test not in (*COMPARE, *UNSIGNED_NAMES, "num", "nan", *(name + "u" for name in COMPARE)):
-        raise context.unknown()
+    bits, holds, combine = type_bits(context.kind), _comparison(context), BITWISE.get(context.instruction.modifiers[1])
     first, second = context.source(1, bits), context.source(2, bits)
-    other = context.source(3, 1) if combine else None
     if context.instruction.name == "set":
-        kind_of_result = context.types[0]
-        true = {"f32": np.uint32(0x3F80_0000)}.get(kind_of_result, np.uint32(0xFFFF_FFFF))
-        put = context.target()
-
-        def number(batch: Batch, at: At) -> None:
-            put(batch, at, np.where(holds(first(batch, at), second(batch, at)), true, np.uint32(0)))
-        return number
-    puts = context.targets(0)
+        true, put = np.uint32(0x3F80_0000 if context.types[0] == "f32" else 0xFFFF_FFFF), context.target()
+        return lambda batch, at: put(batch, at, np.where(holds(first(batch, at), second(batch, at)), true, np.uint32(0)))
+    other, puts = context.source(3, 1) if combine else None, context.targets(0)
 
     def step(batch: Batch, at: At) -> None:
         result = holds(first(batch, at), second(batch, at))
         for put, value in zip(puts, (result, ~result), strict=False):
             put(batch, at, value if combine is None or other is None else combine(value, other(batch, at)))
     return step
+
+
+def _comparison(context: Context) -> Callable[[Bits, Bits], Any]:
+    """Whether a comparison holds for bit patterns; for NaN as the test has it."""
+    test, kind = context.instruction.modifiers[0], context.kind
+    if test not in (*COMPARE, *UNSIGNED_NAMES, "num", "nan", *(name + "u" for name in COMPARE)):
+        raise context.unknown()
+
+    def integers(a: Bits, b: Bits) -> Any:
+        if kind[0] == "s":
+            a, b = a.view(SIGNED[type_bits(kind)]), b.view(SIGNED[type_bits(kind)])
+        return COMPARE[UNSIGNED_NAMES.get(test, test)](a, b)
+
+    def floats(a: Bits, b: Bits) -> Any:
+        x, y = decode(a, kind), decode(b, kind)
+        if "ftz" in context.modifiers:
+            x, y = flushed(x, kind), flushed(y, kind)
+        nan = np.isnan(x) | np.isnan(y)
+        if test in ("num", "nan"):
+            return nan == (test == "nan")
+        result = COMPARE[test[:2]](x, y)
+        return result | nan if len(test) == 3 else result & ~nan       # 'ltu' also holds where they are unordered
+    return floats if is_float(kind) else integers
 
 
 # -- conversions ---------------------------------------------------------------------------------------------------------

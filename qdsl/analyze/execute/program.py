@@ -290,14 +290,18 @@ class _Parser:
                 return scope[text]
         if "|" in text:                                          # a result, and whether a lane took part
             return Vector(tuple(self.operand(part, line) for part in text.split("|")))
-        if text[:2] in _FLOAT:
-            return Immediate(int(text[2:], 16))
         if text[0].isdigit() or text[0] == "-":
-            try:
-                return Immediate(float(text) if "." in text else int(text.rstrip("U"), 0))
-            except ValueError:
-                raise ExecutionError(f"line {line}: cannot read the number '{text}'") from None
+            return Immediate(_number(text, line))
         return Symbol(text)
+
+
+def _number(text: str, line: int) -> int | float:
+    try:
+        if text[:2] in _FLOAT:                                   # bits in hexadecimal
+            return int(text[2:], 16)
+        return float(text) if "." in text else int(text.rstrip("U"), 0)
+    except ValueError:
+        raise ExecutionError(f"line {line}: cannot read the number '{text}'") from None
 
 
 def _split(text: str) -> list[str]:
