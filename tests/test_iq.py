@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor
 
 from qdsl.checkpoint.safetensors import TensorFile
+from qdsl.quantize import run
+from qdsl.quantize.mixes import IMATRIX_POWERS
 from qdsl.runtime import FormatError
 from tests.support.formats import ROOT, SHIPPED, module, same_bits
 
@@ -55,6 +59,27 @@ def test_errors_on_real_weights_are_at_most_those_of_ggml(name: str, importance:
     given = {"none": None, "ones": torch.ones(1536), "imatrix": inputs()["imatrix"].repeat(3)}[importance]
     wanted = ERRORS[name][importance if importance == "imatrix" else "ones"]
     assert error(FORMATS[name], real(), given) <= MOST.get(name, 1) * wanted
+
+
+class _RealWeight:
+    """One tensor, as a file of GGUF weights gives its rows."""
+
+    path = DATA
+    tensors: Mapping[str, Any] = {}
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return real()[start:stop]
+
+
+@pytest.mark.parametrize("type", IMATRIX_POWERS)
+def test_an_imatrix_costs_no_signal_to_noise(type: str) -> None:
+    """With the default power both errors are below ggml's: plain ones, and those that its importance matrix weighs."""
+    wanted, importance = ERRORS[type.lower()], inputs()["imatrix"].repeat(3)
+    default, full = (run.encode(_RealWeight(), run.Task("w", type, 0, 48, importance, power))[1].data()
+                     for power in (IMATRIX_POWERS[type], 1.0))
+    assert float(full["snr_db"] or 0) < wanted["imatrix_snr_db"] < float(default["snr_db"] or 0)
+    weighted = 10 ** (-float(default["weighted_snr_db"] or 0) / 10)
+    assert 10 ** (-float(full["weighted_snr_db"] or 0) / 10) < weighted < wanted["imatrix"]
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 from qdsl.checkpoint import safetensors
 from qdsl.checkpoint.crc import FILE
 from qdsl.checkpoint.gguf import GgufFile
+from qdsl.checkpoint.gguf_weights import module_of
 from qdsl.cli import app
 from qdsl.files import journal_of
 from qdsl.generated import fp8_block, q4_0, q8_0
@@ -218,6 +219,40 @@ def test_each_expert_has_its_own_importance(folder: Path) -> None:
             == ["i.gguf", "wiki", 1, 3]
 
 
+def importance_file(path: str, name: str, values: np.ndarray) -> None:
+    """An importance matrix of one tensor."""
+    writer = gguf.GGUFWriter(path, "")
+    writer.add_tensor(f"{name}.in_sum2", values.reshape(1, -1))
+    writer.add_tensor(f"{name}.counts", np.ones((1, 1), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(("type", "usual"), [("iq3_s", 0.5), ("q4_k", 1.0)])
+def test_importances_count_to_a_power(folder: Path, type: str, usual: float) -> None:
+    """By default to that of the type; the quality of what is stored is measured by the importances themselves."""
+    name = "blk.0.attn_k.weight"
+    path = written(folder / "in.gguf", DENSE)
+    original = torch.from_numpy(weights(DENSE)[name]).float()[:16]
+    values = np.exp(np.random.default_rng(0).normal(size=original.shape[1])).astype(np.float32)
+    importance_file("i.gguf", name, values)
+    errors = {}
+    for power in (None, 0.5, 1.0):
+        options = [] if power is None else ["--imatrix-power", str(power)]
+        found = report(path, "-t", "q8_0", "--tensor-type", f"{name}={type}", "-o", f"{power}.gguf", "--imatrix", "i.gguf",
+                       *options)
+        [errors[power]] = [each["weighted_error"] for each in found["tensors"] if "weighted_error" in each]
+        with GgufFile(f"{power}.gguf") as file:
+            counted = torch.from_numpy(values).double() ** (usual if power is None else power)
+            module = module_of(type.upper())
+            assert module is not None
+            wanted = module.quantize(original, importance=counted.float()).tensors["blocks"]
+            assert file.rows(name)[:16].equal(wanted)
+    assert errors[None] == errors[usual] and errors[1.0] < errors[0.5]
+
+
 def test_what_needs_an_importance_matrix_is_not_made_without(folder: Path) -> None:
     path = written(folder / "in.gguf", DENSE)
     message = "tensor 'blk.0.attn_k.weight' would be garbage as IQ2_XS without an importance matrix: give one with --imatrix"
@@ -259,6 +294,7 @@ def test_a_weight_that_a_type_cannot_hold(folder: Path) -> None:
     (("-t", "q8_0", "--arch", "flux"), 1, "says its architecture itself"),
     (("-t", "q8_0", "--imatrix", "in.gguf"), 1, "this is no importance matrix"),
     (("-t", "q8_0", "--imatrix", "none.dat"), 1, "none.dat"),
+    (("-t", "q8_0", "--imatrix-power", "0.5"), 2, "give them with --imatrix"),
 ])
 def test_wrong_arguments(folder: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
     assert message in refused(written(folder / "in.gguf", DENSE), *arguments, code=code)

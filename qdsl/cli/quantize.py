@@ -54,6 +54,9 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
              shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help=SHARD_HELP, rich_help_panel=FOLDER)] = None,
              imatrix: Annotated[Path | None, typer.Option("--imatrix", help="How much columns matter, as llama-imatrix "
                                                                             "writes it.", rich_help_panel=GGUF)] = None,
+             imatrix_power: Annotated[float | None, typer.Option("--imatrix-power", min=0, max=1, help="To which power "
+                                      "importances count: 1 is ggml's measure, 0 none; by default 0.5 for IQ3, else 1.",
+                                      rich_help_panel=GGUF)] = None,
              pure: Annotated[bool, typer.Option("--pure", help="One type for all matrices.", rich_help_panel=GGUF)] = False,
              tensor_type: Annotated[list[str] | None, typer.Option("--tensor-type", help="PATTERN=TYPE for tensors whose names "
                                     "the regular expression is found in; the first that fits counts.",
@@ -89,11 +92,14 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
                                 output=output_type and mixes.type_named(output_type),
                                 embedding=embedding_type and mixes.type_named(embedding_type),
                                 overrides=tuple(map(mixes.override_of, tensor_type or ())))
-    _quantize_to_gguf(file, options, out, imatrix, arch, requantize, jobs, force, dry_run, svg, as_json)
+    if imatrix_power is not None and imatrix is None:
+        fail("--imatrix-power says how much importances count: give them with --imatrix", 2)
+    _quantize_to_gguf(file, options, out, imatrix, imatrix_power, arch, requantize, jobs, force, dry_run, svg, as_json)
 
 
-def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: Path | None, arch: str | None, requantize: bool,
-                      jobs: int | None, force: bool, dry_run: bool, svg: Path | None, as_json: bool) -> None:
+def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: Path | None, power: float | None,
+                      arch: str | None, requantize: bool, jobs: int | None, force: bool, dry_run: bool, svg: Path | None,
+                      as_json: bool) -> None:
     """Write a GGUF file, or with `dry_run` print what it would be."""
     from qdsl.files import check_output, write_text
     from qdsl.progress import progress
@@ -120,7 +126,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
 
             with progress(planned.weights, " weights") as tell, exit_on_sigterm():
                 costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
-                                          tell=tell)
+                                          power=power, tell=tell)
         report = plan.data(planned, file, costs)
         if svg is not None:
             write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))

@@ -47,6 +47,9 @@ _ATTENTION_OUTPUT_OF_8 = (*_LOWEST, "Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_
 _FALLBACK = {**dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
              **dict.fromkeys(("Q2_0", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0"), "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")  # the last two are of what weights are multiplied with
+# To which power importances count where 1, ggml's measure, costs perplexity: a search that follows it to the end spoils the other
+# columns.  These are ours alone; types whose bytes are ggml's have 1.
+IMATRIX_POWERS = {"IQ3_XXS": 0.5, "IQ3_S": 0.5}
 _IMATRIX_ONLY = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
 
 # What stays as it is: tensors of few rows or few values, of which a small error would spread.

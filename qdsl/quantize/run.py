@@ -6,7 +6,7 @@ Chunks and their order do not depend on how many processes there are, so neither
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from qdsl.host.system import processors
 from qdsl.processes import results
 from qdsl.quantize import QuantizeError
 from qdsl.quantize.imatrix import Imatrix
-from qdsl.quantize.mixes import Options
+from qdsl.quantize.mixes import IMATRIX_POWERS, Options
 from qdsl.quantize.plan import Plan, Step, without_imatrix
 from qdsl.quantize.quality import Sums, measured
 from qdsl.quantize.source import Source, Weights
@@ -36,19 +36,24 @@ Tell = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Rows [start, stop) of a tensor, all of one matrix of it, into a type.  importance: of its columns, float32 [K]."""
+    """Rows [start, stop) of a tensor, all of one matrix of it, into a type.
+
+    importance: of its columns, float32 [K].  power: to which they count when scales are chosen.
+    """
 
     name: str
     type: str
     start: int
     stop: int
     importance: Tensor | None = field(default=None, compare=False)
+    power: float = 1.0
 
 
 def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatrix: Imatrix | None = None, *, jobs: int = 1,
-                  tell: Tell = lambda done, name: None) -> dict[str, Sums]:
+                  power: float | None = None, tell: Tell = lambda done, name: None) -> dict[str, Sums]:
     """Write a plan's file, and return for each tensor that became another type what it cost, from what was stored.
 
+    power: to which importances count when scales are chosen, 0 to 1; None for that of each type (IMATRIX_POWERS, else 1).
     tell: is told of each tensor how many weights are done.  Memory: some chunks for each process.
     A call that follows one that was interrupted continues with the first tensor that is not whole.
     Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
@@ -56,8 +61,9 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     check_output(out, *source.paths)
     _check(plan, options, imatrix)
     inputs = {Path(path): identity(Path(path)) for path in (*source.paths, *([imatrix.path] if imatrix else []))}
-    resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps]), inputs)
-    tasks = [list(_tasks(step, imatrix)) for step in plan.steps]
+    powers = {step.type: IMATRIX_POWERS.get(step.type, 1.0) if power is None else power for step in plan.steps if imatrix}
+    resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps], powers), inputs)
+    tasks = [list(_tasks(step, imatrix, powers)) for step in plan.steps]
     encoded: Generator[tuple[Buffer, Sums], None, None] | None = None
 
     def chunks(number: int) -> Iterator[Buffer]:
@@ -99,7 +105,7 @@ def _check(plan: Plan, options: Options, imatrix: Imatrix | None) -> None:
             raise QuantizeError(f"{type} needs another tensor beside each, {others[0]}, which is not written")
 
 
-def _tasks(step: Step, imatrix: Imatrix | None) -> Iterator[Task]:
+def _tasks(step: Step, imatrix: Imatrix | None, powers: Mapping[str, float]) -> Iterator[Task]:
     if step.copied or not step.weights:
         return
     tensor = step.tensor
@@ -109,7 +115,8 @@ def _tasks(step: Step, imatrix: Imatrix | None) -> Iterator[Task]:
     for expert in range(tensor.experts):
         first = expert * rows
         for start in range(first, first + rows, size):
-            yield Task(tensor.name, step.type, start, min(start + size, first + rows), None if known is None else known[expert])
+            yield Task(tensor.name, step.type, start, min(start + size, first + rows), None if known is None else known[expert],
+                       powers.get(step.type, 1.0))
 
 
 def _results(tasks: list[Task], source: Source, jobs: int) -> Generator[tuple[Buffer, Sums], None, None]:
@@ -157,11 +164,17 @@ def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
     module = module_of(task.type)
     assert module is not None                                    # looked up before the first task
     try:
-        packed = module.quantize(weight, **({} if task.importance is None else {"importance": task.importance}))
+        importance = None if task.importance is None else _counted(task.importance, task.power)
+        packed = module.quantize(weight, **({} if importance is None else {"importance": importance}))
     except FormatError as error:
         raise QuantizeError(f"{source.path}: tensor {shown(task.name)}, rows {task.start} to {task.stop}: {error}") from None
     [blocks] = packed.tensors.values()
     return bytes_of(blocks), measured(weight, module.dequantize(packed, torch.float32), task.importance)
+
+
+def _counted(importance: Tensor, power: float) -> Tensor:
+    """float32 [K]: importances to a power, in float64 before they are rounded, so that machines agree."""
+    return importance if power == 1 else (importance.double() ** power).float()
 
 
 def _copied(source: Source, step: Step) -> Iterator[Buffer]:
