@@ -1,6 +1,6 @@
 """What a product costs the host: `linear`, `Linear` and the registered operation, with a launcher that launches nothing.
 
-Kernels are compiled for a GPU that need not be there.  Tensors are on the CPU, and what stands in for Triton's driver takes
+Kernels are compiled for a GPU that need not be at hand.  Tensors are on the CPU, and what stands in for Triton's driver takes
 its launches, so that all that is timed is Python and torch.
 """
 
@@ -91,5 +91,6 @@ def figures(rounds: int) -> Iterator[Figure]:
     """Microseconds of a call."""
     samples = calls([Side(side, {"what": what}) for what in GOALS], rounds)
     for (what, goal), seconds in zip(GOALS.items(), samples, strict=True):
-        yield Figure(f"host time of {what}, launcher stubbed", "us", [each / COUNT * 1e6 for each in seconds], goal, more=False,
+        microseconds = [sample / COUNT * 1e6 for sample in seconds]
+        yield Figure(f"host time of {what}, launcher stubbed", "us", microseconds, goal, more=False,
                      note="q4_0 planar, M = 1, 4096 x 4096")

@@ -1,4 +1,4 @@
-"""Prepared launches beside those that Triton makes: the kernel that it chooses, the grid, and every argument.
+"""Prepared launches against those that Triton makes: the kernel that it chooses, the grid, and every argument.
 
 Run as a script, because Triton must not be interpreting.  A stand-in for its driver takes the launches.  Each product is asked
 for with tensors of its own, so that addresses differ, until its launches are prepared; the same tensors then go through
@@ -49,14 +49,14 @@ def weight(name: str, storage: str) -> PackedWeight:
 
 def shown(launched: tuple[Any, ...], names: dict[int, str]) -> list[Any]:
     """A launch: grid, stream, kernel, metadata and arguments, tensors by their addresses, those that differ by their names."""
-    found = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in (*launched[:6], *launched[9:])]
-    texts = [names.get(each, str(each)) if type(each) is int else str(each) for each in found]
-    return ["out" if text.isdigit() and int(text) > 1 << 32 else text for text in texts]   # each product allocates its own
+    row = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (*launched[:6], *launched[9:])]
+    texts = [names.get(value, str(value)) if type(value) is int else str(value) for value in row]
+    return ["out" if text.isdigit() and int(text) > 1 << 32 else text for text in texts]   # a product allocates its own
 
 
 def is_prepared(calls: list[tuple[Any, ...]]) -> bool:
     """Whether launches are those of prepared.py, which fill addresses in; tables alone stay tensors."""
-    return sum(isinstance(each, torch.Tensor) for call in calls for each in call[9:]) <= len(calls)
+    return sum(isinstance(value, torch.Tensor) for call in calls for value in call[9:]) <= len(calls)
 
 
 def every() -> Iterator[dict[str, Any]]:
@@ -64,7 +64,7 @@ def every() -> Iterator[dict[str, Any]]:
     stubbed(launched)
     for name, storage, shape, dtype, bias_type, offset in CASES:
         runs, weights = [], []                                   # a plan lives as long as a weight that has it
-        for _ in range(3):                                       # the weight's tensors are new in each
+        for _ in range(3):                                       # the weight's tensors are new every time
             packed = weight(name, storage)
             weights.append(packed)
             x, bias = drawn(shape, dtype, offset), None if bias_type is None else drawn((64,), bias_type)
@@ -78,7 +78,7 @@ def every() -> Iterator[dict[str, Any]]:
         product.by(candidate, flat, packed, bias)
         tensors = [*packed.tensors.values(), x, *([] if bias is None else [bias])]
         names = {tensor.data_ptr(): f"tensor {i}" for i, tensor in enumerate(tensors)}
-        prepared, triton_own = ([shown(each, names) for each in calls] for calls in (runs[-1], launched))
+        prepared, triton_own = ([shown(value, names) for value in calls] for calls in (runs[-1], launched))
         yield {"case": f"{name}.{storage} {shape} {dtype} {bias_type} {offset}", "kind": candidate.kind,
                "prepared": [is_prepared(calls) for calls in runs], "kernel": prepared[0][4], "launches": len(launched),
                "same": prepared == triton_own}
@@ -118,15 +118,15 @@ def functions() -> dict[str, list[str]]:
     packed, x = weight("q4_0", "planar"), drawn((1, 256), BF16)
     layer, (tensors, words) = q4_0.Linear(packed), ops.words(packed)
     operation = torch.ops.qdsl.linear.default
-    found = {"linear": lambda: q4_0.linear(x, packed), "Linear": lambda: layer(x),
+    row = {"linear": lambda: q4_0.linear(x, packed), "Linear": lambda: layer(x),
              "operation": lambda: operation(x, tensors, None, *words, *packed.shape)}
     with torch.no_grad():
-        for function in (*found.values(), *found.values()):
+        for function in (*row.values(), *row.values()):
             function()
-        return {name: called(function) for name, function in found.items()}
+        return {name: called(function) for name, function in row.items()}
 
 
 if __name__ == "__main__":
-    for found in every():
-        print(json.dumps(found), flush=True)
+    for row in every():
+        print(json.dumps(row), flush=True)
     print(json.dumps(functions()), flush=True)

@@ -215,6 +215,14 @@ def test_bytes_tell_how_far_a_loop_is_unrolled(monkeypatch: pytest.MonkeyPatch) 
         counts(torch.float64, 64)
 
 
+@pytest.mark.parametrize(("columns", "unroll"), [(8, 4), (16, 2), (32, 1), (64, 1)])
+def test_products_tell_how_far_a_loop_is_unrolled(columns: int, unroll: int) -> None:
+    """Four products of 64 x 16 x 16, which four warps share, are 32 columns of a trip's 2048 weights."""
+    lines = KERNEL.replace("FFMA R3, R3, R4, R5 ;", "\n/*00a0*/ ".join(["HGMMA.64x16x16.F32 R24, R40, gdesc[UR4], R24 ;"] * 4))
+    counts = counted(compiled(lines), "sm_90", 1, 1 << 20, step=2048, traffic=1, columns=columns)
+    assert counts.unroll == unroll
+
+
 def test_text_without_instructions_is_refused() -> None:
     with pytest.raises(AnalyzeError, match="no instruction"):
         counted(compiled("kernel:\n"), "sm_90", 1, weights=1, step=0, traffic=1)

@@ -22,8 +22,12 @@ CPU = torch.device("cpu")
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedWeight]:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     plan.forget()
-    yield q4_0.convert(q4_0.quantize(torch.randn(64, 4096)), "planar")
+    yield weight(4096)
     plan.forget()
+
+
+def weight(rows: int) -> PackedWeight:
+    return q4_0.FORMAT.empty((rows, 4096), "planar", "cpu")
 
 
 def chosen(packed: PackedWeight, rows: int) -> Candidate:
@@ -48,8 +52,7 @@ def test_the_fastest_is_kept_and_used(packed: PackedWeight, monkeypatch: pytest.
         choice = plan.choice(packed, rows, torch.float16, CPU)
         assert choice.is_tuned and (choice.candidate.config["WK"], choice.candidate.config["R"]) == (2, 1)
     assert not plan.choice(packed, 9, torch.float16, CPU).is_tuned
-    other = q4_0.convert(q4_0.quantize(torch.randn(32, 4096)), "planar")
-    assert not plan.choice(other, 1, torch.float16, CPU).is_tuned    # another shape was not timed
+    assert not plan.choice(weight(2048), 1, torch.float16, CPU).is_tuned    # another shape was not timed
 
 
 def test_decoding_may_be_fastest(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +63,7 @@ def test_decoding_may_be_fastest(packed: PackedWeight, monkeypatch: pytest.Monke
 
 
 def test_invariant_products_are_launched_by_rule(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, out = torch.empty(3, 4096, dtype=torch.float16), torch.empty(3, 64, dtype=torch.float16)
+    x, out = torch.empty(3, 4096, dtype=torch.float16), torch.empty(3, 4096, dtype=torch.float16)
     rule = next(iter(launch.linear_calls(x, packed, None, out, invariant=True))).constants
     monkeypatch.setattr(qdsl.tune, "_time", timed)
     qdsl.tune.tune(packed, rows=(3,))

@@ -22,7 +22,7 @@ def candidate(x: torch.Tensor, packed: PackedWeight) -> Candidate | None:
     kinds = plan.kinds(packed, m, x.dtype, x.device, is_aligned)
     wanted = next((kind for kind in ("row", "many", "few") if kind in kinds), "matvec")
     legal = plan.candidates(packed, m, x.dtype, x.device, is_aligned)
-    return next((each for each in legal if each.kind == wanted), plan.matvec(packed, m))
+    return next((option for option in legal if option.kind == wanted), plan.matvec(packed, m))
 
 
 def is_decoded(x: torch.Tensor, packed: PackedWeight) -> bool:

@@ -1,4 +1,4 @@
-"""What the runtime would run on a GPU that need not be there, beside everything else that it could, and why not the rest."""
+"""What the runtime would run on a GPU that need not be there, what else it could, and why not all."""
 
 from __future__ import annotations
 
@@ -35,24 +35,25 @@ def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, An
             "refused": refused}
 
 
-def title(found: dict[str, Any]) -> str:
+def title(choice: dict[str, Any]) -> str:
     """What was asked, and the answer."""
-    chosen, (n, k), rows = found["chosen"], found["shape"], found["rows"]
-    what = f"{found['format']}.{found['storage']} [{n}, {k}], {rows} row{'s' * (rows > 1)} of x in {found['x']}"
-    return (f"{what}, {found['gpu']}: {chosen['kernel']}, {chosen['us']:.3g} us (modelled)")
+    chosen, (n, k), rows = choice["chosen"], choice["shape"], choice["rows"]
+    what = f"{choice['format']}.{choice['storage']} [{n}, {k}], {rows} row{'s' * (rows > 1)} of x in {choice['x']}"
+    return (f"{what}, {choice['gpu']}: {chosen['kernel']}, {chosen['us']:.3g} us (modelled)")
 
 
-def table(found: dict[str, Any]) -> list[list[str]]:
-    """A row for each candidate, the cheapest first."""
-    least = found["chosen"]["us"]
-    configs = [" ".join(f"{key}={each['config'][key]}" for key in SHOWN if key in each["config"]) for each in found["candidates"]]
-    return [[each["kernel"], config, str(math.prod(each["grid"])) if each["grid"] else "", f"{each['us']:.3g}",
-             f"{each['us'] / least:.2f}" if least else ""]
-            for each, config in zip(found["candidates"], configs, strict=True)]
+def table(choice: dict[str, Any]) -> list[list[str]]:
+    """A row per candidate, the cheapest first."""
+    least = choice["chosen"]["us"]
+    configs = [" ".join(f"{key}={option['config'][key]}" for key in SHOWN if key in option["config"])
+               for option in choice["candidates"]]
+    return [[option["kernel"], config, str(math.prod(option["grid"])) if option["grid"] else "", f"{option['us']:.3g}",
+             f"{option['us'] / least:.2f}" if least else ""]
+            for option, config in zip(choice["candidates"], configs, strict=True)]
 
 
 def _reason(choice: plan.Choice, gpu: Gpu) -> str:
-    """Why the choice is what it is, against the cheapest of each other kernel."""
+    """Why the choice is what it is, against the cheapest of every other kernel."""
     best: dict[str, plan.Option] = {}
     for option in choice.options:
         best.setdefault(option.candidate.kind, option)

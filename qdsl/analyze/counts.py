@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 MOST_UNROLLED = 64
 ACTIVATIONS = ("x", "bias", "out", "tiles")                      # arguments of kernels that are no part of a weight
+MATRIX_COLUMNS = 8                                               # of x, the fewest that a matrix instruction has
 LEAST_LOADED = 0.9                                               # of a weight's bytes that every kernel has to load
 
 
@@ -101,7 +103,7 @@ def report(call: Call, arch: str) -> Report:
     weight, others = _bytes(call)
     passes = call.grid[1] if "x" in call.kernel.arg_names and len(call.grid) > 1 else 1
     counts = counted(compiled(call, target), target.name, programs, call.weights, call.step, weight + others, passes * weight,
-                     passes * weight / (programs * call.weights))
+                     passes * weight / (programs * call.weights), call.constants.get("BM", MATRIX_COLUMNS))
     if counts.loaded < LEAST_LOADED * weight:
         raise AnalyzeError(f"{counts.kernel} for {arch}: {counts.loaded / weight:.2f} of the weight's bytes are loaded in "
                            f"{counts.trips} trips of the loop, unrolled {counts.unroll}-fold: the loop was misread")
@@ -127,11 +129,12 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int, read: int = 0,
-            stored: float = 0.0) -> Report:
+            stored: float = 0.0, columns: int = 1) -> Report:
     """Count a compiled kernel.
 
     weights: that one program takes.  step: those of one trip of the source's loop, 0 without a loop.  traffic: bytes of the
-    launch's tensors.  read: as in Report.  stored: bytes of a weight, to check by them how far a loop is unrolled.
+    launch's tensors.  read: as in Report.  stored, columns: bytes of a weight, and multiply-adds that it takes at least in
+    matrix units, to check by them how far a loop is unrolled.
     """
     code = sass.parse(compiled.text)
     if not code.instructions:
@@ -139,7 +142,8 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
     loop = sass.hot_loop(code) if step else None
     hot = code.instructions[loop.start:loop.stop] if loop else code.instructions
     threads = compiled.warps * WARP
-    unroll = unrolled(code, loop, compiled, LEAST_LOADED * stored * step / threads) if loop else 1
+    least, products = LEAST_LOADED * stored * step / threads, columns * step / compiled.warps
+    unroll = unrolled(code, loop, compiled, least, products) if loop else 1
     hot_weights = min(weights, step * unroll) if loop else weights
     trips = -(-weights // hot_weights)
     outside = [each for place, each in enumerate(code.instructions) if loop and place not in loop]
@@ -175,14 +179,15 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
         listing=tuple(each.line for each in hot))
 
 
-def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0) -> int:
+def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, products: float = 0.0) -> int:
     """How many trips of the source's loop one trip of the compiled loop makes.
 
     By how far the counter moves, in the source's units or in trips.  Compilers may count in multiples of them, such as bytes:
-    then it is the largest divisor for which enough is loaded.  Where no counter is seen, by how often a load that ptxas was
-    given stands in the loop.
+    then it is the largest divisor for which enough is loaded and multiplied.  Where no counter is seen, by how often a load
+    that ptxas was given stands in the loop.
 
-    least: bytes that a thread has to load in a trip of the source's loop, apart from x.
+    least: bytes that a thread has to load in a trip of the source's loop, apart from x.  products: multiply-adds of a warp in
+    it, if matrix units make them.
     """
     moves = {abs(move) for move in sass.steps(code, loop)}
     if compiled.step:
@@ -192,8 +197,10 @@ def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0) ->
         if counts:
             are_of_x = following(code.instructions, compiled.x)
             loaded = sum(code.instructions[place].loaded for place in loop if not are_of_x[place])
+            multiplied = sum(pipes.multiply_adds(code.instructions[place]) for place in loop) or math.inf
             most = max(counts)
-            return max(count for count in range(1, most + 1) if most % count == 0 and (count == 1 or count * least <= loaded))
+            return max(count for count in range(1, most + 1)
+                       if most % count == 0 and (count == 1 or (count * least <= loaded and count * products <= multiplied)))
     loads = sum(bool(code.instructions[place].loaded) for place in loop)
     return max(1, round(loads / compiled.loads)) if compiled.loads else 1
 

@@ -7,8 +7,10 @@ Rates that the table does not have, or that were not found again in print, say s
 
 from __future__ import annotations
 
+import math
 import re
 
+from qdsl.analyze.gpus import SCHEDULERS
 from qdsl.analyze.sass import Instruction
 
 # Opcodes by the pipe that executes them, without what follows the first dot.  Others: uniform if they begin with U, else alu.
@@ -69,14 +71,19 @@ def busy(instruction: Instruction, arch: str) -> dict[str, float]:
     return found
 
 
+def multiply_adds(instruction: Instruction) -> float:
+    """Multiply-adds of a warp's matrix instruction, or of its part of one that four warps share; 0 where no shape is read."""
+    if pipe_of(instruction) != "tensor":
+        return 0.0
+    if warp := re.match(r"\w+\.(\d{4,5})\b", instruction.opcode):
+        return float(_WARP_SHAPE.get(warp[1], 0))
+    group = re.match(r"\w+\.(\d+)x(\d+)x(\d+)", instruction.opcode)
+    return math.prod(map(int, group.groups())) / SCHEDULERS if group else 0.0
+
+
 def _matrix_cycles(instruction: Instruction, arch: str) -> float:
     """Cycles of a dense matrix instruction; 8-bit inputs at twice the rate of 16-bit ones."""
-    narrow = instruction.base[0] in "IQ"
-    warp = re.match(r"\w+\.(\d{4,5})\b", instruction.opcode)
-    if warp and warp[1] in _WARP_SHAPE:
-        return _WARP_SHAPE[warp[1]] / _WARP_MMA[arch] / (2 if narrow else 1)
-    group = re.match(r"\w+\.(\d+)x(\d+)x(\d+)", instruction.opcode)
-    if group:                                                    # four schedulers share the instruction of a warp group
-        m, n, k = map(int, group.groups())
-        return m * n * k / 4 / _GROUP_MMA / (2 if narrow else 1)
-    return TENSOR
+    narrow = 2 if instruction.base[0] in "IQ" else 1
+    work = multiply_adds(instruction)
+    rate = _GROUP_MMA if re.match(r"\w+\.\d+x", instruction.opcode) else _WARP_MMA[arch]
+    return work / rate / narrow if work else TENSOR

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.packed import PackedWeight
 
 HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
-ROWS = 128                                                       # of x: up to these, each number of rows has its own choice
+ROWS = 128                                                       # of x: up to these, every number of rows has its own choice
 MATVEC = 1                                                       # rows of x that kernel 'matvec' serves in a plan
 
 
@@ -98,10 +98,10 @@ def choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.devic
     """What runs x [m, K] @ w.T, x of a type.  is_aligned: x and the weight begin where loads of 16 bytes may."""
     plan, rows, gpu = plan_of(packed), rows_class(m), configure.gpu(device)
     key = (rows, dtype, configure.target(device), gpu, device, is_aligned)
-    found = plan.choices.get(key)
-    if found is None:
-        found = plan.choices[key] = _choice(packed, rows, dtype, device, gpu, is_aligned)
-    return found
+    chosen = plan.choices.get(key)
+    if chosen is None:
+        chosen = plan.choices[key] = _choice(packed, rows, dtype, device, gpu, is_aligned)
+    return chosen
 
 
 def rows_class(m: int) -> int:
@@ -122,7 +122,7 @@ def fused(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device
 
 
 def invariant(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
-    """The one kernel, in one configuration whatever m is, that gives a row of x the same bits whatever rows are beside it."""
+    """The one kernel, in one configuration whatever m is, that gives a row of x the same bits whatever the other rows are."""
     if not has_lanes(packed, dtype, device, is_aligned, few=True):
         return matvec(packed, m)
     return _lane_candidate("few", packed, m, configure.candidates("few", packed, m, device)[0])

@@ -80,21 +80,21 @@ def _launch(call: Call, compiled: Any, tensors: Sequence[Tensor | None], kept: S
     if compiled is None:
         return None
     names = [parameter.name for parameter in call.kernel.params]
-    given = dict(zip(names, call.arguments, strict=False)) | dict(call.constants)
-    if set(given) != set(names):
+    bound = dict(zip(names, call.arguments, strict=False)) | dict(call.constants)
+    if set(bound) != set(names):
         return None                                              # a default, which Triton would fill in
     arguments: list[Any] = []
     places: list[Place] = []
     tuples: list[tuple[int, tuple[Any, ...], tuple[Place, ...]]] = []
     for index, name in enumerate(names):
-        whole = isinstance(given[name], tuple)
+        whole = isinstance(bound[name], tuple)
         values: list[Any] = []
         inner: list[Place] = []
-        for at, value in enumerate(given[name] if whole else (given[name],)):
+        for at, value in enumerate(bound[name] if whole else (bound[name],)):
             place = _place(value, tensors) if isinstance(value, Tensor) else None
             if place is not None:
                 inner.append((at, place[0], place[1]))
-            elif isinstance(value, Tensor) and not any(value is each for each in kept):
+            elif isinstance(value, Tensor) and not any(value is tensor for tensor in kept):
                 return None
             values.append(value if place is None else 0)
         if whole:

@@ -25,7 +25,7 @@ MOST = 4096                                                      # prepared prod
 
 
 def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None, mode: str) -> Tensor | None:
-    """The product of x [..., K] by launches that are prepared; None where there are none for these tensors.
+    """The product of x [..., K] by launches that are prepared; None without any for these tensors.
 
     tensors: those of the weight that plan.names says, on the device of x.  Nothing but `product` may fill plan.ready, for the
     same mode.  Shapes and devices are those of a product that was checked, or the answer is None.
