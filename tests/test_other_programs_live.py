@@ -6,11 +6,17 @@ They run where their packages are installed, as `make live` does.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.layer_weights import weights
+from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.shaped import shaped_layers
+from qdsl.cli.compress import layer_shapes
 from qdsl.generated import fp8_channel, int8_channel, int_group, quanto
 from qdsl.runtime import PackedWeight
 from tests.support.formats import same_bits
@@ -71,3 +77,26 @@ def test_quanto_decodes_as_we_do(kind: str, columns: int) -> None:
     packed = format.wrap(tensors, shape=(24, columns))
     assert packed.storage == "quanto"
     assert same_bits(format.dequantize(packed, torch.float32), model[0].weight.dequantize().detach())
+
+
+@needs_quanto
+def test_a_folder_of_quanto_has_the_shapes_of_its_model(tmp_path: Path) -> None:
+    """Its tensors do not say N and K; the class that config.json names does."""
+    from optimum import quanto as package
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=32, hidden_size=128, intermediate_size=192, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=1, architectures=["LlamaForCausalLM"])
+    model = LlamaForCausalLM(config)
+    package.quantize(model, weights=package.qint4, exclude="lm_head")
+    package.freeze(model)
+    write(tmp_path / "model.safetensors", {name: tensor.contiguous() for name, tensor in model.state_dict().items()})
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    with Folder(tmp_path) as folder:
+        layers = shaped_layers(folder, layer_shapes).layers
+        assert len(layers) == 7
+        for layer in layers:
+            [packed] = weights(folder, layer)
+            own = model.get_submodule(layer.name).weight
+            assert packed.shape == own.shape
+            assert same_bits(quanto.dequantize(packed, torch.float32), own.dequantize().detach())

@@ -83,6 +83,27 @@ def _gptq_layer(storage: str, tensors: dict[str, Tensor], options: dict[str, Any
     return layer
 
 
+@pytest.mark.parametrize("storage", cases(f"{HERE}::test_transformers_with_gptqmodel_reads_what_we_write"))
+def test_transformers_with_gptqmodel_reads_what_we_write(storage: str, tmp_path: Path) -> None:
+    """Its layers multiply an identity in float16 to the weights of ours; at first gptqmodel compiles a kernel for minutes."""
+    pytest.importorskip("gptqmodel")
+    pytest.importorskip("optimum.gptq")
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(config).half().save_pretrained(tmp_path / "plain")
+    params: dict[str, Any] = {"bits": 4, "group": 64, "symmetric": True}
+    run.quantize(tmp_path / "plain", aimed(f"int_group.{storage}", True, params, ()), tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float16)
+    with Folder(tmp_path / "out") as folder:
+        found = layers(folder).layers
+        assert len(found) == 7
+        for layer in found:
+            [packed] = weights(folder, layer)
+            product = model.get_submodule(layer.name)(torch.eye(packed.shape[1], dtype=torch.float16))
+            assert same_bits(product.detach().T.contiguous(), int_group.dequantize(packed, torch.float16))
+
+
 def autoawq(name: str) -> ModuleType:
     """A module of autoawq without its packages' own imports, which want a release of transformers before 5."""
     assert AUTOAWQ is not None and AUTOAWQ.submodule_search_locations
