@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +29,7 @@ CASES = (
     ("q4_0", "planar", (1, 256), BF16, None, 0), ("q4_0", "planar", (1, 256), BF16, BF16, 0),
     ("q4_0", "planar", (1, 256), BF16, None, 1), ("q4_0", "planar", (5, 256), BF16, None, 0),
     ("q4_0", "planar", (16, 256), BF16, None, 0), ("q4_0", "planar", (4, 4, 256), BF16, F16, 0),
-    ("q4_0", "planar", (17, 256), BF16, None, 0), ("q4_0", "gguf", (4, 256), F16, F16, 0),
+    ("q4_0", "planar", (17, 256), BF16, None, 0), ("q4_0", "gguf", (6, 256), F16, F16, 0),
     ("iq4_nl", "gguf", (1, 256), BF16, None, 0), ("q4_0", "gguf", (4, 256), F16, BF16, 1),
 )
 QDSL = Path(qdsl.__file__).parent
@@ -49,14 +49,23 @@ def weight(name: str, storage: str) -> PackedWeight:
 
 def shown(launched: tuple[Any, ...], names: dict[int, str]) -> list[Any]:
     """A launch: grid, stream, kernel, metadata and arguments, tensors by their addresses, those that differ by their names."""
-    row = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (*launched[:6], *launched[9:])]
+    row = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (*launched[:6], *flat(launched[9:]))]
     texts = [names.get(value, str(value)) if type(value) is int else str(value) for value in row]
     return ["out" if text.isdigit() and int(text) > 1 << 32 else text for text in texts]   # a product allocates its own
 
 
+def flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Arguments, those of a tuple one by one, in brackets."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from ("(", *flat(value), ")")
+        else:
+            yield value
+
+
 def is_prepared(calls: list[tuple[Any, ...]]) -> bool:
     """Whether launches are those of prepared.py, which fill addresses in; tables alone stay tensors."""
-    return sum(isinstance(value, torch.Tensor) for call in calls for value in call[9:]) <= len(calls)
+    return sum(isinstance(value, torch.Tensor) for call in calls for value in flat(call[9:])) <= len(calls)
 
 
 def every() -> Iterator[dict[str, Any]]:

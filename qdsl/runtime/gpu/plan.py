@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
 ROWS = 128                                                       # of x: up to these, every number of rows has its own choice
-MATVEC = 1                                                       # rows of x that kernel 'matvec' serves in a plan
+MATVEC = 4                                                       # rows of x up to which kernel 'matvec' may serve; it reads the weight for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def invariant(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.de
 
 def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True,
                ) -> list[Candidate]:
-    """Every legal way to multiply x [m, K].  Kernel 'matvec' reads the weight anew for every row, so it serves one."""
+    """Every legal way to multiply x [m, K]."""
     legal = _stream_candidates(packed, m, dtype, device) if packed.layout.streams else []
     for kind in kinds(packed, m, dtype, device, is_aligned):
         legal += [_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device)]
