@@ -237,7 +237,7 @@ def test_questions_are_asked_while_there_is_time(monkeypatch: pytest.MonkeyPatch
 
 
 def test_all_open_questions_are_asked() -> None:
-    assert sorted(answers.QUESTIONS) == [1, 2, 3, 4, 5, 6, 7]
+    assert sorted(answers.QUESTIONS) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_times_are_taken_in_order_of_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,3 +480,14 @@ def test_the_table_calls_each_number_measured_or_predicted() -> None:
     text = "\n".join(speed_lines(predicted, measured))
     assert "| q4_0.planar | measured 10.0 us, 80%, 3.30 x; predicted 8.7 us, 90% | - |" in text
     assert "Measured on NVIDIA H200" in text and "`python -m bench.gpu`" in text and "2026-11-22" in text
+
+
+def test_the_machine_is_compared_with_the_gpu() -> None:
+    """Results that are the same are equal; one that is wrong by one is a difference."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-m", "tests.machine_differences"], cwd=ROOT, capture_output=True, text=True,
+                         check=False, env=environment)
+    assert not run.returncode, run.stderr
+    same, _, wrong, _ = json.loads(run.stdout)
+    assert (same["kernel"], same["equal"], same["error"], same["findings"]) == ("skinny", 1.0, 0.0, 0)
+    assert (wrong["kernel"], wrong["equal"]) == ("gemv_records", 1 - 1 / 128) and wrong["error"] > 1e-4

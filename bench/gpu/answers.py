@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from bench.gpu import clock, probes
+from bench.gpu import clock, machine, probes
 from bench.gpu.ahead import Ahead, Job
 from bench.gpu.budget import Part
-from bench.gpu.device import Facts, clock_rate
+from bench.gpu.device import Facts, clock_rate, launches_for
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, Weight, clones, every, large
 from bench.weights import format_of
@@ -243,5 +243,18 @@ def _eager(call: Callable[[], Any], count: int = 300) -> float:
     return _short(median(samples))
 
 
+def executed(asked: Asked) -> Answer:
+    """How far are the PTX machine's results from this GPU's.
+
+    A difference of sums is expected: how matrix units round inside of an instruction is not published for all of them.
+    """
+    with launches_for(asked.facts):
+        rows = list(machine.differences(f"sm_{asked.facts.capability}", "cuda", lambda call: call.run()))
+    nearest = {row.what: min(other.error for other in rows if other.what == row.what) for row in rows}
+    worst = max(nearest, key=lambda what: nearest[what])
+    return {"values": machine.table(rows),
+            "answer": f"at most {nearest[worst]:.1e} of the sum of |x w| ({worst}); {sum(row.findings for row in rows)} findings"}
+
+
 QUESTIONS: dict[int, Callable[[Asked], Answer]] = {1: subnormals, 5: warps, 4: patterns, 6: overlap, 2: conversions, 3: products,
-                                                   7: launches}
+                                                   7: launches, 8: executed}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
 ROWS = 128                                                       # of x: up to these, every number of rows has its own choice
-MATVEC = 4                                                       # rows of x up to which kernel 'matvec' may serve; it reads the weight for each
+MATVEC = 4                                                       # rows of x up to which 'matvec' may serve, one by one
 
 
 @dataclass(frozen=True, slots=True)
