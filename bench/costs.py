@@ -62,10 +62,10 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
         for rows in (1, 8, 16):
             if streams.has_few(_x(rows, k), packed):
                 for call in streams.few_calls(_x(rows, k), packed, None, _x(rows, n)):
-                    yield costs.config_key("few", *costs.configuration(call.constants)), call
+                    yield costs.config_key("skinny", *costs.configuration(call.constants)), call
         if lanes is None or packed.layout.streams:
             return
-        for kind, rows in (("row", 1), ("few", 8), ("many", 16)):
+        for kind, rows in (("gemv", 1), ("skinny", 8), ("tile_gemm", 16)):
             for config in configs(packed, kind) if launch.has_lanes(_x(rows, k), packed) else ():
                 rows = config.get("BM", rows)
                 if kind in plan.kinds(packed, rows, X, torch.device("meta")):
@@ -76,7 +76,7 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
 
 def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
     """Configurations of a kernel for matrix units; others of as many warps follow from these."""
-    if kind != "many":
+    if kind != "tile_gemm":
         yield from ({"R": r, "WN": 1, "WK": 4, "EVEN": True} for r in (1, 2))
         return
     for bm in (16, configure.most_columns(packed)):

@@ -231,7 +231,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
-                    lanes=Lanes(skinny, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                    lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         finish=_finish_planar, width=2, bits=2, ones=True, zero=(-1, -129), exact=True, spans=(4,))),
         ),
     },

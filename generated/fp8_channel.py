@@ -534,7 +534,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                    lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         finish=_finish_planar, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
                         special=127)),
         ),

@@ -263,7 +263,7 @@ VARIANT = Variant(
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
                 tables=(LEVELS,),
-                    lanes=Lanes(skinny, row=gemv, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32,
                         width=8, bits=0, base=(127, 0), zero=(-127, 0))),
         ),

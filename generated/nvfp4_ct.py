@@ -265,7 +265,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, row=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
+                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
                         scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16, width=8, bits=0,
                         unit=(16384.0, 1.0), base=(0, 0))),
         ),

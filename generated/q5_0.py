@@ -271,7 +271,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, row=gemv, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=4, bits=5,
                         zero=(-16, -144), exact=True, spans=(0, 1))),
         ),

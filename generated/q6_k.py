@@ -290,7 +290,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, row=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
+                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
                         scale=_scale_planar, blocks=("256", "16"), size=16, width=4, bits=6)),
         ),
     },

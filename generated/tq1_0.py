@@ -258,7 +258,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
-                    lanes=Lanes(skinny, row=gemv, many=tile_gemm, words=_words_planar, numbers=_numbers_planar,
+                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("256",), width=2, bits=2, zero=(-1, -129),
                         exact=True, spans=(4,))),
         ),

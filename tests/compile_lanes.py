@@ -21,8 +21,8 @@ from tests.support.formats import Case, cases
 
 SHAPE = (4096, 4096)
 # Groups of 9 columns are none that these kernels serve.
-CASES = [case for case in cases() if kernels(case, "row", "few") and str(case) != "same_names.planar-group9"]
-COVERING = covering(CASES, lambda case: kernels(case, "row", "few", "many"))
+CASES = [case for case in cases() if kernels(case, "gemv", "skinny") and str(case) != "same_names.planar-group9"]
+COVERING = covering(CASES, lambda case: kernels(case, "gemv", "skinny", "tile_gemm"))
 TYPES = {"sm_90": torch.bfloat16, "sm_100": torch.float16}
 
 
@@ -37,7 +37,7 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
         for i, case in enumerate(compiled_for(arch)):
             packed = case.module.FORMAT.empty(SHAPE, case.storage, "meta", (), **case.choice)
             served = [x for x in (torch.empty(rows, SHAPE[1], dtype=TYPES[arch], device="meta") for rows in (1, 8, 16))
-                      if launch.has_lanes(x, packed) and (len(x) < 16 or regimes.candidate(x, packed).kind == "many")]
+                      if launch.has_lanes(x, packed) and (len(x) < 16 or regimes.candidate(x, packed).kind == "tile_gemm")]
             for x in served if case in COVERING else served[i % len(served):][:1]:
                 [call] = launch.linear_calls(x, packed, None, torch.empty_like(x), candidate=regimes.candidate(x, packed))
                 made = report(call, arch)

@@ -12,9 +12,9 @@ from bench.costs import calls, row, weights
 from qdsl.runtime.gpu import costs
 
 SAMPLE = (
-    ("sm_90", "q4_0.planar", ("row R=1", "few R=2", "many R=1 16")), ("sm_90", "q4_0.gguf", ("matvec", "dequantize")),
-    ("sm_90", "fp8_block.safetensors", ("few R=1",)), ("sm_90", "iq2_xxs.gguf", ("matvec",)),
-    ("sm_90", "hlane.hlane", ("few 1",)), ("sm_80", "q6_k.planar", ("row R=2",)),
+    ("sm_90", "q4_0.planar", ("gemv R=1", "skinny R=2", "tile_gemm R=1 16")), ("sm_90", "q4_0.gguf", ("matvec", "dequantize")),
+    ("sm_90", "fp8_block.safetensors", ("skinny R=1",)), ("sm_90", "iq2_xxs.gguf", ("matvec",)),
+    ("sm_90", "hlane.hlane", ("skinny 1",)), ("sm_80", "q6_k.planar", ("gemv R=2",)),
 )
 
 

@@ -29,7 +29,7 @@ from tests.test_lanes import expected, lanes_of, shapes_of
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 DTYPES = (torch.bfloat16, torch.float16)
-ROWS = {"dequantize": (0,), "linear": (1, 5), "row": (1,), "few": (5, 20), "many": (40, 100)}
+ROWS = {"dequantize": (0,), "linear": (1, 5), "gemv": (1,), "skinny": (5, 20), "tile_gemm": (40, 100)}
 ORDERS: tuple[str | int, ...] = ("lockstep", "reverse", 7)
 SUMS = ("exact", "truncated")
 # Of x from the start of its storage, in bytes.  Kernels for matrix units ask for 16; for others the plain ones are launched.
@@ -60,20 +60,20 @@ def jobs() -> list[Job]:
     """
     every = [(case, kind) for case in cases() for kind in ROWS if any(kernels(case, kind)) and
              (kind in ("dequantize", "linear") or str(case) != "same_names.planar-group9")]
-    families = [("dequantize", "linear"), ("row", "few"), ("many",)]
+    families = [("dequantize", "linear"), ("gemv", "skinny"), ("tile_gemm",)]
     representatives = [pair for kinds in families
                        for pair in covering([pair for pair in every if pair[1] in kinds], lambda pair: kernels(*pair))]
     chosen = []
     for number, (case, kind) in enumerate(representatives):
-        for arch in ARCHS if ALL else [ARCHS[number % 3] if kind != "many" else ARCHS[1]]:
-            turn, offsets = number // 3, OFFSETS[kind in ("row", "few", "many")]
+        for arch in ARCHS if ALL else [ARCHS[number % 3] if kind != "tile_gemm" else ARCHS[1]]:
+            turn, offsets = number // 3, OFFSETS[kind in ("gemv", "skinny", "tile_gemm")]
             chosen.append(Job(case, kind, arch, ROWS[kind][turn % len(ROWS[kind])], DTYPES[turn % 2], ORDERS[turn % 5 % 3],
                               offsets[turn % len(offsets)], SUMS[number % 2]))
     return chosen
 
 
 def shape_of(job: Job) -> tuple[int, int]:
-    if lanes_of(job.case) and job.kind in ("row", "few", "many"):
+    if lanes_of(job.case) and job.kind in ("gemv", "skinny", "tile_gemm"):
         return shapes_of(job.case)[1]
     return [smallest(job.case), *shapes(job.case, (7, 33), (160, 384))][-1]
 
@@ -81,7 +81,7 @@ def shape_of(job: Job) -> tuple[int, int]:
 def packed_of(job: Job) -> PackedWeight:
     """Random; columns in an order of their own where the storage has one."""
     shape = shape_of(job)
-    if job.case.module.FORMAT.variant(job.case.choice).storages[job.case.storage].order and job.kind == "few":
+    if job.case.module.FORMAT.variant(job.case.choice).storages[job.case.storage].order and job.kind == "skinny":
         fields = shuffled_fields(job.case, shape, 0, {})
         return job.case.module.pack(fields, storage=job.case.storage, **job.case.choice)
     return random_packed(job.case, shape)
@@ -216,16 +216,16 @@ def every(share: int, shares: int) -> Iterator[dict[str, Any]]:
 
 
 # Whether kernels put codes where float16 has subnormal numbers: a matrix unit that reads those as zero gives other sums.
-SUBNORMAL = {("nvfp4.planar", "few"): True, ("int8_channel.safetensors-scale_typebf16", "few"): True,
-             ("q6_k.planar", "few"): True, ("iq4_xs.planar", "few"): True, ("nf4.planar-block64", "row"): False,
-             ("q1_0.planar", "many"): True,
-             ("fp8_block.planar-bn128-bk128-scale_typef32", "many"): False, ("q2_k.planar", "few"): True}
+SUBNORMAL = {("nvfp4.planar", "skinny"): True, ("int8_channel.safetensors-scale_typebf16", "skinny"): True,
+             ("q6_k.planar", "skinny"): True, ("iq4_xs.planar", "skinny"): True, ("nf4.planar-block64", "gemv"): False,
+             ("q1_0.planar", "tile_gemm"): True,
+             ("fp8_block.planar-bn128-bk128-scale_typef32", "tile_gemm"): False, ("q2_k.planar", "skinny"): True}
 
 
 def flushed() -> Iterator[dict[str, Any]]:
     """Kernels of SUBNORMAL on a matrix unit that flushes, with x in float16."""
     for case in cases():
-        for kind in ("row", "few", "many"):
+        for kind in ("gemv", "skinny", "tile_gemm"):
             if (str(case), kind) in SUBNORMAL:
                 job = Job(case, kind, "sm_90", ROWS[kind][-1], torch.float16, "lockstep", 0, "exact")
                 yield {"job": [str(case), kind], "wrong": result(job, flush=True)["error"] > 1}

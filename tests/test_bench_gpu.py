@@ -93,15 +93,15 @@ def test_every_regime_of_rows_is_planned(hopper: None) -> None:
         streams = weight.meta().layout.streams
         pairs = bool(streams) and weight.meta().layout.kernels.pairs is not None
         wanted = {"dequantize", "symbols" if streams else "linear", *(["few"] if pairs else [])}
-        wanted |= {"skinny"} if lanes and lanes.few else set()
-        wanted |= {"gemv_records" if lanes.records else "gemv"} if lanes and lanes.row else set()
-        wanted |= {"tile_gemm"} if lanes and lanes.many else set()
+        wanted |= {"skinny"} if lanes and lanes.skinny else set()
+        wanted |= {"gemv_records" if lanes.records else "gemv"} if lanes and lanes.gemv else set()
+        wanted |= {"tile_gemm"} if lanes and lanes.tile_gemm else set()
         assert wanted <= found, weight
-        assert bool(pairs or (lanes and lanes.few)) == any(check.invariant for case, _ in cases for check in case.checks)
+        assert bool(pairs or (lanes and lanes.skinny)) == any(check.invariant for case, _ in cases for check in case.checks)
         if lanes:
             configs = [call.constants for _, calls in cases for call in calls if "WK" in call.constants]
             assert {config["R"] for config in configs} == {1, 2} and {config["WK"] for config in configs} >= {2, 8}
-        if lanes and lanes.many:
+        if lanes and lanes.tile_gemm:
             configs = [call.constants for _, calls in cases for call in calls if "BM" in call.constants]
             assert {config["BM"] for config in configs} >= {16, 32} and {config["R"] for config in configs} == {1, 2}
 

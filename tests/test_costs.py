@@ -13,7 +13,7 @@ import torch
 
 from bench import costs as writer
 from qdsl.analyze import launches
-from qdsl.runtime import PackedWeight
+from qdsl.runtime import PackedWeight, launch
 from qdsl.runtime.gpu import costs, devices
 from qdsl.runtime.gpu.costs import Candidate, Cost, seconds, terms
 from qdsl.runtime.gpu.devices import GPUS
@@ -59,8 +59,8 @@ def test_programs_come_in_turns() -> None:
 @pytest.mark.parametrize("m", [1, 8, 16, 64, 512])
 def test_no_way_beats_the_memory(gpu: devices.Gpu, m: int) -> None:
     packed = weight()
-    ways = [Candidate("row", ROW, (256,)), Candidate("few", ROW, (256, -(-m // 8))), Candidate("matvec", {"BN": 8, "BK": 128},
-            (512, m)), Candidate("many", {"R": 1, "W": 4, "BM": 16}, (64, -(-m // 16))), Candidate("decode")]
+    ways = [Candidate("gemv", ROW, (256,)), Candidate("skinny", ROW, (256, -(-m // 8))), Candidate("matvec", {"BN": 8, "BK": 128},
+            (512, m)), Candidate("tile_gemm", {"R": 1, "W": 4, "BM": 16}, (64, -(-m // 16))), Candidate("decode")]
     for way in ways:
         taken = seconds(packed, way, m, X, gpu)
         assert costs.LAUNCH + packed.nbytes / (gpu.bandwidth * 1e9) < taken < 1e-2, way
@@ -70,13 +70,13 @@ def test_no_way_beats_the_memory(gpu: devices.Gpu, m: int) -> None:
 
 def test_more_work_takes_longer() -> None:
     gpu = GPUS["h200"]
-    by_rows = [seconds(weight(), Candidate("few", ROW, (256, count)), 8 * count, X, gpu) for count in (1, 4, 16)]
-    by_size = [seconds(weight(shape=(n, 4096)), Candidate("row", ROW, (n // 16,)), 1, X, gpu) for n in (4096, 16384, 65536)]
-    by_gpu = [seconds(weight(shape=(65536, 4096)), Candidate("row", ROW, (4096,)), 1, X, GPUS[name]) for name in (
+    by_rows = [seconds(weight(), Candidate("skinny", ROW, (256, count)), 8 * count, X, gpu) for count in (1, 4, 16)]
+    by_size = [seconds(weight(shape=(n, 4096)), Candidate("gemv", ROW, (n // 16,)), 1, X, gpu) for n in (4096, 16384, 65536)]
+    by_gpu = [seconds(weight(shape=(65536, 4096)), Candidate("gemv", ROW, (4096,)), 1, X, GPUS[name]) for name in (
         "b200", "h200", "h100", "a100", "rtx4090")]
     for times in (by_rows, by_size, by_gpu):
         assert times == sorted(times) and times[0] < times[-1] / 1.5
-    assert seconds(weight(shape=(0, 4096)), Candidate("row", ROW, (0,)), 1, X, gpu) == 0
+    assert seconds(weight(shape=(0, 4096)), Candidate("gemv", ROW, (0,)), 1, X, gpu) == 0
 
 
 def test_a_weight_is_decoded_in_tiles() -> None:
@@ -118,16 +118,17 @@ def test_other_devices_are_parts_of_the_nearest() -> None:
 
 
 def test_every_storage_has_its_kernels() -> None:
-    """Of all formats that ship, but those whose counts depend on the weights."""
+    """Of all formats that ship, but those whose counts depend on the weights, and those decoded by several launches."""
     table = costs.table()["sm_90"]
     lacking = []
     for packed in writer.weights():
         streams = packed.layout.streams.values()
-        if any(stream.coding == "huffman_windows" for stream in streams):
+        decoded = list(launch.dequantize_calls(packed, torch.empty(packed.shape, dtype=X, device="meta")))
+        if any(stream.coding == "huffman_windows" for stream in streams) or len(decoded) > 1:
             continue
         lanes = None if streams else packed.layout.kernels.lanes
         wanted = {"dequantize"} if streams else {"matvec", "dequantize"}
-        wanted |= {kind for kind in ("few", "row") if lanes is not None and getattr(lanes, kind) is not None}
+        wanted |= {kind for kind in ("skinny", "gemv") if lanes is not None and getattr(lanes, kind) is not None}
         kinds = {key.split()[0] for key in table.get(costs.storage_key(packed), {})}
         lacking += [f"{costs.storage_key(packed)}: {kind}" for kind in sorted(wanted - kinds)]
     assert lacking == []
@@ -136,13 +137,13 @@ def test_every_storage_has_its_kernels() -> None:
 def test_configurations_that_the_table_lacks_follow_from_near_ones() -> None:
     packed = weight()
     entry = costs.table()["sm_90"]["q4_0.planar"]
-    exact = costs.kernel_cost(packed, "row", ROW, "sm_90")
-    assert [exact.registers, exact.shared, exact.warps, exact.step] == entry["row R=1"][:4]
-    wide = costs.kernel_cost(packed, "row", {**ROW, "WK": 8}, "sm_90")
+    exact = costs.kernel_cost(packed, "gemv", ROW, "sm_90")
+    assert [exact.registers, exact.shared, exact.warps, exact.step] == entry["gemv R=1"][:4]
+    wide = costs.kernel_cost(packed, "gemv", {**ROW, "WK": 8}, "sm_90")
     assert (wide.warps, wide.step, wide.trip) == (8, 2 * exact.step, exact.trip)
-    assert costs.kernel_cost(packed, "many", {"R": 2, "W": 4, "BM": 48}, "sm_90").step == entry["many R=2 32"][3]
-    assert costs.kernel_cost(packed, "row", ROW, "sm_100") == exact
-    assert costs.kernel_cost(packed, "row", ROW, "gfx942") == costs.USUAL["row"]
+    assert costs.kernel_cost(packed, "tile_gemm", {"R": 2, "W": 4, "BM": 48}, "sm_90").step == entry["tile_gemm R=2 32"][3]
+    assert costs.kernel_cost(packed, "gemv", ROW, "sm_100") == exact
+    assert costs.kernel_cost(packed, "gemv", ROW, "gfx942") == costs.USUAL["gemv"]
 
 
 def test_the_table_is_what_the_compiler_makes() -> None:

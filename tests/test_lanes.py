@@ -24,10 +24,10 @@ def lanes_of(case: Case) -> Lanes:
 
 
 CASES = [case for case in cases() if lanes_of(case)]
-FEW = [case for case in CASES if lanes_of(case).few]
+FEW = [case for case in CASES if lanes_of(case).skinny]
 RECORDS = [case for case in CASES if lanes_of(case).records]
-COVERING = covering(CASES, lambda case: kernels(case, "row", "few", "many"))
-TALL = covering([case for case in CASES if lanes_of(case).tall], lambda case: kernels(case, "many"))
+COVERING = covering(CASES, lambda case: kernels(case, "gemv", "skinny", "tile_gemm"))
+TALL = covering([case for case in CASES if lanes_of(case).tall], lambda case: kernels(case, "tile_gemm"))
 # Rows and columns: a last tile of rows that is short; a last span of 256 columns that is half; warps without columns.
 SHAPES = ((20, 256), (33, 384), (16, 1152))
 DTYPES = (torch.float16, torch.bfloat16)
@@ -134,7 +134,7 @@ def test_few_rows(case: Case) -> None:
             check(case, shapes[i % 3], params, (3, 8, 11)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if lanes_of(case).many], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if lanes_of(case).tile_gemm], ids=str)
 def test_many_rows(case: Case, hopper: None) -> None:
     for i, params in enumerate(tried(case)):
         shapes = shapes_of(case, params)
@@ -170,9 +170,9 @@ def test_tiles_of_128_rows(case: Case, tile: configure.Tall, hopper: None) -> No
     params = next((params for params in choices(case) if configure.is_tall(packed_of(case, shape, params))), None)
     if params is None:                                           # groups of fewer than 128 columns
         return
-    configs = configure.candidates("many", packed_of(case, shape, params), rows)
+    configs = configure.candidates("tile_gemm", packed_of(case, shape, params), rows)
     config = next(each for each in configs if (each["R"], each["W"], each["WHOLE"] > 0) == (tile.R, tile.W, tile.whole))
-    candidate = Candidate("many", config)
+    candidate = Candidate("tile_gemm", config)
     for dtype in DTYPES:
         check(case, shape, params, rows, dtype, bias=tile.whole, candidate=candidate)
 
@@ -188,7 +188,7 @@ def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
     packed = packed_of(case, (16, 512), next(choices(case)), seed=3)
     x = torch.eye(512, dtype=dtype, device=DEVICE)
     weight = case.module.dequantize(packed.to("cpu"), torch.float32).t()
-    if lanes_of(case).few:
+    if lanes_of(case).skinny:
         x, weight = (x, weight) if ALL else (x[::3].contiguous(), weight[::3])
         found = product(x, packed).float()
     else:

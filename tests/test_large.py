@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="one program of a launch
 CASES = cases()
 PLACES = re.compile(r"int64|[/%*] \(?[NK]\b|tl\.(load|store|arange|program_id)")
 COVERING = covering(CASES, lambda case: kernels(case, "dequantize", "linear"), PLACES)
-LANES = covering([case for case in CASES if kernels(case, "few")], lambda case: kernels(case, "row", "few", "many"), PLACES)
+FAMILIES = ("gemv", "skinny", "tile_gemm")
+LANES = covering([case for case in CASES if kernels(case, "skinny")], lambda case: kernels(case, *FAMILIES), PLACES)
 WEIGHTS = 1 << 34                                                # 2^31 bytes where a weight has one bit
 
 
@@ -81,11 +82,11 @@ def test_last_program(case: Case) -> None:
         run_last(call, packed, x, product, wanted[:, -1])
 
 
-@pytest.mark.parametrize("rows", [1, 8, 32], ids=["row", "few", "many"])
+@pytest.mark.parametrize("rows", [1, 8, 32], ids=["gemv", "skinny", "tile_gemm"])
 @pytest.mark.parametrize("case", LANES, ids=str)
 def test_last_program_of_matrix_units(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With x one-hot, products are weights, which the types of the products can hold."""
-    monkeypatch.setattr(configure, "has_many", lambda packed, dtype, device: packed.layout.kernels.lanes.many is not None)
+    monkeypatch.setattr(configure, "has_tile_gemm", lambda packed, dtype, device: bool(packed.layout.kernels.lanes.tile_gemm))
     packed, part = sparse_weight(case, WEIGHTS)
     x, out = torch.zeros(rows, part.shape[1], dtype=torch.float16), sparse((rows, packed.shape[0]), torch.float16)
     x[-1, -1] = 1

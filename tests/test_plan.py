@@ -81,7 +81,7 @@ def test_traps(gpu: Gpu) -> None:
     int4 = int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4)
     times = {m: choice_for(int4, m, gpu).options[0].seconds for m in (1, 8, 9, 16)}
     assert times[8] <= times[9] <= 2 * times[8] and times[16] <= 2 * times[8]
-    assert all(choice_for(int4, m, gpu).candidate.kind in ("row", "few", "many") for m in times)
+    assert all(choice_for(int4, m, gpu).candidate.kind in ("gemv", "skinny", "tile_gemm") for m in times)
 
 
 def test_candidates_are_launches() -> None:
@@ -102,7 +102,7 @@ def test_candidates_are_launches() -> None:
 def test_an_invariant_product_has_one_configuration() -> None:
     packed = q4_0.FORMAT.empty((512, 8192), "planar", "meta")
     found = {json.dumps(dict(plan.invariant(packed, m, BF16, META).config)) for m in (1, 2, 8, 9, 64, 500)}
-    assert len(found) == 1 and plan.invariant(packed, 1, BF16, META).kind == "few"
+    assert len(found) == 1 and plan.invariant(packed, 1, BF16, META).kind == "skinny"
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_prepared_launches() -> None:
     for row in rows:
         is_aligned = row["case"].endswith(" 0")
         assert row["same"] and row["launches"] == 1 and row["prepared"] == [False, is_aligned, is_aligned], row
-    assert {row["kind"] for row in rows} >= {"row", "few", "matvec", "decode"}
+    assert {row["kind"] for row in rows} >= {"gemv", "skinny", "matvec", "decode"}
     kernel = {row["case"]: row["kernel"] for row in rows}
     five, sixteen, seventeen = (kernel[f"q4_0.planar ({m}, 256) torch.bfloat16 None 0"] for m in (5, 16, 17))
     assert five == seventeen != sixteen                          # 16 divides M: Triton compiles another kernel

@@ -57,7 +57,7 @@ def test_the_fastest_is_kept_and_used(packed: PackedWeight, monkeypatch: pytest.
 
 def test_decoding_may_be_fastest(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qdsl.tune, "_time", lambda x, packed, candidate: float(candidate.kind != "decode"))
-    assert chosen(packed, 8).kind == "few"
+    assert chosen(packed, 8).kind == "skinny"
     qdsl.tune.tune(packed, rows=(8,))
     assert chosen(packed, 8) == Candidate("decode")
 
@@ -73,7 +73,7 @@ def test_invariant_products_are_launched_by_rule(packed: PackedWeight, monkeypat
 
 def nonsense(packed: PackedWeight) -> str:
     """A configuration that no kernel has, under the key that is asked for."""
-    wrong = {"kind": "few", "config": {"R": 7, "WN": 1, "WK": 3, "EVEN": True}}
+    wrong = {"kind": "skinny", "config": {"R": 7, "WN": 1, "WK": 3, "EVEN": True}}
     return json.dumps({configure.key(packed, 3, torch.float16): wrong})
 
 

@@ -171,7 +171,7 @@ def _row_calls(x: str, asked: Asked) -> tuple[list[Call], int]:
     held = large(weight((4096, 4096)), "cuda")
     vector = torch.randn(1, 4096, device="cuda").to(DTYPES[x])
     calls = [call for each in clones(held, clock.copies(held.nbytes, asked.facts.l2))
-             for call in _calls("row", vector, each, torch.empty(1, 4096, dtype=DTYPES[x], device="cuda"))]
+             for call in _calls("gemv", vector, each, torch.empty(1, 4096, dtype=DTYPES[x], device="cuda"))]
     return calls, int(calls[0].constants["WK"])
 
 
@@ -199,7 +199,7 @@ def overlap(asked: Asked) -> Answer:
             part = held.cut("N", 0, taken)
             out = torch.empty(rows, taken, dtype=torch.bfloat16, device="cuda")
             copies = clones(part, clock.copies(part.nbytes, asked.facts.l2))
-            calls = [call for each in copies for call in _calls("many", x, each, out)]
+            calls = [call for each in copies for call in _calls("tile_gemm", x, each, out)]
             for stages, r in STAGED:
                 if r == 1 or per == 2:                           # two tiles of 64 rows in a program: again one per multiprocessor
                     graphs.append(clock.Graph([probes.staged(call, stages, r).run for call in calls]))

@@ -129,7 +129,7 @@ def _case(weight: Weight, grid: tuple[tuple[int, ...], tuple[int, ...]], checks:
     if shape is None:
         return None
     kernels = format_of(weight.name).storage(weight.storage, weight.chosen)[1].kernels
-    few = kernels.pairs is not None or (kernels.lanes is not None and kernels.lanes.few is not None)
+    few = kernels.pairs is not None or (kernels.lanes is not None and kernels.lanes.skinny is not None)
     kept = tuple(check for check in checks if not check.invariant or (few and shape[1] % 128 == 0))
     return Case(replace(weight, shape=shape), kept)
 

@@ -8,11 +8,11 @@ from qdsl.runtime import PackedWeight, configure, launch, streams
 from qdsl.runtime.gpu import plan
 from qdsl.runtime.gpu.costs import Candidate
 
-FEWER = 16                                                       # rows of x that fused kernels are checked with, without 'many'
+FEWER = 16                                                       # rows of x that kernels are checked with, without 'tile_gemm'
 
 
 def candidate(x: torch.Tensor, packed: PackedWeight) -> Candidate | None:
-    """'row' for one row of x, 'many' for more than 8, else 'few', in the first configuration; 'matvec' where none serves.
+    """The kernel for so many rows, in the first configuration: 'gemv' one, 'tile_gemm' more than 8, else 'skinny' or 'matvec'.
 
     None for streams, which have kernels of their own.
     """
@@ -20,7 +20,7 @@ def candidate(x: torch.Tensor, packed: PackedWeight) -> Candidate | None:
         return None
     m, is_aligned = x.shape[0], launch.is_aligned(x, packed)
     kinds = plan.kinds(packed, m, x.dtype, x.device, is_aligned)
-    wanted = next((kind for kind in ("row", "many", "few") if kind in kinds), "matvec")
+    wanted = next((kind for kind in ("gemv", "tile_gemm", "skinny") if kind in kinds), "matvec")
     legal = plan.candidates(packed, m, x.dtype, x.device, is_aligned)
     return next((option for option in legal if option.kind == wanted), plan.matvec(packed, m))
 
@@ -29,5 +29,5 @@ def is_decoded(x: torch.Tensor, packed: PackedWeight) -> bool:
     """Whether a product of so many rows is checked as that of the dequantized weight."""
     if packed.layout.streams:
         return x.shape[0] > streams.FEW or not streams.has_few(x, packed)
-    many = configure.has_many(packed, x.dtype, x.device)
+    many = configure.has_tile_gemm(packed, x.dtype, x.device)
     return x.shape[0] > (configure.most_columns(packed) if many else FEWER)

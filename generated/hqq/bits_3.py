@@ -289,7 +289,7 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "group"),
             kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, row=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
+                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
                         scale=_scale_planar, blocks=("group",), size=16, width=2, bits=3)),
         ),
     },

@@ -17,8 +17,9 @@ from qdsl.runtime.gpu.costs import Candidate
 META = torch.device("meta")
 HEADS = ["kernel", "configuration", "programs", "us", "of the best"]
 SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "BN", "BK")
-WORK = {"row": "one row of x, in matrix units", "few": "blocks of 8 rows of x, in matrix units",
-        "many": "tiles of 16 to 128 rows of x, in Hopper's warp groups", "matvec": "one row of x, decoded weight by weight",
+FUSED = ("gemv", "skinny", "tile_gemm")
+WORK = {"gemv": "one row of x, in matrix units", "skinny": "blocks of 8 rows of x, in matrix units",
+        "tile_gemm": "tiles of 16 to 128 rows of x, in Hopper's warp groups", "matvec": "one row of x, decoded weight by weight",
         "decode": "dequantize, then the vendor's matmul"}
 
 
@@ -80,15 +81,16 @@ def _refused(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tu
         return
     if lanes is None:
         better = [name for name, other in packed.variant.storages.items() if other.kernels.lanes is not None]
-        yield "row, few, many", f"storage {packed.storage} has none" + (f"; {' and '.join(better)} has" if better else "")
+        yield ", ".join(FUSED), f"storage {packed.storage} has none" + (f"; {' and '.join(better)} has" if better else "")
     elif not plan.has_lanes(packed, dtype, META):
         why = f"K = {k} is no multiple of 128" if k % 128 else f"blocks of fewer than {lanes.least} columns"
-        yield "row, few, many", why
+        yield ", ".join(FUSED), why
     else:
-        if lanes.row is None or rows > 1:
-            yield "row", "serves one row of x" if rows > 1 else "the storage has none"
-        if lanes.few is None:
-            yield "few", "the storage has none"
-        if "many" not in legal:
-            yield "many", ("the storage has none" if lanes.many is None else "serves more than 8 rows of x" if rows <= 8 else
-                           "is for Hopper, and for types that take one product for a code")
+        if lanes.gemv is None or rows > 1:
+            yield "gemv", "serves one row of x" if rows > 1 else "the storage has none"
+        if lanes.skinny is None:
+            yield "skinny", "the storage has none"
+        if "tile_gemm" not in legal:
+            yield "tile_gemm", ("the storage has none" if lanes.tile_gemm is None else
+                                "serves more than 8 rows of x" if rows <= 8 else
+                                "is for Hopper, and for types that take one product for a code")

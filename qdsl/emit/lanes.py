@@ -171,12 +171,12 @@ class Plan:
         return not self.stored and not self.late
 
     @property
-    def has_many(self) -> bool:
+    def has_tile_gemm(self) -> bool:
         return self.has_few and not self.stored and self.smallest >= 32
 
     @property
     def tall(self) -> bool:
-        """Whether `many` has registers for sums of 128 rows of x: codes are one plane of 4 bits, and sums are scaled at most."""
+        """Whether `tile_gemm` has registers for sums of 128 rows of x: one plane of 4-bit codes, sums scaled at most."""
         large = all(max(found) >= CHUNK for found in self.sizes.values())
         return large and self.integer and self.code.bits == 4 and self.exact_zero is not None and not self.affine.offset
 
@@ -208,7 +208,7 @@ class Plan:
     def point(self) -> Group | None:
         """The zero point, where operands can have it taken off their codes: an unsigned integer per group, of few bits."""
         zero = self.affine.zero
-        if not self.has_many or self.code.kind != "unsigned" or self.code.bits == 8 or self.book:
+        if not self.has_tile_gemm or self.code.kind != "unsigned" or self.code.bits == 8 or self.book:
             return None
         if [(c, len(fields)) for c, fields in zero] != [(-1.0, 1)]:
             return None
@@ -217,7 +217,7 @@ class Plan:
         return group if group.varies and not group.optional and number is not None and number.kind == "unsigned" else None
 
     @property
-    def sums_in_many(self) -> bool:
+    def sums_in_tile_gemm(self) -> bool:
         return (self.exact_zero is None and self.point is None) or bool(self.affine.offset)
 
     @property
@@ -342,8 +342,8 @@ def constants(made: Plan) -> list[str]:
     """What a storage's description says of its functions, and of how they are used."""
     storage, has_few = made.program.storage, made.has_few
     facts = ["skinny" if has_few else "None"]
-    facts += [f"row={'gemv' if has_few else 'gemv_records'}"] if made.has_row else []
-    facts += ["many=tile_gemm"] if made.has_many else []
+    facts += [f"gemv={'gemv' if has_few else 'gemv_records'}"] if made.has_row else []
+    facts += ["tile_gemm=tile_gemm"] if made.has_tile_gemm else []
     names = ["words", "numbers", *(["table"] if made.book else []), *(["point"] if made.point else []),
              *([] if made.late else ["fields", "scale"]), *(["finish"] if _finish(made) else [])] if has_few else [
                  "start", "numbers", "fields", "scale"]
@@ -357,10 +357,10 @@ def constants(made: Plan) -> list[str]:
     facts += [f"base={made.base}"] if made.base != (0, 128) else []
     facts += ["ones=True"] if made.late and has_few and (made.integer or made.takes_sums) else []
     facts += ["double=True"] if made.integer and made.code.bits == 8 else []
-    if made.has_many:
+    if made.has_tile_gemm:
         facts += [f"zero={_zero(made)}"] if _zero(made) != (0, -128) else []
         facts += ["exact=True"] if made.affine.zero and _is_exact(made) else []
-        facts += ["sums_in_many=True"] if made.sums_in_many else []
+        facts += ["sums_in_tile_gemm=True"] if made.sums_in_tile_gemm else []
         steps = [SPANS.get((made.planes[0][1], width), 0) for _, width, _ in made.planes]
         facts += [f"spans={tuple(steps)}"] if any(steps) else []
         facts += ["tall=True"] if made.tall else []
@@ -507,7 +507,7 @@ def _line_of(made: Plan, without: list[Group], suffix: str = "") -> list[str]:
         zero = _text(affine.zero, [], suffix)
         constant = all(not product for _, product in affine.zero)
         lines = [f"sum += ({zero} - BASE) * ones" if constant else f"sum += lanes.shifted({zero}, BASE) * ones"]
-        if made.has_many and _is_exact(made):
+        if made.has_tile_gemm and _is_exact(made):
             lines = ["if BASE is not None:                             # else operands have no zero point any more",
                      f"    {lines[0]}"]
     elif made.integer:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.packed import PackedWeight
 
 MULTIPROCESSORS = 132                                            # of a device that is not there: an H100's
-TRIP = 256                                                       # columns of w that a warp takes in a trip of the loop of `few`
+TRIP = 256                                                       # columns of w that a warp takes in a trip of `skinny`
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
 WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
 
@@ -101,26 +101,26 @@ def _gpu(device: torch.device) -> Gpu:
     return of_device(properties.name, torch.cuda.get_device_capability(device), properties.multi_processor_count)
 
 
-def has_many(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernel `many` is used: it keeps its weights in registers, from where a warp group of Hopper multiplies them."""
+def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernel `tile_gemm` is used: a warp group of Hopper multiplies weights from registers."""
     found = packed.layout.kernels.lanes
-    return found is not None and found.many is not None and target(device).capability == 9 and not (
+    return found is not None and found.tile_gemm is not None and target(device).capability == 9 and not (
         found.double and dtype == torch.bfloat16)
 
 
 def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | None = None) -> list[dict[str, int]]:
-    """Configurations of kernel 'row', 'few' or 'many' for x [m, K], the one by rule first."""
+    """Configurations of kernel 'gemv', 'skinny' or 'tile_gemm' for x [m, K], the one by rule first."""
     n, k = packed.shape
     device = device or packed.device
-    if kind == "many" and m > 64 and is_tall(packed):
+    if kind == "tile_gemm" and m > 64 and is_tall(packed):
         rule, *others = _tall(m, n, k, device)
-    elif kind == "many":
+    elif kind == "tile_gemm":
         rule = _many(min(m, most_columns(packed)), n, device)
         others = [{**rule, "R": r, "STAGES": stages} for r in (1, 2) for stages in (2, 3, 4)]
         others += [{**rule, "STAGES": 2, "UNROLL": 2}] if is_tall(packed) else []
     else:
         found = packed.layout.kernels.lanes
-        trip = found.trip(packed.sizes) if found is not None and kind == "row" else TRIP
+        trip = found.trip(packed.sizes) if found is not None and kind == "gemv" else TRIP
         rule = lanes(n, k, device, trip)
         others = [_split(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k]
     return [rule, *(other for other in others if other != rule)]
@@ -164,13 +164,13 @@ def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
 
 
 def most_columns(packed: PackedWeight) -> int:
-    """Rows of x that a program of kernel `many` may take, the columns of its tile."""
+    """Rows of x that a program of kernel `tile_gemm` may take, the columns of its tile."""
     found = packed.layout.kernels.lanes
     return 128 if is_tall(packed) else 64 if found is None or min(found.sizes(packed.sizes), default=128) >= 128 else 32
 
 
 def is_tall(packed: PackedWeight) -> bool:
-    """Whether a program of kernel `many` may take 128 rows of x."""
+    """Whether a program of kernel `tile_gemm` may take 128 rows of x."""
     found = packed.layout.kernels.lanes
     return found is not None and found.tall and min(found.sizes(packed.sizes), default=128) >= 128
 

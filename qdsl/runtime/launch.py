@@ -96,7 +96,7 @@ def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None,
 
 
 def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
-    """The launch of `grouped`, for tensors on any device, meta too; has_lanes(x, packed, few=True) must hold."""
+    """The launch of `grouped`, for tensors on any device, meta too; has_lanes(x, packed, skinny=True) must hold."""
     if out.numel():
         config = configure.lanes(out.shape[1] * cdiv(x.shape[0], 8), x.shape[1], x.device)
         yield _few_call(x, packed, bias, out, config, tiles)
@@ -161,13 +161,13 @@ def has_narrow(x: Tensor, packed: PackedWeight) -> bool:
         tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *packed.tensors.values()))
 
 
-def has_lanes(x: Tensor, packed: PackedWeight, few: bool = False) -> bool:
+def has_lanes(x: Tensor, packed: PackedWeight, skinny: bool = False) -> bool:
     """Whether a kernel for matrix units serves x [M, K], where it lies.
 
-    few: only kernel `few` is wanted, however many rows x has.
+    skinny: only that kernel is wanted, however many rows x has.
     """
-    if few:
-        return plan.has_lanes(packed, x.dtype, x.device, is_aligned(x, packed), few=True)
+    if skinny:
+        return plan.has_lanes(packed, x.dtype, x.device, is_aligned(x, packed), skinny=True)
     return bool(plan.kinds(packed, x.shape[0], x.dtype, x.device, is_aligned(x, packed)))
 
 
@@ -194,25 +194,25 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     (m, k), n = x.shape, packed.shape[0]
     tensors = _lane_tensors(packed)
     constants = {**lanes.constants(which, x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]}
-    if which == "many":
+    if which == "tile_gemm":
         rows = 16 * config["R"] * config["W"]
-        return Call(lanes.many, (tensors, x, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, config["BM"])),
+        return Call(lanes.tile_gemm, (tensors, x, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, config["BM"])),
                     {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
                     weights=min(rows, n) * k, step=rows * 128 * config["UNROLL"])
-    if which == "row":
-        return Call(lanes.row, (tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
+    if which == "gemv":
+        return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
                     _lane_options(config), **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
     return _few_call(x, packed, bias, out, config)
 
 
 def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Mapping[str, int],
               tiles: Tensor | None = None) -> Call:
-    """The launch of `few`, with or without experts: in both a program of the grid's second axis has up to 8 rows of x."""
+    """The launch of `skinny`, with or without experts: in both a program of the grid's second axis has up to 8 rows of x."""
     lanes = packed.layout.kernels.lanes
     assert lanes is not None
     (m, k), n = x.shape, out.shape[1]
-    return Call(lanes.few, (_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
-                {**lanes.constants("few", x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]},
+    return Call(lanes.skinny, (_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
+                {**lanes.constants("skinny", x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]},
                 (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config),
                 **_lane_weights(config, n, k, configure.TRIP))
 

@@ -66,7 +66,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Kernels for matrix units: `few` for up to 8 rows of x, `row` for one, `many` for more; None where a storage has none.
+    """Kernels for matrix units: `skinny` for up to 8 rows of x, `gemv` for one, `tile_gemm` for more; None where there is none.
 
     These are families (runtime/gpu/kernels), and the storage's functions complete them: words, numbers, table, fields, scale,
     finish, point, and of records start.
@@ -77,15 +77,15 @@ class Lanes:
     width, bits: of the first plane of codes, and of codes that are operands where they lie, 0 for others; signed: they are.
     unit, base: what sums are multiplied with in the end, and what operands have more than codes, in float16 and bfloat16.
     ones: `finish` takes the sums of x.  double: bfloat16, whose numbers have 8 bits, takes two products for a code.
-    zero: what `many` adds to codes, in float16 and bfloat16; exact: it thereby takes off their zero point.  sums_in_many: it
-    needs the sums of x.  spans: by plane, how many bits the second chunk of a span lies higher.
-    tall: `many` keeps sums of 128 rows of x in registers, where its groups have 128 columns or more; else of 64.
+    zero: what `tile_gemm` adds to codes, in float16 and bfloat16; exact: it thereby takes off their zero point.
+    sums_in_tile_gemm: it needs the sums of x.  spans: by plane, how many bits the second chunk of a span lies higher.
+    tall: `tile_gemm` keeps sums of 128 rows of x in registers, where its groups have 128 columns or more; else of 64.
     narrow: the kernel for x in 8 bits.  records: how they lie where codes and numbers of groups are in records.
     """
 
-    few: Any
-    row: Any = None
-    many: Any = None
+    skinny: Any
+    gemv: Any = None
+    tile_gemm: Any = None
     words: Any = None
     numbers: Any = None
     table: Any = None
@@ -106,7 +106,7 @@ class Lanes:
     double: bool = False
     zero: tuple[int, int] = (0, -128)
     exact: bool = False
-    sums_in_many: bool = False
+    sums_in_tile_gemm: bool = False
     spans: tuple[int, ...] = (0, 0, 0)
     tall: bool = False
     codes: str = ""
@@ -120,7 +120,7 @@ class Lanes:
         return CHUNK if self.in_order else 16
 
     def constants(self, kind: str, half: bool, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """What completes kernel `kind` ('few', 'row', 'many', 'narrow'); half: x is float16, not bfloat16."""
+        """What completes kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'narrow'); half: x is float16, not bfloat16."""
         place, blocks = int(not half), self.sizes(sizes)
         codes = {"numbers": self.numbers, "WIDTH": self.width, "BITS": self.bits, "SIGNED": self.signed,
                  "UNIT": self.unit[place], "BASE": self.base[place]}
@@ -131,20 +131,20 @@ class Lanes:
         if kind == "narrow":
             return applied
         loaded = {**codes, **applied, "words": self.words, "table": self.table}
-        if kind == "row":
+        if kind == "gemv":
             return {**loaded, "STEP": min([64, *blocks])}
         loaded["SIZE"] = CHUNK if min(blocks, default=CHUNK) >= CHUNK else self.size
-        if kind == "few":
+        if kind == "skinny":
             return {**loaded, "ONES": self.ones, "IN_ORDER": self.in_order}
         return {**loaded, "BASE": None if self.exact else 0, "point": self.point, "ZERO": self.zero[place],
-                "ONES": self.sums_in_many, "SPANS": self.spans}
+                "ONES": self.sums_in_tile_gemm, "SPANS": self.spans}
 
     def sizes(self, sizes: Mapping[str, int]) -> list[int]:
         """The blocks as numbers, for these size parameters."""
         return [int(block) if block.isdigit() else sizes[block] for block in self.blocks]
 
     def trip(self, sizes: Mapping[str, int]) -> int:
-        """Columns of w that a warp takes in a trip of the loop of `row`."""
+        """Columns of w that a warp takes in a trip of the loop of `gemv`."""
         return 256 if self.records is not None else max(256, 8 * min([64, *self.sizes(sizes)]))
 
 

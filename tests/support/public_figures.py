@@ -42,9 +42,9 @@ def seconds(figure: dict[str, Any], gpu: Gpu) -> float:
     name, _, storage = figure["ours"].partition(".")
     packed = launches.weight(launches.module(name), (n, k), storage, figure["params"])
     lanes = packed.layout.kernels.lanes
-    kind = "row" if m == 1 and lanes is not None and lanes.row is not None else "few"
+    kind = "gemv" if m == 1 and lanes is not None and lanes.gemv is not None else "skinny"
     with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors):
         config = configure.candidates(kind, packed, m, torch.device("meta"))[0]
     rows = cdiv(n, 16 * config["R"] * config["WN"])
-    way = costs.Candidate(kind, config, (rows,) if kind == "row" else (rows, cdiv(m, 8)))
+    way = costs.Candidate(kind, config, (rows,) if kind == "gemv" else (rows, cdiv(m, 8)))
     return costs.seconds(packed, way, m, torch.bfloat16, gpu)

@@ -33,7 +33,7 @@ L2_BYTES = 28                                                    # from the L2 c
 MATMUL = 0.7                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out that an SM has at a time in it
 DECODED = 1 << 25                                                # weights that runtime/linear.py decodes at a time on a GPU
-KINDS = ("matvec", "row", "few", "many", "decode")
+KINDS = ("matvec", "gemv", "skinny", "tile_gemm", "decode")
 TABLE = Path(__file__).with_name("costs.json")
 
 
@@ -41,9 +41,9 @@ TABLE = Path(__file__).with_name("costs.json")
 class Candidate:
     """One way to compute x @ w.T.
 
-    kind: a kernel of the storage ('matvec', 'row', 'few', 'many'), or 'decode': dequantize and the vendor's matmul.
-    config: the launch's constants by name (R, WN, WK of 'row' and 'few'; R, W, BM, UNROLL of 'many'; BN, BK of 'matvec';
-    R, W, BLOCKS of an entropy code's 'few').  grid: of the launch.  'decode' needs neither.
+    kind: a kernel of the storage ('matvec', 'gemv', 'skinny', 'tile_gemm'), or 'decode': dequantize and the vendor's matmul.
+    config: the launch's constants by name (R, WN, WK of 'gemv' and 'skinny'; R, W, BM, UNROLL of 'tile_gemm'; BN, BK of 'matvec';
+    R, W, BLOCKS of an entropy code's 'skinny').  grid: of the launch.  'decode' needs neither.
     """
 
     kind: str
@@ -79,9 +79,9 @@ class Cost:
 USUAL = {
     "matvec": Cost(80, 512, 4, 2048, 240.0, 200.0, 600.0, 1.0, 400.0, 1.0),
     "dequantize": Cost(64, 0, 4, 8192, 0.0, 640.0, 0.0, 0.0, 600.0, 1.0),
-    "row": Cost(96, 512, 4, 32768, 400.0, 300.0, 500.0, 1.0, 500.0, 1.0),
-    "few": Cost(128, 512, 4, 32768, 600.0, 400.0, 700.0, 1.0, 500.0, 1.0),
-    "many": Cost(128, 65536, 4, 16384, 400.0, 600.0, 900.0, 0.5, 800.0, 1.0),
+    "gemv": Cost(96, 512, 4, 32768, 400.0, 300.0, 500.0, 1.0, 500.0, 1.0),
+    "skinny": Cost(128, 512, 4, 32768, 600.0, 400.0, 700.0, 1.0, 500.0, 1.0),
+    "tile_gemm": Cost(128, 65536, 4, 16384, 400.0, 600.0, 900.0, 0.5, 800.0, 1.0),
 }
 
 
@@ -163,7 +163,7 @@ def storage_key(packed: PackedWeight) -> str:
 
 
 def config_key(kind: str, r: int = 0, columns: int = 0) -> str:
-    """What the table calls a kernel in a configuration: 'many R=2 64'.
+    """What the table calls a kernel in a configuration: 'tile_gemm R=2 64'.
 
     r: tiles of 16 rows of w per warp.  columns: rows of x per program, where the kernel has a choice.
     """

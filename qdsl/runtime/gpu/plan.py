@@ -123,9 +123,9 @@ def fused(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device
 
 def invariant(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
     """The one kernel, in one configuration whatever m is, that gives a row of x the same bits whatever the other rows are."""
-    if not has_lanes(packed, dtype, device, is_aligned, few=True):
+    if not has_lanes(packed, dtype, device, is_aligned, skinny=True):
         return matvec(packed, m)
-    return _lane_candidate("few", packed, m, configure.candidates("few", packed, m, device)[0])
+    return _lane_candidate("skinny", packed, m, configure.candidates("skinny", packed, m, device)[0])
 
 
 def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True,
@@ -140,27 +140,27 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
 
 
 def kinds(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> list[str]:
-    """Which kernels for matrix units serve x [m, K]: 'row' one row, 'few' any number in blocks of 8, 'many' more than 8."""
+    """Kernels for matrix units that serve x [m, K]: 'gemv' one row, 'skinny' any in blocks of 8, 'tile_gemm' more than 8."""
     lanes = packed.layout.kernels.lanes
     if lanes is None or packed.layout.streams or not has_lanes(packed, dtype, device, is_aligned):
         return []
-    legal = ["row"] if m == 1 and lanes.row is not None else []
-    legal += ["few"] if lanes.few is not None else []
-    return legal + (["many"] if m > 8 and configure.has_many(packed, dtype, device) else [])
+    legal = ["gemv"] if m == 1 and lanes.gemv is not None else []
+    legal += ["skinny"] if lanes.skinny is not None else []
+    return legal + (["tile_gemm"] if m > 8 and configure.has_tile_gemm(packed, dtype, device) else [])
 
 
-def has_lanes(packed: PackedWeight, dtype: torch.dtype, device: torch.device, is_aligned: bool = True, few: bool = False,
+def has_lanes(packed: PackedWeight, dtype: torch.dtype, device: torch.device, is_aligned: bool = True, skinny: bool = False,
               ) -> bool:
     """Whether a kernel for matrix units serves x of a type: 16-bit floats, whole chunks of columns, codes that are numbers.
 
-    few: kernel 'few' is the one.
+    skinny: that kernel is the one.
     """
     lanes = packed.layout.kernels.lanes
     if lanes is None or not is_aligned or dtype not in HALVES or packed.shape[1] % 128 or not packed.shape[1]:
         return False
     if device.type == "cuda" and configure.target(device).capability < 8:
         return False                                             # AMD's, and those before bfloat16: the plain kernel serves them
-    if few and lanes.few is None:
+    if skinny and lanes.skinny is None:
         return False
     return min(lanes.sizes(packed.sizes), default=lanes.least) >= lanes.least and packed.finite
 
@@ -175,10 +175,10 @@ def matvec(packed: PackedWeight, m: int) -> Candidate:
 
 def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
     n = packed.shape[0]
-    if kind == "many":
+    if kind == "tile_gemm":
         return Candidate(kind, config, (cdiv(n, 16 * config["R"] * config["W"]), cdiv(m, config["BM"])))
     rows = cdiv(n, 16 * config["R"] * config["WN"])
-    return Candidate(kind, config, (rows,) if kind == "row" else (rows, cdiv(m, 8)))
+    return Candidate(kind, config, (rows,) if kind == "gemv" else (rows, cdiv(m, 8)))
 
 
 def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
@@ -189,7 +189,7 @@ def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device:
     if not streams.has_few(x, packed):
         return []
     calls = list(streams.few_calls(x, packed, None, out))
-    return [Candidate("few", {key: value for key, value in call.constants.items() if isinstance(value, int)}, call.grid)
+    return [Candidate("skinny", {key: value for key, value in call.constants.items() if isinstance(value, int)}, call.grid)
             for call in calls]
 
 
