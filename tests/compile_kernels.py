@@ -77,10 +77,9 @@ def compiled(case: Case, kind: str, target: str, optional: bool, dtype: str) -> 
 
 
 def compiled_for(target: str) -> list[tuple[Case, str]]:
-    """Kernels that have all lines of all kernels: each for one kind of NVIDIA's GPUs, and all for AMD's."""
+    """Kernels that have all lines of all kernels, each for one of the GPUs; every kernel for all of them in `make test-all`."""
     every = [(case, kind) for case in cases() for kind in KINDS]
-    chosen = covering(every, lambda pair: kernels(*pair))
-    return chosen if ALL or target == "gfx942" else chosen[list(TARGETS).index(target)::3]
+    return every if ALL else covering(every, lambda pair: kernels(*pair))[list(TARGETS).index(target)::len(TARGETS)]
 
 
 def every(target: str) -> Iterator[dict[str, Any]]:

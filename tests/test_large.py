@@ -49,6 +49,7 @@ def sparse_weight(case: Case, weights: int) -> tuple[PackedWeight, PackedWeight]
     optional = [name for name in part.tensors if part.layout.tensors[name].optional]
     empty = case.module.FORMAT.empty((rows, k), case.storage, optional=optional, **case.choice).open()
     whole = empty.apply(lambda tensor: sparse(tuple(tensor.shape), tensor.dtype))
+    whole.known_finite = part.finite                             # a plan would read all of it to know
     if not whole.layout.whole:
         for name, tensor in whole.cut("N", rows - part.shape[0], rows).tensors.items():
             tensor.copy_(part.tensors[name])
