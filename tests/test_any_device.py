@@ -1,4 +1,7 @@
-"""Devices of torch without kernels: every format decodes and multiplies by torch's own operations, with the bits of a CPU."""
+"""Devices of torch without kernels: every format decodes and multiplies by torch's own operations, with the bits of a CPU.
+
+torch cannot forget a device, so these run in the process that tests/test_without_triton.py starts.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import torch
 
 from qdsl.generated import fp8_block, hlane, int_group, q4_k
 from qdsl.runtime import device_dtypes
-from qdsl.runtime.gpu.triton import is_installed, on_device, runs_kernels
+from qdsl.runtime.gpu.triton import is_installed
 from tests.support.covering import by_turns
 from tests.support.formats import Case, cases, random_packed, same_bits, smallest
 from tests.support.other_device import OtherTensor, other_device
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(is_installed, reason="in a process of their own")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,13 +74,3 @@ def test_rows_and_experts_on_a_device_without_kernels(device: torch.device) -> N
     x, offsets = torch.randn(5, 256), torch.tensor([0, 2, 2, 4, 5])
     out = format.grouped_linear(x.to(device), moved, offsets.to(device))
     assert torch.equal(out.cpu(), format.grouped_linear(x, packed, offsets))
-
-
-@pytest.mark.skipif(not is_installed, reason="Triton is not installed")
-def test_kernels_run_where_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = ("cpu", "cuda", "xpu", "mps", "meta")
-    assert [kind for kind in kinds if runs_kernels(torch.device(kind))] == ["cuda", "xpu"]
-    monkeypatch.setattr("qdsl.runtime.gpu.triton.is_installed", False)
-    assert not any(runs_kernels(torch.device(kind)) for kind in kinds)
-    with on_device(torch.device("mps")):
-        pass

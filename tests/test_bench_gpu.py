@@ -81,7 +81,7 @@ def test_every_storage_is_planned_on_every_kind_of_shape(quick: bool) -> None:
 
 def test_every_regime_of_rows_is_planned(hopper: None) -> None:
     """By the kernels that a launch on a Hopper device takes, and by rows."""
-    planned = [(case, case.calls()) for case in plan.cases()]
+    planned = [(case, list(case.calls())) for case in plan.cases()]
     rows = {check.rows for case, _ in planned for check in case.checks}
     assert {0, 1, 2, 8, 16, 64} <= rows and {m for m in rows if 8 < m < 64 and m & (m - 1)} and max(rows) >= 256
     for weight in every():

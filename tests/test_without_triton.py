@@ -16,7 +16,7 @@ import torch
 from qdsl import tune
 from qdsl.generated import q4_0
 from qdsl.runtime import launch
-from qdsl.runtime.gpu.triton import MissingTriton, is_installed, missing, runs_kernels
+from qdsl.runtime.gpu.triton import MissingTriton, is_installed, missing, on_device, runs_kernels
 from tests.support.formats import ROOT, Case, cases, random_packed, same_bits, smallest
 from tests.support.jobs import JOBS, command, job_inputs, succeed
 
@@ -72,3 +72,13 @@ def test_what_needs_kernels_says_what_is_missing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "platform", "darwin")
     assert str(missing()) == "GPU kernels need Triton, which has no wheel for macOS"
     assert not runs_kernels(torch.device("cuda"))
+
+
+@pytest.mark.skipif(not is_installed, reason="Triton is not installed")
+def test_kernels_run_where_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ("cpu", "cuda", "xpu", "mps", "meta")
+    assert [kind for kind in kinds if runs_kernels(torch.device(kind))] == ["cuda", "xpu"]
+    monkeypatch.setattr("qdsl.runtime.gpu.triton.is_installed", False)
+    assert not any(runs_kernels(torch.device(kind)) for kind in kinds)
+    with on_device(torch.device("mps")):
+        pass
