@@ -437,7 +437,7 @@ def test_explain() -> None:
     times = [each["us"] for each in product["candidates"]]
     assert product["chosen"] == product["candidates"][0] and times == sorted(times) and times[0] > 0
     assert {each["kernel"] for each in product["candidates"]} == {"decode", "matvec"}
-    assert "4 programs for 132 SMs" in product["reason"] and "planar" in product["refused"]["row, few, many"]
+    assert "4 programs for 132 SMs" in product["reason"] and "planar" in product["refused"]["gemv, skinny, tile_gemm"]
     shown = run("explain", "q4_0", "--storage", "planar", "--rows", "9", "--shape", "512", "4096", "--gpu", "a100").stdout
-    assert "q4_0.planar [512, 4096], 9 rows of x in bf16, A100 80 GB SXM: few" in shown
-    assert "not many: is for Hopper" in shown and "not matvec:" in shown
+    assert "q4_0.planar [512, 4096], 9 rows of x in bf16, A100 80 GB SXM: skinny" in shown
+    assert "not tile_gemm: is for Hopper" in shown and "not matvec:" in shown
