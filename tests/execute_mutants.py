@@ -22,7 +22,7 @@ from qdsl.runtime.call import Call
 from tests.support.only_ptx import stop_at_ptx
 from tests.support.ptx_mutants import mutants
 
-N, K = 41, 512
+N, K = 41, 768                                                  # six chunks: copies in flight at the end fill the first stage
 # Format, planar or not, rows of x, architecture: every family of kernels, with copies, warp groups, and shared memory.
 LAUNCHES = (("q4_0", True, 1, "sm_80"), ("q4_k", True, 5, "sm_80"), ("q4_0", True, 33, "sm_90"),
             ("fp8_block", True, 33, "sm_90"), ("q6_k", False, 1, "sm_90"), ("fp8_channel", False, 0, "sm_90"),
