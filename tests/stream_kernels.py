@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from qdsl.analyze import report, sass
 from qdsl.analyze.compile import compiled, specialised
+from qdsl.analyze.counts import counted
 from qdsl.analyze.gpus import arch_of
 from qdsl.analyze.launches import weight
 from qdsl.runtime import configure, launch, streams
@@ -71,9 +72,9 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         for form in ("df11", "hlane", "fix4"):
             for what, call in launches(form):
-                counted = "LEVELS" not in call.constants
-                found = report(call if counted else replace(call, weights=1), arch)
-                count = found.hot if counted else windows(call, arch)
+                is_counted = "LEVELS" not in call.constants
+                found = report(call, arch) if is_counted else counted(compiled(call, arch_of(arch)), arch, 1, 1, call.step, 1)
+                count = found.hot if is_counted else windows(call, arch)
                 yield {"form": form, "what": what, "count": count, "spills": found.spills, "shared": found.shared_bytes,
                        "opcodes": found.opcodes, "tensor": found.tensor, "loads": found.loads}
 

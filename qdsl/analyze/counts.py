@@ -101,6 +101,7 @@ def report(call: Call, arch: str) -> Report:
     for extent in call.grid:
         programs *= extent
     weight, others = _bytes(call)
+    weight = round(weight * _share(call, programs))
     passes = call.grid[1] if "x" in call.kernel.arg_names and len(call.grid) > 1 else 1
     counts = counted(compiled(call, target), target.name, programs, call.weights, call.step, weight + others, passes * weight,
                      passes * weight / (programs * call.weights), call.constants.get("BM", MATRIX_COLUMNS))
@@ -108,6 +109,16 @@ def report(call: Call, arch: str) -> Report:
         raise AnalyzeError(f"{counts.kernel} for {arch}: {counts.loaded / weight:.2f} of the weight's bytes are loaded in "
                            f"{counts.trips} trips of the loop, unrolled {counts.unroll}-fold: the loop was misread")
     return counts
+
+
+def _share(call: Call, programs: int) -> float:
+    """The share of a weight that a launch takes: less than 1 where it decodes only some blocks of rows."""
+    values = dict(zip(call.kernel.arg_names, call.arguments, strict=False))
+    if values.get("blocks") is None:
+        return 1.0
+    n, k = values["N"], values["K"]
+    assert isinstance(n, int) and isinstance(k, int)
+    return min(1.0, programs * call.weights / (n * k))
 
 
 def _bytes(call: Call) -> tuple[int, int]:
