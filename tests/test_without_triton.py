@@ -30,7 +30,6 @@ def test_a_process_without_triton() -> None:
                            "-p", "no:cacheprovider"],
                           cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:]
-    assert " passed" in done.stdout and " failed" not in done.stdout
 
 
 @without_triton

@@ -62,6 +62,6 @@ def product(x: Tensor, packed: PackedWeight) -> tuple[Tensor, list[Call]]:
     return out, list(launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed)))
 
 
-def table(found: list[Difference]) -> list[dict[str, object]]:
+def table(rows: list[Difference]) -> list[dict[str, object]]:
     """Rows of the results file."""
-    return [asdict(difference) for difference in found]
+    return [asdict(difference) for difference in rows]

@@ -72,9 +72,9 @@ def open_folder(path: Path) -> int | None:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def open_new(path: str, flags: int = 0) -> int:
+def open_new(path: str) -> int:
     """A descriptor of a file to read and write, created if missing; links are not followed, and bytes are not translated."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | flags, 0o666)
+    return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
 
 
 def copy_mode(source: Path, file: BinaryIO) -> None:

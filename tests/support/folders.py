@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qdsl.checkpoint.folder import INDEX
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.folder import INDEX, Folder
+from qdsl.checkpoint.safetensors import CheckpointError, write
 from qdsl.runtime import PackedWeight
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "checkpoint_format": "gptq_v2"}
@@ -61,6 +61,27 @@ def killed(work: Callable[[], object], out: Path, after: int) -> bool:
         work()
     finally:
         os._exit(0)
+
+
+def killed_everywhere(work: Callable[[Path], Any], parent: Path, step: int = 1) -> Iterator[Any]:
+    """Kill the writer of a folder before every `step`-th operation, and yield what the next one, which finishes, returns.
+
+    Asserts that no reader takes what is left for a checkpoint unless it is whole, and that the next makes the same bytes.
+    """
+    work(parent / "whole")
+    whole, after = files(parent / "whole"), 0
+    while killed(lambda: work(out), out := parent / f"out{after}", after):
+        left = files(out) if out.exists() else {}
+        try:
+            Folder(out).close()
+        except (CheckpointError, FileNotFoundError):
+            pass
+        else:
+            assert {name: data for name, data in left.items() if not name.startswith(".qdsl")} == whole
+        yield work(out)
+        assert files(out) == whole
+        after += step
+    assert files(out) == whole
 
 
 def operations(work: Callable[[], object], out: Path) -> int:
