@@ -93,6 +93,24 @@ def test_files_are_written_and_locked_on_windows(windows: Msvcrt, tmp_path: Path
         pass                                                     # folders have no locks there
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="folders have no locks")
+def test_files_and_folders_are_locked_for_one_writer(tmp_path: Path) -> None:
+    """Two descriptors of a process lock each other out, as two processes do."""
+    with replacing(tmp_path / "x", "a" * 16) as file:
+        file.write(b"new")
+        with pytest.raises(OutputError, match="another process is writing"), replacing(tmp_path / "x", "a" * 16):
+            pass
+    with locked(tmp_path), pytest.raises(BlockingIOError), locked(tmp_path):
+        pass
+    with locked(tmp_path, shared=True):
+        with locked(tmp_path, shared=True):
+            pass
+        with pytest.raises(BlockingIOError), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        pass
+
+
 def test_files_are_written_without_any_locks(without_fcntl: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "msvcrt", None)
     with open(tmp_path / "x", "wb") as file:

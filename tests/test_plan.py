@@ -190,14 +190,15 @@ def test_arguments_of_prepared_launches() -> None:
     table, weight, x = torch.zeros(8), torch.zeros(64, 8), torch.zeros(4, 8)
 
     def prepared(planes: tuple[torch.Tensor | int | None, ...]) -> Prepared | None:
-        call = Call(kernel, (planes, x, 4), {"function": len}, (7, 2), {})
+        call = Call(kernel, (planes, x[2:], 4), {"function": len}, (7, 2), {})
         return prepare([(call, compiled)], [x, weight, None], [table], False)
 
     ready = prepared((weight[16:], None, 3, table))
     assert ready is not None and not ready.is_decoded
     [launched] = ready.launches
     launched(9, [1000, 5000])
-    assert calls == [(7, 2, 1, 9, 5, "metadata", None, None, None, (5000 + 16 * 8 * 4, None, 3, table), 1000, 4, len)]
+    assert calls == [(7, 2, 1, 9, 5, "metadata", None, None, None, (5000 + 16 * 8 * 4, None, 3, table),
+                      1000 + 2 * 8 * 4, 4, len)]
     assert prepared((weight, torch.zeros(8))) is None            # a tensor of this call alone
     assert prepare([], [torch.zeros(9)[1:]], [], False) is None  # no multiple of 16 bytes
     call = Call(kernel, ((weight,), x, 4), {"function": len}, (1,), {})
