@@ -251,7 +251,7 @@ def _draw_grid(tensor: Tensor, colours: dict[str, str], body: list[str], y: int)
     per_word = max(1, len(cells) * 32 // tensor.record_bits)
     per_line = per_word * max(1, MOST_CELLS // per_word)
     most = max(max(cell.first[0], default=0) for cell in cells) or 1
-    body.append(_text(104, y + 12, f"elements by subscript, low bits first, {per_word} in 32 bits; later ones in stronger colour", 11))
+    body.append(_text(104, y + 12, f"elements by subscript, low bits first, {per_word} in 32 bits", 11))
     y += 18
     width = min(760 // per_line, 48)
     size = 9 if 6 * max(len(cell.short()) for cell in cells) <= width else 7
