@@ -15,7 +15,7 @@ import torch
 
 import qdsl
 from qdsl.compiler.emit.module.build import BuildError, build
-from qdsl.compiler.emit.module.module import FAMILIES, RUNTIME
+from qdsl.compiler.emit.module.module import KERNELS, RUNTIME
 from qdsl.compiler.emit.triton.lanes import FUNCTIONS, LOCALS
 from qdsl.compiler.passes.schemes import SCHEMES
 from qdsl.compiler.spec.schema import RESERVED
@@ -102,7 +102,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 
 def test_names_of_generated_code_are_reserved() -> None:
     """A field called as something that a module imports would hide it."""
-    assert {*RUNTIME, *FAMILIES, *SCHEMES, *FLOATS, "Tensor", "Any"} <= RESERVED
+    assert {*RUNTIME, *KERNELS, *SCHEMES, *FLOATS, "Tensor", "Any"} <= RESERVED
 
 
 def test_a_spec_that_is_wrong_writes_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from qdsl.checkpoint.detect import layer_weights
 from qdsl.checkpoint.detect.descriptions import descriptions
-from qdsl.checkpoint.detect.gguf_weights import companions
+from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.layers import Layer, layers
 from qdsl.checkpoint.files.folder import Folder
@@ -184,12 +184,12 @@ class GgufSource:
     def weights(self, layer: Layer) -> list[PackedWeight]:
         name = self._blocks(layer)
         if layer.experts is None:
-            return [self.file.weight(name)]
-        return [self.file.weight(name, expert) for expert in range(layer.experts)]
+            return [packed_weight(self.file, name)]
+        return [packed_weight(self.file, name, expert) for expert in range(layer.experts)]
 
     def stacked(self, layer: Layer) -> PackedWeight:
         if layer.experts is None or len(layer.tensors) == 1:
-            return self.file.weight(self._blocks(layer))
+            return packed_weight(self.file, self._blocks(layer))
         return layer_weights.joined(layer, self.weights(layer))
 
     def group_weight(self, group: Group) -> PackedWeight:
