@@ -81,7 +81,7 @@ check: .venv/ready           ## lint, types, and generated modules that are what
 
 docs: .venv-docs/ready       ## the documentation as a site, build/site/index.html; needs no network once its environment is there
 	PYTHONPATH=. .venv-docs/bin/python docs/site.py
-	.venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
 fuzz: .venv/ready            ## a minute of hostile files of all kinds
 	$(BIN)/python -m tests.fuzz 60
