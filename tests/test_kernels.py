@@ -173,8 +173,8 @@ def holding(case: Case, name: str, values: torch.Tensor) -> Iterator[PackedWeigh
 
 def has_codes(case: Case) -> bool:
     """Whether a field has a value for every weight; vectors of a table have one for several."""
-    shape = smallest(case)
-    return any(field_shape(case, name, shape) == shape for name in case.module.FORMAT.variant(case.choice).fields)
+    fields = case.module.FORMAT.variant(case.choice).fields.values()
+    return any([axis.text for axis in field.axes] == ["N", "K"] for field in fields)
 
 
 # Words that hold rows and columns, columns of several runs or rows far apart, lie along different axes or across rows, straddle
