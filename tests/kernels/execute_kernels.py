@@ -33,7 +33,7 @@ from tests.support.only_ptx import stop_at_ptx
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 DTYPES = (torch.bfloat16, torch.float16)
-ROWS = {"dequantize": (0,), "linear": (1, 5), "gemv": (1,), "skinny": (5, 20), "tile_gemm": (40, 100)}
+ROWS = {"dequantize": (0,), "matvec": (1, 5), "gemv": (1,), "skinny": (5, 20), "tile_gemm": (40, 100)}
 ORDERS: tuple[str | int, ...] = ("lockstep", "reverse", 7)
 SUMS = ("exact", "truncated")
 # Of x from the start of its storage, in bytes.  Kernels for matrix units ask for 16; for others the plain ones are launched.
@@ -63,8 +63,8 @@ def jobs() -> list[Job]:
     Functions of a format complete several families: they are executed in mma.sync's and in wgmma's.
     """
     every = [(case, kind) for case in cases() for kind in ROWS if any(kernels(case, kind)) and
-             (kind in ("dequantize", "linear") or str(case) != "same_names.planar-group9")]
-    families = [("dequantize", "linear"), ("gemv", "skinny"), ("tile_gemm",)]
+             (kind in ("dequantize", "matvec") or str(case) != "same_names.planar-group9")]
+    families = [("dequantize", "matvec"), ("gemv", "skinny"), ("tile_gemm",)]
     representatives = [pair for kinds in families
                        for pair in covering([pair for pair in every if pair[1] in kinds], lambda pair: kernels(*pair))]
     chosen = []

@@ -217,9 +217,9 @@ def test_bits_do_not_depend_on_the_run_or_on_other_rows(case: Case) -> None:
 def test_other_products_take_the_plain_kernel(case: Case) -> None:
     """float32, and columns that are no whole chunks: there are kernels for all of them."""
     packed = packed_of(case, (16, 256), next(choices(case)))
-    assert kernels_of(x_of(1, 256, torch.float32), packed) == {"linear"}
+    assert kernels_of(x_of(1, 256, torch.float32), packed) == {"matvec"}
     odd = packed_of(case, (16, 320), next(choices(case)))
-    assert kernels_of(x_of(1, 320, torch.float16), odd) == {"linear"}
+    assert kernels_of(x_of(1, 320, torch.float16), odd) == {"matvec"}
 
 
 CUT = ("q4_0.planar", "int8_channel.safetensors-scale_typebf16")
@@ -235,7 +235,7 @@ def test_parts_of_a_weight(case: Case) -> None:
     assert kernels_of(x, part) == {"skinny"}
     assert torch.equal(product(x, part), product(x, packed)[:, 5:40])
     shifted = torch.empty(2 * 384 + 1, dtype=torch.float16, device=DEVICE)[1:].view(2, 384).copy_(x)
-    assert kernels_of(shifted, packed) == {"linear"}
+    assert kernels_of(shifted, packed) == {"matvec"}
 
 
 @pytest.mark.parametrize("case", RECORDS, ids=str)
@@ -245,12 +245,12 @@ def test_records_where_they_lie(case: Case) -> None:
     x = x_of(2, 768, torch.float16, 4)
     one = x[:1].contiguous()
     whole = product(one, packed)
-    assert kernels_of(one, packed) == {"gemv_records"} and kernels_of(x, packed) == {"linear"}
+    assert kernels_of(one, packed) == {"gemv_records"} and kernels_of(x, packed) == {"matvec"}
     assert torch.equal(whole, product(one, packed))
     part = packed.cut("N", 5, 40)
     assert kernels_of(one, part) == {"gemv_records"} and torch.equal(product(one, part), whole[:, 5:40])
     (name, tensor), = packed.tensors.items()
-    for offset, kernel in ((16, "gemv_records"), (4, "linear"), (1, "linear")):
+    for offset, kernel in ((16, "gemv_records"), (4, "matvec"), (1, "linear")):
         held = torch.empty(tensor.numel() + 32, dtype=torch.uint8, device=DEVICE)
         start = -held.data_ptr() % 16 + offset
         moved = packed.derive({name: held[start:start + tensor.numel()].view_as(tensor).copy_(tensor)})
@@ -259,7 +259,7 @@ def test_records_where_they_lie(case: Case) -> None:
     for call in launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE)):
         assert next(call.tensors).data_ptr() == tensor.data_ptr()
     calls = launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE), invariant=True)
-    assert [call.family for call in calls] == ["linear"]
+    assert [call.family for call in calls] == ["matvec"]
 
 
 # Fields that are called as the kernels call their own values, and codes that are small floats.
