@@ -13,7 +13,7 @@ import threading
 import torch
 from torch import Tensor
 
-from qdsl.runtime.arrays import cdiv
+from qdsl.runtime.weight.arrays import cdiv
 
 STREAM = 1 << 14                                                 # counters of a stream: more than any split launch has tiles
 RESERVE = 1 << 20                                                # of a device, for launches that are captured
