@@ -13,7 +13,8 @@ from qdsl.core.shapes import axis
 from qdsl.runtime.gpu import configure, plan
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.gpu.kernels import narrow
+from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
+from qdsl.runtime.gpu.kernels import matvec, narrow
 from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import tl
 from qdsl.runtime.torch import eight
