@@ -1,6 +1,6 @@
 """Devices of torch without kernels: every format decodes and multiplies by torch's own operations, with the bits of a CPU.
 
-torch cannot forget a device, so these run in the process that tests/test_without_triton.py starts.
+torch cannot forget a device, so these run in the process that tests/test_machines.py starts.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """A machine without Triton: formats and commands work there, and what needs a GPU's kernels says so.
 
-The first test runs the others in a process in which `import triton` fails.
+tests/test_machines.py runs them in a process in which `import triton` fails.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,19 +14,10 @@ from qdsl import tune
 from qdsl.generated import q4_0
 from qdsl.runtime import launch
 from qdsl.runtime.gpu.triton import MissingTriton, is_installed, missing, on_device, runs_kernels
-from tests.support.formats import ROOT, Case, cases, random_packed, same_bits, smallest
-from tests.support.jobs import JOBS, command, job_inputs, succeed
+from tests.support.formats import Case, cases, random_packed, same_bits, smallest
+from tests.support.jobs import command
 
 without_triton = pytest.mark.skipif(is_installed, reason="Triton is installed")
-
-
-@pytest.mark.skipif(not is_installed, reason="Triton is not installed")
-def test_a_process_without_triton() -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests" / "no_triton", ROOT)))}
-    done = subprocess.run([sys.executable, "-m", "pytest", __file__, "tests/test_any_device.py", "-n", "0",
-                           "-p", "no:cacheprovider"],
-                          cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
 
 
 @without_triton
@@ -45,18 +33,6 @@ def test_a_format(case: Case) -> None:
         n, k = packed.shape
         quantized = format.quantize(torch.linspace(-1, 1, n * k).view(n, k), case.storage, **case.choice)
         assert format.dequantize(quantized, torch.float32).isfinite().all()
-
-
-@without_triton
-def test_commands(tmp_path: Path) -> None:
-    inputs = job_inputs(tmp_path / "inputs")
-    for name, (text, out) in JOBS.items():
-        if name != "merge-index":
-            succeed(*text.replace("{}", str(inputs)).split(), "-o", tmp_path / name / out)
-    succeed("inspect", tmp_path / "requantize" / "out")
-    succeed("verify", inputs / "hlane", inputs / "plain", "--decoded")
-    for arguments in (("list",), ("show", "q4_0"), ("check", ROOT / "specs" / "q4_0.yaml")):
-        succeed(*arguments)
 
 
 @without_triton

@@ -189,7 +189,7 @@ class PackedModule(nn.Module):
         self._look()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As nn.Module does, of tensors in the dtypes that the checkpoint has, whoever cast them or whatever device lacks them."""
+        """As nn.Module does, of tensors in the dtypes that the checkpoint has, whoever cast them or whatever a device lacks."""
         held = self._held()
         if is_plain(*held.values()):
             self._undo_casts(held)

@@ -6,15 +6,20 @@ raises MissingTriton when it is launched, and everything else that a module read
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from qdsl.files import cache_folder, is_writable
 from qdsl.host import system
 
-__all__ = ["MissingKernel", "MissingTriton", "is_installed", "libdevice", "on_device", "require", "runs_kernels", "tl", "triton"]
+__all__ = ["MissingKernel", "MissingTriton", "is_installed", "libdevice", "on_device", "require", "runs_kernels", "tl", "triton",
+           "use_writable_cache"]
 
 
 class MissingTriton(ImportError):
@@ -90,8 +95,18 @@ def runs_kernels(device: torch.device) -> bool:
     return is_installed and device.type in ("cuda", "xpu")
 
 
+@cache
+def use_writable_cache() -> None:
+    """Have Triton keep compiled kernels in the cache of qdsl where its own folder cannot be written: it would fail there."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    if "TRITON_CACHE_DIR" not in os.environ and not is_writable(home / ".triton"):
+        os.environ["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Where kernels are launched on this GPU: Triton launches on the current one, in its current stream."""
+    if runs_kernels(device):
+        use_writable_cache()
     if device.type == "cuda":
         return torch.cuda.device(device)
     return torch.xpu.device(device) if device.type == "xpu" else nullcontext()
