@@ -17,7 +17,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty, entries, workspace
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, empty, entries, workspace
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level_nested
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, device, joined, pad, spread
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, joined, pad, spread
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_absmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, device, workspace
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, workspace
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Stream, Variant, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Stream, Variant
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -14,7 +14,8 @@ Do not edit: change the spec and run `qdsl build`.
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, device, empty, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, empty, integer
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 

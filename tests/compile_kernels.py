@@ -17,9 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qdsl.runtime import configure, launch
-from qdsl.runtime.match import stored_dtype
-from qdsl.shapes import axis
+from qdsl.core.shapes import axis
+from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.weight.match import stored_dtype
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases
 

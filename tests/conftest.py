@@ -53,7 +53,10 @@ def one_thread() -> Iterator[None]:
 def pytest_report_header() -> str:
     try:
         import torch
-        import triton
     except ImportError:
         return "no torch: tests of the compiler alone"
+    try:
+        import triton
+    except ImportError:
+        return f"torch {torch.__version__}, no Triton"
     return f"torch {torch.__version__}, triton {triton.__version__}, kernels {'on a GPU' if CUDA else 'in the interpreter'}"

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from qdsl import files
-from qdsl.files import OutputError, cache_folder, locked, make_cache_folder, replacing, write_text
-from qdsl.host import system
-from qdsl.processes import affordable
+from qdsl.host import files, system
+from qdsl.host.files import OutputError, cache_folder, locked, make_cache_folder, replacing, write_text
+from qdsl.host.processes import affordable
 from qdsl.runtime.gpu.triton import use_writable_cache
 from tests.support.formats import ROOT
 
@@ -207,7 +206,7 @@ def test_triton_compiles_into_a_folder_that_can_be_written(monkeypatch: pytest.M
 
 def test_a_temporary_cache_ends_with_the_process(tmp_path: Path) -> None:
     code = ("import warnings; warnings.simplefilter('ignore')\n"
-            "from qdsl.files import cache_folder; print(cache_folder())")
+            "from qdsl.host.files import cache_folder; print(cache_folder())")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True,
                           env=os.environ | {"TMPDIR": str(tmp_path), "QDSL_CACHE": "/proc/nobody/qdsl"})
     assert done.stdout.startswith(f"{tmp_path}/qdsl-") and os.listdir(tmp_path) == []

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qdsl.passes.derive_planar import PLANAR
-from qdsl.runtime import PackedWeight, configure, launch
+from qdsl.compiler.passes.derive_planar import PLANAR
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, launch
 from tests.support.covering import ALL, WALK, covering, kernels
 from tests.support.formats import (
     Case,

@@ -5,16 +5,16 @@ tests/test_machines.py runs them in a process in which `import triton` fails.
 
 from __future__ import annotations
 
+import runpy
 import sys
 
 import pytest
 import torch
 
-from qdsl import tune
 from qdsl.generated import q4_0
-from qdsl.runtime import launch
+from qdsl.runtime.gpu import launch, tune
 from qdsl.runtime.gpu.triton import MissingTriton, is_installed, missing, on_device, runs_kernels
-from tests.support.formats import Case, cases, random_packed, same_bits, smallest
+from tests.support.formats import ROOT, Case, cases, random_packed, same_bits, smallest
 from tests.support.jobs import command
 
 without_triton = pytest.mark.skipif(is_installed, reason="Triton is installed")
@@ -47,6 +47,18 @@ def test_what_needs_kernels_says_what_is_missing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "platform", "darwin")
     assert str(missing()) == "GPU kernels need Triton, which has no wheel for macOS"
     assert not runs_kernels(torch.device("cuda"))
+
+
+@pytest.mark.skipif(not is_installed, reason="Triton is not installed")
+def test_an_old_triton_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its language lacks what the kernels use: PyTorch 2.9 brings it."""
+    path = str(ROOT / "qdsl" / "runtime" / "gpu" / "triton.py")
+    assert runpy.run_path(path)["is_installed"]
+    monkeypatch.setattr("triton.__version__", "3.5.1")
+    names = runpy.run_path(path)
+    assert not names["is_installed"]
+    with pytest.raises(ImportError, match=r"GPU kernels need Triton 3\.6 or later, and 3\.5\.1 is installed"):
+        names["require"]()
 
 
 @pytest.mark.skipif(not is_installed, reason="Triton is not installed")

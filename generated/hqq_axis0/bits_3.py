@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import (Field, Kernels, Storage, Stored, Variant, as_float, as_type, cdiv, device, integer, pad,
-        workspace)
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, as_type, cdiv, integer, pad, workspace
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, device, spread, workspace
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, spread, workspace
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 

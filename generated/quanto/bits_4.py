@@ -17,7 +17,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, as_type, device, pad, spread, workspace
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, as_type, pad, spread, workspace
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 
