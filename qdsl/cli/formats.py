@@ -20,6 +20,7 @@ Names = Annotated[list[str], typer.Argument(help="Spec files, or names of format
 def check(specs: Names, as_json: Json = False) -> None:
     """Check specs, and say everything that is wrong, with its place."""
     from qdsl.compiler.passes import compile_spec
+    from qdsl.compiler.passes.derive_planar import why_no_planar
     from qdsl.compiler.spec.schema import load
     from qdsl.compiler.spec.source import SpecError
     from qdsl.core import places
@@ -45,9 +46,13 @@ def check(specs: Names, as_json: Json = False) -> None:
                 typer.echo(f"error: {error}", err=True)
             continue
         storages = list(dict.fromkeys(program.storage for program in programs))
-        found.append({"spec": name, "ok": True, "format": programs[0].spec.name.value, "storages": storages})
+        reason = why_no_planar(programs)
+        found.append({"spec": name, "ok": True, "format": programs[0].spec.name.value, "storages": storages,
+                      **({"no_planar": reason} if reason else {})})
         if not as_json:
             typer.echo(f"{name}: ok, {', '.join(storages)}")
+            if reason:
+                typer.echo(f"  no planar storage: {reason}")
     if as_json:
         typer.echo(json.dumps({"schema": 1, "specs": found}))
     if problems and not as_json:

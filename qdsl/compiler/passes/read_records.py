@@ -212,8 +212,9 @@ class _TensorReader:
         dense = self.dense_loop()
         if dense is not None and element is not None and words:
             return self.dense(element, tuple(variables), tuple(axes), *dense)
-        lines = self.lines(self.item.record, {var.name for var in variables})
-        if element is None or lines is None:
+        names = {digit.name for axis in shape.axes for digit in axis.digits if digit is not None}
+        lines = self.lines(self.item.record, names)              # a variable whose extent is wrong is known, too
+        if element is None or lines is None or len(variables) < len(names):
             return None
         return element, tuple(variables), tuple(axes), lines
 
@@ -291,6 +292,10 @@ class _TensorReader:
     def loops(self, loops: tuple[g.Loop, ...], taken: set[str]) -> list[tuple[str, int]] | None:
         found: list[tuple[str, int]] = []
         for loop in loops:
+            if set(AXES.values()) & set(g.names(loop.extent)):
+                self.problems.add(loop.span, "a loop over a whole axis stands alone: as the first loop of the only line of "
+                                             f"{self.what}, of a tensor with the axis 'word'")
+                return None
             extent = Scope(self.constants, self.what, self.problems).const(loop.extent, "a loop's extent")
             if loop.name in taken | {seen for seen, _ in found} | self.constants.keys():
                 self.problems.add(loop.span, f"loop '{loop.name}' has the name of something else")
