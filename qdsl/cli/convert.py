@@ -83,7 +83,7 @@ def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all pa
         if stage.was_merged(out):
             print_report({"out": str(out), "notes": [f"{out} was complete already"]}, as_json)
             return
-        command = stage.asked(out).get("command")
+        command = stage.read_request(out).get("command")
         if command == "compress":
             from qdsl.jobs.compress import run as compressing
 

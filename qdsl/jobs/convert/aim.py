@@ -68,7 +68,7 @@ class Aim:
                         for rule in (rules if isinstance(rules, list) else [rules]))
         return {**({"symmetric": True} if is_packed else {}), **self.params}
 
-    def meant(self, layer: Layer) -> bool:
+    def includes(self, layer: Layer) -> bool:
         return (self.requantize or self.format in ("", layer.format)) and not is_skipped(layer.name, self.skip)
 
     def exact(self, layer: Layer) -> bool:

@@ -73,12 +73,12 @@ def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "
     resident: models that stay in memory while others run.  Sizes of hlane and fix4 are predicted: they depend on the numbers.
     Raises CheckpointError, RewriteError for a name that no model has, and OSError.
     """
-    with components.opened(path) as folders:
+    with components.open_models(path) as folders:
         if missing := _missing(path, folders):
             raise RewriteError(f"{path}: no weights in {missing[0]}, which {components.PIPELINE} names")
         if unknown := [name for name in resident if name not in folders]:
             raise RewriteError(f"{path}: no model {unknown[0]!r}: there are {', '.join(filter(None, folders)) or 'not several'}")
-        meant = components.meant(folders) or tuple(folders)
+        meant = components.selected_models(folders) or tuple(folders)
         models = tuple(_model(name, folder, name in meant) for name, folder in folders.items())
     together = _best(models, vram, [model.name for model in models])
     in_turn = _best(models, vram, resident) if len(models) > 1 else None

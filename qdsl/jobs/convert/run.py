@@ -74,8 +74,8 @@ def quantize(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int,
     Raises RewriteError for folders that are quantized already or that have nothing to quantize, CheckpointError and OSError.
     """
     check_output(out, path)
-    with components.opened(path) as models:
-        aim = replace(aim, only=components.meant(models, aim.only))
+    with components.open_models(path) as models:
+        aim = replace(aim, only=components.selected_models(models, aim.only))
         return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, force, tell)
 
 
@@ -121,7 +121,7 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
         shards = [shard for model in models for shard in model.plan.shards]
     mine = shards if part is None else share(shards, *part)
     written = _write(mine, place, jobs, models, tell)
-    costs = stage.said(mine, out)
+    costs = stage.reports(mine, out)
     notes = [] if part else _complete(path, models, shards, out)
     return _report(models, aim, out, mine, written, notes, costs)
 
@@ -170,16 +170,16 @@ def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
 
     Raises RewriteError where shards are missing, or are not of the input as it is now.
     """
-    asked = stage.asked(out, {**stage.REQUESTS, "format": str, "storage": str, "requantize": bool,
-                              "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None),
-                              "skip": ([str], None), "keep_misfits": (bool, None)})
+    asked = stage.read_request(out, {**stage.REQUESTS, "format": str, "storage": str, "requantize": bool,
+                                     "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None),
+                                     "skip": ([str], None), "keep_misfits": (bool, None)})
     path = Path(asked["from"])
     aim = Aim(**{each.name: asked[each.name] for each in fields(Aim) if asked.get(each.name) is not None})
     if aim.requantize:                                           # what a request names may not be there
         aimed(aim.label, True, aim.params, aim.ignore, aim.only)
     with ExitStack() as opened:
         if aim.is_from_plain:
-            models = _quantized(path, opened.enter_context(components.opened(path)), aim)
+            models = _quantized(path, opened.enter_context(components.open_models(path)), aim)
         else:
             folder = opened.enter_context(Folder(path))
             known = shaped_layers(folder, shapes)
@@ -188,7 +188,7 @@ def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
             models = _resized(models, pieces)
             _write([shard for model in models for shard in model.plan.shards], out / stage.STAGE, 1, models, quiet)
         shards = [shard for model in models for shard in model.plan.shards]
-        costs = stage.said(shards, out)
+        costs = stage.reports(shards, out)
         return _report(models, aim, out, shards, 0, _complete(path, models, shards, out), costs)
 
 

@@ -53,7 +53,7 @@ def tensors_of(step: Change) -> tuple[dict[str, Chunks], Sums | None]:
 
 def _converted(step: Change) -> Iterator[tuple[PackedWeight, PackedWeight]]:
     """Every weight of a layer, as it is and as it will be."""
-    folder, layer = worker.opened(step.source), step.layer
+    folder, layer = worker.folder_of(step.source), step.layer
     shared = amax(folder, step.sharing) if step.sharing else None
     for weight in weights(folder, layer):
         try:
