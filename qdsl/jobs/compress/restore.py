@@ -80,10 +80,10 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
 
 def merge(out: Path, *, shapes: Shapes | None = None) -> dict[str, Any]:
     """Complete a checkpoint whose parts are all there.  Raises RewriteError where they are not."""
-    asked = stage.read_request(out, {**stage.REQUESTS, "like": (str, None)})
-    path = Path(asked["from"])
+    request = stage.read_request(out, {**stage.REQUESTS, "like": (str, None)})
+    path = Path(request["from"])
     with components.open_models(path) as folders:
-        plan = _plan(path, folders, asked.get("like"), shapes)
+        plan = _plan(path, folders, request.get("like"), shapes)
         return _report(out, plan, plan.shards, _complete(path, plan, out))
 
 
