@@ -116,7 +116,7 @@ def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]
         arrays = {role: _like(tensor) if role in launches.BULK else _array(tensor)
                   for role, tensor in _tensors(stream, tensors).items()}
         try:
-            found += [f"{name}.{key}={value}" for key, value in launches.facts(arrays, shape).items()]
+            found += [f"{name}.{key}={value}" for key, value in launches.stream_info(arrays, shape).items()]
         except StreamError as error:
             raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
     return " ".join(found)
@@ -172,7 +172,7 @@ def open_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[s
         if plain[name].numel():
             height = 1 if rows is None else launches.block_rows(packed.shape)
             blocks = None if rows is None else (rows[::height] // height).to(torch.int32)
-            calls += launches.open_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name], packed.shape,
+            calls += launches.decode_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name], packed.shape,
                                          blocks)
     return plain, calls
 
