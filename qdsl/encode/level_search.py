@@ -41,9 +41,9 @@ def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, co
     least, most = rows.ends(scale, scale_offset)
     blocks = _Blocks(weight, columns, super_columns, levels, importance)
     blocks.stored(blocks.scales, "f32")                          # what is no number would be passed over as the largest
-    found = rows.turned(blocks.scales.reshape(-1, super_columns // columns))
-    exact = search.extremes(found) / np.float32(least)
-    steps = search.clip(search.nearest(search.inverse(exact) * found), least, most)
+    scales = rows.transposed(blocks.scales.reshape(-1, super_columns // columns))
+    exact = search.extremes(scales) / np.float32(least)
+    steps = search.clip(search.nearest(search.inverse(exact) * scales), least, most)
     codes = blocks.codes(search.inverse((exact * steps).T.ravel()), code)
     return codes, rows.field(steps.T + np.float32(scale_offset), scale, weight, columns), blocks.stored(exact, super_scale)
 
@@ -58,12 +58,12 @@ class _Blocks:
         counts = None
         if importance is not None:
             counts = rows.counts(wide, rows.cut(importance.expand_as(weight), spread), SPREAD).reshape(-1, columns)
-        [self.scales] = rows.each(self.x, counts, lambda x, by: (_fit(x, x * x if by is None else by, self.levels),))
+        [self.scales] = rows.fit_blocks(self.x, counts, lambda x, by: (_fit(x, x * x if by is None else by, self.levels),))
 
     def codes(self, inverse: Floats, kind: str) -> Tensor:
         """The codes of weights times `inverse`, one for each block."""
-        found = rows.codes(self.x, lambda x, at: self.levels.codes(np.multiply(x, inverse[at], out=x)), kind)
-        return rows.field(found, kind, self.weight)
+        codes = rows.codes(self.x, lambda x, at: self.levels.codes(np.multiply(x, inverse[at], out=x)), kind)
+        return rows.field(codes, kind, self.weight)
 
     def stored(self, exact: Floats, kind: str) -> Tensor:
         """Scales [N, blocks of a row] as they are stored."""

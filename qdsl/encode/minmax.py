@@ -49,8 +49,8 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     zeros = torch.full_like(low, middle - first)
     if not symmetric:
         begin = low / (used.masked_fill(none, 0) if span == "full" else used)
-        found = torch.round(kind.low - first - begin).clamp(kind.low - first, kind.high - first)
-        zeros = torch.where(found.isnan(), zeros, found)         # of a block of zeros
+        points = torch.round(kind.low - first - begin).clamp(kind.low - first, kind.high - first)
+        zeros = torch.where(points.isnan(), zeros, points)         # of a block of zeros
     scaled = blocks / used
     if rounds == "quotient":
         scaled.round_()
@@ -129,12 +129,12 @@ def edge_affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, c
 
 def _least(blocks: Tensor) -> Tensor:
     """The least value of every block; of zeros, the first."""
-    found = blocks.amin((1, 3), keepdim=True)
-    zero = found == 0
+    least = blocks.amin((1, 3), keepdim=True)
+    zero = least == 0
     if bool(zero.any()):
         flat = blocks.permute(0, 2, 1, 3).flatten(2)[zero[:, 0, :, 0]]
-        found[zero] = flat.gather(1, (flat == 0).byte().argmax(1, keepdim=True))[:, 0]
-    return found
+        least[zero] = flat.gather(1, (flat == 0).byte().argmax(1, keepdim=True))[:, 0]
+    return least
 
 
 def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int,
@@ -149,9 +149,9 @@ def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, c
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     inverse = torch.where(high - low > 1e-4, kind.high / (high - low), 1).clamp_(max=2e4)
     zeros = -low * inverse
-    found = (blocks * inverse + zeros).round_().clamp_(0, kind.high).to(torch.uint8)
-    stored = [shaped(stored_scale(each, scale), axes).contiguous() for each in (zeros, 1 / inverse)]
-    return join_blocks(found, *weight.shape), stored[0], stored[1]
+    chosen = (blocks * inverse + zeros).round_().clamp_(0, kind.high).to(torch.uint8)
+    stored = [shaped(stored_scale(exact, scale), axes).contiguous() for exact in (zeros, 1 / inverse)]
+    return join_blocks(chosen, *weight.shape), stored[0], stored[1]
 
 
 def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int, offset: int = 0,

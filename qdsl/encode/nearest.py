@@ -35,8 +35,8 @@ def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
     scale that divides.
     """
     blocks = cut_blocks(weight.float(), rows, columns)
-    held = (_lengths(length, size) for length, size in zip(weight.shape, (rows, columns), strict=True))
-    count = torch.outer(*held).to(weight.device)[:, None, :, None]
+    lengths = (_lengths(length, size) for length, size in zip(weight.shape, (rows, columns), strict=True))
+    count = torch.outer(*lengths).to(weight.device)[:, None, :, None]
     mean = (blocks.abs().sum((1, 3), keepdim=True, dtype=torch.float64) / count).float().clamp_(min=LEAST)
     inverse = 1 / mean
     chosen = codes((blocks * inverse).round_().clamp_(-1, 1), code, "even", 1)
@@ -45,9 +45,9 @@ def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
 
 def _lengths(length: int, size: int) -> Tensor:
     """Of the blocks of an axis, the last one may be short."""
-    found = torch.full((-(-length // size),), size, dtype=torch.float64, device="cpu")
-    found[-1:] -= -length % size
-    return found
+    lengths = torch.full((-(-length // size),), size, dtype=torch.float64, device="cpu")
+    lengths[-1:] -= -length % size
+    return lengths
 
 
 def meansign(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int) -> tuple[Tensor, Tensor]:
