@@ -137,13 +137,13 @@ def _floats() -> dict[str, Number]:
         ("e2m3", 2, 3, 1, "none", "OCP Microscaling, FP6 E2M3"),
         ("e2m1", 2, 1, 1, "none", "OCP Microscaling, FP4 E2M1"),
     ]
-    found = {name: Number(name, 1 + e + m, "float", e, m, bias, specials, True, source)
+    floats = {name: Number(name, 1 + e + m, "float", e, m, bias, specials, True, source)
              for name, e, m, bias, specials, source in rows}
-    found["e8m0"] = Number("e8m0", 8, "float", 8, 0, 127, "nan", False, "OCP Microscaling, E8M0: 2^(code - 127), 255 is NaN")
-    found["e8m0h"] = Number("e8m0h", 8, "float", 8, 0, 128, "none", False, "ggml MXFP4 scales: half of E8M0, 2^(code - 128)")
-    found["ue4m3"] = Number("ue4m3", 8, "float", 4, 3, 7, "none", False,
+    floats["e8m0"] = Number("e8m0", 8, "float", 8, 0, 127, "nan", False, "OCP Microscaling, E8M0: 2^(code - 127), 255 is NaN")
+    floats["e8m0h"] = Number("e8m0h", 8, "float", 8, 0, 128, "none", False, "ggml MXFP4 scales: half of E8M0, 2^(code - 128)")
+    floats["ue4m3"] = Number("ue4m3", 8, "float", 4, 3, 7, "none", False,
                             "ggml NVFP4 scales: the magnitude of E4M3, bit 7 ignored, 0x7F is 0")
-    return found
+    return floats
 
 
 FLOATS = _floats()

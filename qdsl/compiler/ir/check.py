@@ -13,7 +13,7 @@ from math import prod
 from qdsl.compiler.ir.index import flat_of
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.ir.text import text
-from qdsl.core.layout import BYTE, Held, spread, walk
+from qdsl.core.layout import BYTE, RecordBit, spread, walk
 
 Rule = Callable[[Program], Iterator[str]]
 RULES: dict[str, Rule] = {}
@@ -71,11 +71,11 @@ def slices_say_what_records_say(program: Program) -> Iterator[str]:
     for tensor in program.tensors:
         if not all(placement.slices for placement in tensor.placements):
             continue
-        wanted: list[Held | None] = [None] * tensor.record_bits
+        wanted: list[RecordBit | None] = [None] * tensor.record_bits
         for piece in walk(tensor.lines):
             for t in range(0 if piece.field is None else piece.width if piece.place is None else BYTE):
                 before = wanted[piece.at + t].elements if piece.place else ()       # type: ignore[union-attr]
-                wanted[piece.at + t] = Held(str(piece.field), (*before, piece.index), piece.lo + t, piece.place is not None)
+                wanted[piece.at + t] = RecordBit(str(piece.field), (*before, piece.index), piece.lo + t, piece.place is not None)
         found = spread({placement.field: placement.slices for placement in tensor.placements}, tensor.record_bits)
         for bit, (a, b) in enumerate(zip(wanted, found, strict=True)):
             if a != b:

@@ -22,7 +22,7 @@ from qdsl.compiler.passes.type_fields import AXES, axis_of, group_size, number_o
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
 from qdsl.compiler.spec.source import Problems, Span, Text, did_you_mean
-from qdsl.core.layout import BASE, DIGIT_BITS, PLACES, Affine, Item, Line, walk
+from qdsl.core.layout import BASE, DIGIT_BITS, PLACES, Affine, Line, RecordItem, walk
 from qdsl.core.numbers import Number, number
 
 MAX_PIECES = 1 << 14
@@ -303,7 +303,7 @@ class _TensorReader:
             found.append((loop.name, extent))
         return found
 
-    def digits(self, item: g.Digits, names: set[str], local: bool) -> list[Item] | None:
+    def digits(self, item: g.Digits, names: set[str], local: bool) -> list[RecordItem] | None:
         """The digits of a byte one after the other, its loops written out."""
         loops = self.loops(item.line.loops, names)
         if loops is None:
@@ -324,7 +324,7 @@ class _TensorReader:
         found = [replace(form, index=tuple(_bound(each, turn) for each in form.index)) for turn in turns for form in kept]
         return [replace(form, place=place, last=place == size - 1) for place, form in enumerate(found)]
 
-    def digit(self, item: g.Item, names: set[str], local: bool) -> Item | None:
+    def digit(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
         """An item of a byte of digits: a whole element of two bits."""
         if item.field is None:
             self.problems.add(item.span, f"digits of base {BASE} are fields, not padding", "places after the last digit are 0")
@@ -341,15 +341,15 @@ class _TensorReader:
                                          f"{BASE - 1}; '{item.field.name}' is {number.name if number else 'an index'}")
         return None
 
-    def bits(self, item: g.Item, names: set[str], local: bool) -> list[Item] | None:
+    def bits(self, item: g.Item, names: set[str], local: bool) -> list[RecordItem] | None:
         found = self.part(item, names, local)
         return None if found is None else [found]
 
-    def part(self, item: g.Item, names: set[str], local: bool) -> Item | None:
+    def part(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
         scope = Scope({**self.constants, **{word: name(word) for word in names}}, self.what, self.problems)
         if item.field is None:
             width = scope.const(item.width, "a width") if item.width is not None else None
-            return None if not self.fits(width, MAX_WIDTH, item.span) else Item(None, (), Affine(), width or 0)
+            return None if not self.fits(width, MAX_WIDTH, item.span) else RecordItem(None, (), Affine(), width or 0)
         field = self.fields.get(item.field.name)
         if field is None:
             self.problems.add(item.field.span,
@@ -373,7 +373,7 @@ class _TensorReader:
             return None
         self.weights.setdefault(field.name, []).append(tuple(found[1] for found in read if found is not None))
         forms = tuple(form for form in index if form is not None) or ((Affine(),) if local else ())
-        return Item(field.name, (Affine(), *forms) if local else forms, lo, width)
+        return RecordItem(field.name, (Affine(), *forms) if local else forms, lo, width)
 
     def fits(self, width: int | None, most: int, span: Span) -> bool:
         if width is not None and not 1 <= width <= most:

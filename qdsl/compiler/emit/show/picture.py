@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from qdsl.compiler.ir.program import Program, Tensor
-from qdsl.core.layout import BASE, Held, spread
+from qdsl.core.layout import BASE, RecordBit, spread
 
 Elements = tuple[tuple[int, ...], ...]
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f")
@@ -87,7 +87,7 @@ def _shape(cells: Sequence[Cell]) -> list[tuple[str, int, int, int]]:
     return [(cell.field, -1 if cell.width == 8 and not cell.digits else cell.lo, cell.width, len(cell.first)) for cell in cells]
 
 
-def _cells(bits: Sequence[Held | None]) -> Iterator[Cell]:
+def _cells(bits: Sequence[RecordBit | None]) -> Iterator[Cell]:
     """Runs of a byte's bits that are neighbours in one element, from bit 7 down; or the byte of digits."""
     end = 8
     while end:
@@ -102,7 +102,7 @@ def _cells(bits: Sequence[Held | None]) -> Iterator[Cell]:
         end = start
 
 
-def _continues(low: Held | None, high: Held | None) -> bool:
+def _continues(low: RecordBit | None, high: RecordBit | None) -> bool:
     if low is None or high is None:
         return low is high
     return replace(low, bit=low.bit + 1) == high
