@@ -190,7 +190,8 @@ def _line(draw: st.DrawFn, loops: Sequence[tuple[str, int]], parts: Sequence[tup
         if loop is None or len(parts) == 1:
             items.append(item)
         else:
-            items += [RecordItem(item.field, item.index, Affine(item.lo.const + i * item.width), item.width) for i in range(loop[1])]
+            items += [RecordItem(item.field, item.index, Affine(item.lo.const + i * item.width), item.width)
+                      for i in range(loop[1])]
     order = draw(st.permutations([*loops, *(own if len(parts) == 1 else [])]))
     if draw(st.booleans()):
         items.insert(draw(st.integers(0, len(items))), RecordItem(None, (), Affine(), draw(st.integers(1, 8))))

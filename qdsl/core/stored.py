@@ -12,13 +12,9 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from qdsl.core.numbers import number
+from qdsl.core.numbers import TORCH_FLOATS, number
 from qdsl.core.shapes import Axis, axis, extents, seen_shape
 
-FLOATS = {
-    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
-    "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
-}
 PLANAR = "planar"                                                # the storage that the compiler derives
 NO_SHAPE = "; give shape=(N, K)"                                 # how messages end where tensors do not say N and K
 INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "index": "int32",
@@ -30,8 +26,8 @@ OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale")
 def field_dtype(kind: str) -> str:
     """The dtype of a field: codes up to 8 bits and floats that torch lacks are bytes, wider codes and indices int32."""
     number_type = number(kind)
-    if kind in FLOATS or number_type is None or number_type.bits > 8:
-        return FLOATS.get(kind, "int32")
+    if kind in TORCH_FLOATS or number_type is None or number_type.bits > 8:
+        return TORCH_FLOATS.get(kind, "int32")
     return "int8" if number_type.kind == "signed" else "uint8"
 
 
@@ -280,7 +276,7 @@ def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensor
         kind = layout[name].dtype
         kinds = [str(chosen[kind])] if kind in chosen else [str(v) for v in format.params.get(kind, (kind,))]
         fit = [k for k in kinds if tensor.dtype == element_dtype(k)] or \
-            [k for k in kinds if tensor.dtype == "uint8" and k in FLOATS and "float8" in FLOATS[k]]
+            [k for k in kinds if tensor.dtype == "uint8" and k in TORCH_FLOATS and "float8" in TORCH_FLOATS[k]]
         if not fit:
             wanted = " or ".join(element_dtype(k) for k in kinds)
             raise Misfit(1, f"{label}: tensor '{name}' has dtype {tensor.dtype}; the format needs {wanted}")

@@ -12,11 +12,13 @@ from qdsl.core.numbers import number
 from qdsl.encode import search
 from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, powers, quotients, shaped, stored_scale
 from qdsl.encode.rows import ends, searched
+from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
 
 
+@scheme
 def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float | None = None,
            offset: int = 0, by: str = "stored", ties: str = "even", lost: str = "least", least: float = 0, power: str = "",
            zeros: str = "signed", sums: str = "", sums_columns: int = 0) -> tuple[Tensor, ...]:
@@ -45,6 +47,7 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
     return chosen, shaped(stored, axes).contiguous(), *more
 
 
+@scheme
 def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float, offset: int = 0,
             by: str = "stored", ties: str = "even", sums: str = "", sums_columns: int = 0, importance: Tensor | None = None,
             ) -> tuple[Tensor, ...]:

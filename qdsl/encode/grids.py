@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qdsl.encode import rows
 from qdsl.encode.blocks import stored_scale
+from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.tables import Table
@@ -34,6 +35,7 @@ GAINS = 1 << 18                                                  # groups times 
 PRODUCTS = 1 << 18                                               # in a matrix product: more would be shared out among threads
 
 
+@scheme
 @np.errstate(all="ignore")
 def grid_signs(weight: Tensor, *, code: str, sign: str, scale: str, super_scale: str, columns: int, super_columns: int,
                steps: tuple[float, ...], grid: Table, signs: Table | None = None, importance: Tensor | None = None,
@@ -52,6 +54,7 @@ def grid_signs(weight: Tensor, *, code: str, sign: str, scale: str, super_scale:
     return blocks.field(codes, code), blocks.field(chosen, sign), blocks.field(scales, scale), supers
 
 
+@scheme
 @np.errstate(all="ignore")
 def grid_shifts(weight: Tensor, *, code: str, shift: str, scale: str, super_scale: str, columns: int, super_columns: int,
                 shift_columns: int, steps: tuple[float, ...], shifts: tuple[float, ...], grid: Table,

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from qdsl.encode import rows, search
 from qdsl.encode.blocks import stored_scale
+from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 
 Places = NDArray[np.int64]
 
 
+@scheme
 @np.errstate(all="ignore")
 def kquant_minmax(weight: Tensor, *, code: str, scale: str, min: str, super_scale: str, super_min: str, columns: int,
                   super_columns: int, first: float, step: float, steps: int, errors: str = "squares", spread: float = 1,
@@ -47,6 +49,7 @@ def kquant_minmax(weight: Tensor, *, code: str, scale: str, min: str, super_scal
     return (codes, rows.field(sc, scale, weight, columns), rows.field(mn, min, weight, columns), d, dm)
 
 
+@scheme
 @np.errstate(all="ignore")
 def kquant_signmax(weight: Tensor, *, code: str, scale: str, super_scale: str, columns: int, super_columns: int,
                    offset: int = 0, scale_offset: int = 0, by: str = "trials", spread: float = 0,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qdsl.encode import rows, search
 from qdsl.encode.blocks import stored_scale
+from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.tables import Table
 
@@ -16,6 +17,7 @@ TRIES = range(-7, 8)                                             # by how much t
 SPREAD = 2                                                       # how often the mean square counts, with an importance
 
 
+@scheme
 @np.errstate(all="ignore")
 def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels: Table,
                  importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -30,6 +32,7 @@ def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels:
     return blocks.codes(search.inverse(blocks.scales), code), stored
 
 
+@scheme
 @np.errstate(all="ignore")
 def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, columns: int, super_columns: int, levels: Table,
                   scale_offset: int = 0, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from qdsl.encode.blocks import cut_blocks, join_blocks, shaped
+from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.numbers import e8m0h, ue4m3
 from qdsl.runtime.weight.tables import Table
 
 VALUES = {"e8m0h": e8m0h, "ue4m3": ue4m3}
 
 
+@scheme
 def absmax_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, level: Table,
                  factor: float = 1) -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = scale * factor * level[code], each code the level of least error and, of equals, the first.

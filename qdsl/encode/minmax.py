@@ -9,6 +9,7 @@ from qdsl.core.numbers import number
 from qdsl.encode import search
 from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, shaped, stored_scale
 from qdsl.encode.rows import ends, searched
+from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.layout import FLOATS
 
@@ -16,6 +17,7 @@ LEAST = 1e-5                                                     # of AWQ's rang
 LEAST_STEP = 1e-7                                                # of MLX's codes
 
 
+@scheme
 def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, columns: int, axes: int, by: str = "stored",
            symmetric: bool = False, rounds: str = "quotient", span: str = "found") -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zero points, scales) of w = (code - zero) * scale, round to nearest as GPTQ's quantizer starts.
@@ -71,6 +73,7 @@ def _with_zero(low: Tensor, high: Tensor, symmetric: bool, span: str, steps: int
     return (high - low) / steps, low
 
 
+@scheme
 def scaled_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int,
                 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zeros, scales) of w = code * scale + zero, zeros in floats: minus the zero point times the stored scale.
@@ -82,6 +85,7 @@ def scaled_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, 
     return chosen, stored_scale(-(scales.float() * points.float()), zero), scales
 
 
+@scheme
 def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, columns: int, axes: int,
            importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, mins) of w = scale * code + min: the range of a block in 2^bits - 1 steps, codes by the exact scale (ggml).
@@ -107,6 +111,7 @@ def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, column
     return chosen, shaped(stored, axes).contiguous(), shaped(kept, axes).contiguous()
 
 
+@scheme
 def edge_affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, columns: int, axes: int,
                 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, mins) of w = scale * code + min: the end of larger magnitude is exact, and 0 is a code (MLX).
@@ -137,6 +142,7 @@ def _least(blocks: Tensor) -> Tensor:
     return least
 
 
+@scheme
 def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int,
                ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zeros, scales) of w = (code - zero) * scale, zeros in floats: those of the exact zero and the exact inverse scale.
@@ -154,6 +160,7 @@ def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, c
     return join_blocks(chosen, *weight.shape), stored[0], stored[1]
 
 
+@scheme
 def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int, offset: int = 0,
                  ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zeros, scales) of w = (code - offset) * scale + zero, zeros in floats: the least weight of a block has code 0.

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from qdsl.encode.blocks import codes, cut_blocks, join_blocks, shaped, stored_scale
 from qdsl.encode.rows import cut
+from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.packed import Misfit
 
 LEAST = 1e-5                                                     # of means
 
 
+@scheme
 def nearest(weight: Tensor, *, code: str) -> Tensor:
     """Each weight of [N, K] rounded to nearest, ties to even, in the float type `code`.
 
@@ -27,6 +29,7 @@ def nearest(weight: Tensor, *, code: str) -> Tensor:
     return stored
 
 
+@scheme
 def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divided: int = 0,
             ) -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = scale * (code - 1), or, `divided`, (code - 1) / scale: the weight in units of the mean magnitude.
@@ -50,6 +53,7 @@ def _lengths(length: int, size: int) -> Tensor:
     return lengths
 
 
+@scheme
 def meansign(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int) -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = scale * (2 * code - 1): the mean magnitude, and 1 where a weight is not negative.
 

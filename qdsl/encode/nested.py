@@ -7,10 +7,12 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.encode.blocks import codes, cut_blocks, join_blocks, quotients, shaped
+from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import Misfit
 
 
+@scheme
 def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, rows: int, columns: int, axes: int,
                   divisor: float, empty: float, least: float = 0, amax: float | None = None, by: str = "stored",
                   ties: str = "even", zeros: str = "signed", precision: str = "f32", divided: bool = False,

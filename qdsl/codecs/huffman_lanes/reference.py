@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 from qdsl.codecs import bits, lanes
 from qdsl.codecs.huffman import Code, Words, canonical, canonical_code
 from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import CODECS
 
 LONGEST = 8                                                      # bits of a code: one lookup of 256 entries
 GROUP = 32                                                       # lanes, a warp
 RUN = 8                                                          # columns of a lane in a row: their codes fit 64 bits
 AHEAD = 2                                                        # turns after the last
-NAMES = ("words", "starts", "table")
+NAMES = tuple(CODECS["huffman_lanes"].tensors)
 
 Tensors = Mapping[str, NDArray[Any]]
 

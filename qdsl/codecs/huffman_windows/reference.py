@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from qdsl.codecs import bits, lanes
 from qdsl.codecs.huffman import END, Code, df11_code
 from qdsl.codecs.lookup import StreamError, code_of, tables_of
+from qdsl.core.codecs import CODECS
 
 THREADS = 512
-NAMES = ("tables", "data", "positions", "gaps")
+NAMES = tuple(CODECS["huffman_windows"].tensors)
 _LANE = 8                                                        # windows that are decoded in one go
 
 Tensors = Mapping[str, NDArray[Any]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,13 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qdsl.codecs.huffman_lanes import launch as lanes_launches
-from qdsl.codecs.huffman_lanes import reference as huffman_lanes
-from qdsl.codecs.huffman_windows import launch as windows_launches
-from qdsl.codecs.huffman_windows import reference as huffman_windows
 from qdsl.codecs.lookup import StreamError
-from qdsl.codecs.window import launch as window_launches
-from qdsl.codecs.window import reference as window
+from qdsl.core.codecs import CODECS
 from qdsl.core.shapes import Axis, extents
 from qdsl.runtime.gpu import configure
 from qdsl.runtime.gpu.call import Call
@@ -27,8 +23,8 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.layout import Pairs, Storage, Stream
     from qdsl.runtime.weight.packed import PackedWeight
 
-CODINGS = {"window": window, "huffman_lanes": huffman_lanes, "huffman_windows": huffman_windows}
-LAUNCHES: Mapping[str, Any] = {"window": window_launches, "huffman_lanes": lanes_launches, "huffman_windows": windows_launches}
+CODINGS: Mapping[str, Any] = {name: import_module(f"qdsl.codecs.{name}.reference") for name in CODECS}
+LAUNCHES: Mapping[str, Any] = {name: import_module(f"qdsl.codecs.{name}.launch") for name in CODECS}
 PAIRED = {"bf16": (torch.bfloat16, tl.bfloat16), "f16": (torch.float16, tl.float16)}
 FEW = 16                                                         # rows of x up to which weights are made in registers (predicted)
 

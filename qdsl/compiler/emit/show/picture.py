@@ -57,14 +57,14 @@ def rows(tensor: Tensor) -> list[Row]:
     """The record of a tensor, byte by byte, most significant bits first."""
     bits = spread({p.field: p.slices for p in tensor.placements}, tensor.record_bits)
     many = {p.field: tuple(extent > 1 for extent in p.extents) for p in tensor.placements}
-    found: list[Row] = []
+    joined_rows: list[Row] = []
     for byte in range(tensor.record_bits // 8):
         cells = tuple(replace(cell, many=many.get(cell.field, ())) for cell in _cells(bits[8 * byte:8 * byte + 8]))
-        if not found or (joined := _joined(found[-1], cells)) is None:
-            found.append(Row(byte, byte, cells))
+        if not joined_rows or (joined := _joined(joined_rows[-1], cells)) is None:
+            joined_rows.append(Row(byte, byte, cells))
         else:
-            found[-1] = joined
-    return found
+            joined_rows[-1] = joined
+    return joined_rows
 
 
 def _joined(row: Row, cells: tuple[Cell, ...]) -> Row | None:
@@ -94,11 +94,11 @@ def _cells(bits: Sequence[RecordBit | None]) -> Iterator[Cell]:
         start = end - 1
         while start and _continues(bits[start - 1], bits[start]):
             start -= 1
-        held = bits[start]
-        if held is None:
+        bit = bits[start]
+        if bit is None:
             yield Cell("", ((),), ((),), 0, end - start)
         else:
-            yield Cell(held.field, held.elements, held.elements, held.bit, end - start, held.digits)
+            yield Cell(bit.field, bit.elements, bit.elements, bit.bit, end - start, bit.digits)
         end = start
 
 
@@ -110,13 +110,13 @@ def _continues(low: RecordBit | None, high: RecordBit | None) -> bool:
 
 def describe(tensor: Tensor) -> str:
     """What one record holds: `18 bytes hold 1 d, 32 q`."""
-    held = []
+    counts = []
     for placement in tensor.placements:
         count = 1
         for extent in placement.extents:
             count *= extent
-        held.append(f"{count} {placement.field}")
-    return f"{tensor.record_bits // 8} bytes hold {', '.join(held)}"
+        counts.append(f"{count} {placement.field}")
+    return f"{tensor.record_bits // 8} bytes hold {', '.join(counts)}"
 
 
 def terminal(program: Program) -> list[str]:
