@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.gpu.call import Call
 
 MOST_UNROLLED = 64
-ACTIVATIONS = ("x", "bias", "out", "tiles")                      # arguments of kernels that are no part of a weight
+ACTIVATIONS = ("x", "bias", "out", "tiles", "parts", "arrivals")       # arguments of kernels that are no part of a weight
 MATRIX_COLUMNS = 8                                               # of x, the fewest that a matrix instruction has
 LEAST_LOADED = 0.9                                               # of a weight's bytes that every kernel has to load
 

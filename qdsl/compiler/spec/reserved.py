@@ -17,5 +17,5 @@ KERNELS = ("codebook", "device", "gemv", "gemv_records", "lanes", "records", "sk
 MODULES = ("torch", "triton", "tl", "qdsl", "Tensor", "Any")
 BUILTINS = ("sum", "range", "int", "str", "dict", "float")
 # What printed functions take and set themselves.
-LOCALS = ("x", "out", "bias", "fields", "tensors", "space", "w", "live", "inside", "start", "acc", "x_k", "BN", "BK", "LARGE")
+LOCALS = ("x", "out", "bias", "fields", "tensors", "space", "w", "live", "inside", "sizes", "use", "state")
 RESERVED = frozenset({*LANGUAGE, *RUNTIME, *KERNELS, *MODULES, *BUILTINS, *LOCALS, *SCHEMES, *FLOATS})
