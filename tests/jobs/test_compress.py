@@ -563,7 +563,7 @@ def test_a_config_that_does_not_say_the_weights_of_groups(toy: Path, tmp_path: P
 
 def test_damaged_tensors_are_refused_by_their_names(sharded: Path, tmp_path: Path) -> None:
     """Also bits that decode to another matrix: the sums of what was compressed are kept."""
-    for format, leaves in (("hlane", HLANE.leaves), ("df11", df11.NAMES)):
+    for format, leaves in (("hlane", HLANE.tensor_names), ("df11", df11.NAMES)):
         run.compress(sharded, Aim(format), tmp_path / format)
         with Folder(tmp_path / format) as folder:
             places = {name: (folder.file(name).path, folder.entry(name)) for name in folder.names()}

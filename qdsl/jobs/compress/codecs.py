@@ -14,7 +14,7 @@ from qdsl.codecs.bfloat16 import FIX4, HLANE
 from qdsl.codecs.lookup import StreamError
 
 FORMS = {"hlane": HLANE, "fix4": FIX4}
-STREAM_NAMES = {"df11": df11.NAMES, **{name: form.leaves for name, form in FORMS.items()}}
+STREAM_NAMES = {"df11": df11.NAMES, **{name: form.tensor_names for name, form in FORMS.items()}}
 DTYPES = {"uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64"}
 NUMPY = {"U8": "u1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "BF16": "<u2"}
 
