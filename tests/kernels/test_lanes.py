@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu import regimes
 from qdsl.runtime import Lanes, PackedWeight
-from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu import configure, launch, scratch
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.torch import ops
 from tests.support.covering import ALL, covering, kernels
@@ -72,8 +72,9 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
     """The kernel's product; it touches nothing else, and stores every element once."""
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
     x, packed = ops.as_stored(x, packed)
-    with guarded(packed, x, bias, out) as trace:
-        for call in launch.linear_calls(x, packed, bias, out, candidate=candidate or regimes.candidate(x, packed)):
+    calls = list(launch.linear_calls(x, packed, bias, out, candidate=candidate or regimes.candidate(x, packed)))
+    with guarded(packed, x, bias, out, *(each for call in calls for each in call.scratch)) as trace:
+        for call in calls:
             call.run()
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
     return out.cpu()
@@ -179,6 +180,20 @@ def test_tiles_of_128_rows(case: Case, tile: configure.Tall, hopper: None) -> No
         check(case, shape, params, rows, dtype, bias=tile.whole, candidate=candidate)
 
 
+SPLIT = ("int_group.planar-bits4", "int8_channel.planar", "q4_k.planar")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if str(case).startswith(SPLIT)], ids=str)
+def test_programs_that_share_k(case: Case, hopper: None) -> None:
+    """Parts of one size and of two, short and whole tiles; the counters are left at 0."""
+    for split, shape, rows, dtype in ((2, (20, 512), 20, torch.float16), (4, (64, 1280), 16, torch.float16 if
+            lanes_of(case).double else torch.bfloat16)):
+        packed = packed_of(case, shape, next(choices(case)))
+        config = {**configure.candidates("tile_gemm", packed, rows)[0], "SPLIT": split}
+        check(case, shape, {}, rows, dtype, bias=split == 2, packed=packed, candidate=Candidate("tile_gemm", config))
+        assert not scratch.counters.take(1, packed.device).any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", COVERING, ids=str)
 def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
@@ -217,9 +232,9 @@ def test_bits_do_not_depend_on_the_run_or_on_other_rows(case: Case) -> None:
 def test_other_products_take_the_plain_kernel(case: Case) -> None:
     """float32, and columns that are no whole chunks: there are kernels for all of them."""
     packed = packed_of(case, (16, 256), next(choices(case)))
-    assert kernels_of(x_of(1, 256, torch.float32), packed) == {"linear"}
+    assert kernels_of(x_of(1, 256, torch.float32), packed) == {"matvec"}
     odd = packed_of(case, (16, 320), next(choices(case)))
-    assert kernels_of(x_of(1, 320, torch.float16), odd) == {"linear"}
+    assert kernels_of(x_of(1, 320, torch.float16), odd) == {"matvec"}
 
 
 CUT = ("q4_0.planar", "int8_channel.safetensors-scale_typebf16")
@@ -235,7 +250,7 @@ def test_parts_of_a_weight(case: Case) -> None:
     assert kernels_of(x, part) == {"skinny"}
     assert torch.equal(product(x, part), product(x, packed)[:, 5:40])
     shifted = torch.empty(2 * 384 + 1, dtype=torch.float16, device=DEVICE)[1:].view(2, 384).copy_(x)
-    assert kernels_of(shifted, packed) == {"linear"}
+    assert kernels_of(shifted, packed) == {"matvec"}
 
 
 @pytest.mark.parametrize("case", RECORDS, ids=str)
@@ -245,12 +260,12 @@ def test_records_where_they_lie(case: Case) -> None:
     x = x_of(2, 768, torch.float16, 4)
     one = x[:1].contiguous()
     whole = product(one, packed)
-    assert kernels_of(one, packed) == {"gemv_records"} and kernels_of(x, packed) == {"linear"}
+    assert kernels_of(one, packed) == {"gemv_records"} and kernels_of(x, packed) == {"matvec"}
     assert torch.equal(whole, product(one, packed))
     part = packed.cut("N", 5, 40)
     assert kernels_of(one, part) == {"gemv_records"} and torch.equal(product(one, part), whole[:, 5:40])
     (name, tensor), = packed.tensors.items()
-    for offset, kernel in ((16, "gemv_records"), (4, "linear"), (1, "linear")):
+    for offset, kernel in ((16, "gemv_records"), (4, "matvec"), (1, "linear")):
         held = torch.empty(tensor.numel() + 32, dtype=torch.uint8, device=DEVICE)
         start = -held.data_ptr() % 16 + offset
         moved = packed.derive({name: held[start:start + tensor.numel()].view_as(tensor).copy_(tensor)})
@@ -259,7 +274,7 @@ def test_records_where_they_lie(case: Case) -> None:
     for call in launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE)):
         assert next(call.tensors).data_ptr() == tensor.data_ptr()
     calls = launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE), invariant=True)
-    assert [call.family for call in calls] == ["linear"]
+    assert [call.family for call in calls] == ["matvec"]
 
 
 # Fields that are called as the kernels call their own values, and codes that are small floats.

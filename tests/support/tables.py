@@ -11,12 +11,12 @@ from typing import Any
 from qdsl.compiler.emit.show.page import summary
 from qdsl.compiler.passes import PASSES, choose_variants, compile_spec, read_records
 from qdsl.compiler.passes.derive_planar import why_no_planar
-from qdsl.compiler.passes.schemes import SCHEMES
-from qdsl.compiler.passes.streams import STREAMS, Coding
 from qdsl.compiler.spec import grammar, marked, schema
 from qdsl.compiler.spec.schema import load
 from qdsl.core import places
+from qdsl.core.codecs import CODECS, Codec
 from qdsl.core.numbers import FLOATS
+from qdsl.core.schemes import SCHEMES
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap, model_types
 from tests.support import public_figures
@@ -52,13 +52,13 @@ def floats() -> list[str]:
 
 
 def streams() -> list[str]:
-    def tensors(coding: Coding) -> str:
+    def tensors(coding: Codec) -> str:
         return ", ".join(f"`{role}` {kind} [{', '.join(axis.removesuffix('*1') for axis in axes)}]"
                          for role, (kind, axes) in coding.tensors.items())
 
     return rows(["code", "of", "how", "its tensors"], (
         [f"`{name}`", "`u8[e<N*K]`" if coding.flat else "`u8[n<N, k<K]`", coding.summary, tensors(coding)]
-        for name, coding in STREAMS.items()))
+        for name, coding in CODECS.items()))
 
 
 def schemes() -> list[str]:

@@ -105,7 +105,7 @@ def order_name(program: Program) -> str:
 
     Of a planar program there is one where an index field alone says which values columns share; else its spec names it.
     """
-    authored = next((each.order for each in program.spec.storages if each.name.value == program.storage), None)
+    authored = next((storage.order for storage in program.spec.storages if storage.name.value == program.storage), None)
     if authored is not None:
         return authored.value
     if program.storage != PLANAR or program.affine is None or sum(field.groups is not None for field in program.fields) != 1:
@@ -143,8 +143,8 @@ def coordinates(program: Program, field: Field) -> list[tuple[str, str]] | None:
     flat = [atom for index in field.index if (atom := ix.flat_of(index)) is not None]
     if flat:
         return [("n", "1"), ("k", str(flat[0].args[1]).replace(" ", ""))] if flat[0].op == "div" else None
-    found = [coordinate(program, index) for index in field.index]
-    return None if None in found else [pair for pair in found if pair is not None]
+    pairs = [coordinate(program, index) for index in field.index]
+    return None if None in pairs else [pair for pair in pairs if pair is not None]
 
 
 def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
@@ -156,8 +156,8 @@ def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
         return None
     if atom.op == "name":
         field = next((f for f in program.fields if f.name == atom.name), None)
-        known = _in_order(program, field) if field is not None else None
-        return None if known is None else coordinate(program, known)
+        in_order = _in_order(program, field) if field is not None else None
+        return None if in_order is None else coordinate(program, in_order)
     if atom.op == "div" and str(atom.args[0]) in ("n", "k"):
         return str(atom.args[0]), str(atom.args[1])
     return None
@@ -184,18 +184,18 @@ def _planes(code: Field, table: str, span: Span) -> Iterator[Tensor]:
 def _plain(program: Program, field: Field, divisor: int, span: Span) -> Tensor:
     """A field alone, rows first; integers below 8 bits in bytes.  K is a multiple of `divisor`."""
     assert field.number is not None
-    found = coordinates(program, field) or []
-    flat = len(field.index) < len(found)                         # then K is a multiple of the block in this storage
+    pairs = coordinates(program, field) or []
+    flat = len(field.index) < len(pairs)                         # then K is a multiple of the block in this storage
     names = {"n": "r", "k": "g"}
     axes, subscripts = [], []
-    for axis, block in sorted(found, reverse=True):
+    for axis, block in sorted(pairs, reverse=True):
         whole = axis.upper()
         even = flat or (axis == "k" and block.isdigit() and divisor % int(block) == 0)
         axes.append(f"{names[axis]}<{whole if block == '1' else f'{whole}/{block}' if even else f'ceil({whole}/{block})'}")
-    for axis, _ in found:
+    for axis, _ in pairs:
         subscripts.append(names[axis])
     if flat:
-        subscripts = [f"K/{found[1][1]}*{names['n']} + {names['k']}"]
+        subscripts = [f"K/{pairs[1][1]}*{names['n']} + {names['k']}"]
     element = field.kind if field.number.is_float else "i8" if field.number.kind == "signed" else "u8"
     spare = 0 if field.number.is_float else 8 - field.number.bits
     item = f"{field.name}[{', '.join(subscripts)}]" if subscripts else field.name

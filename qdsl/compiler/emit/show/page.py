@@ -16,11 +16,11 @@ from qdsl.core.layout import vector_width
 
 def distinct(programs: Sequence[Program]) -> list[Program]:
     """Programs whose bits differ: types of scales and the like do not change where anything lies."""
-    found: dict[tuple[object, ...], Program] = {}
+    by_layout: dict[tuple[object, ...], Program] = {}
     for program in programs:
         key = (program.storage, tuple((k, v) for k, v in program.params.items() if isinstance(v, int)))
-        found.setdefault(key, program)
-    return list(found.values())
+        by_layout.setdefault(key, program)
+    return list(by_layout.values())
 
 
 def summary(programs: Sequence[Program]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from qdsl.compiler.ir.program import Program, Tensor
-from qdsl.core.layout import BASE, Held, spread
+from qdsl.core.layout import BASE, RecordBit, spread
 
 Elements = tuple[tuple[int, ...], ...]
 MOST_ROWS, MOST_CELLS = 10, 32                                   # rows of bytes that are drawn; elements in a line of a grid
@@ -67,14 +67,14 @@ def rows(tensor: Tensor) -> list[Row]:
     """The record of a tensor, byte by byte, most significant bits first."""
     bits = spread({p.field: p.slices for p in tensor.placements}, tensor.record_bits)
     many = {p.field: tuple(extent > 1 for extent in p.extents) for p in tensor.placements}
-    found: list[Row] = []
+    joined_rows: list[Row] = []
     for byte in range(tensor.record_bits // 8):
         cells = tuple(replace(cell, many=many.get(cell.field, ())) for cell in _cells(bits[8 * byte:8 * byte + 8]))
-        if not found or (joined := _joined(found[-1], cells)) is None:
-            found.append(Row(byte, byte, cells))
+        if not joined_rows or (joined := _joined(joined_rows[-1], cells)) is None:
+            joined_rows.append(Row(byte, byte, cells))
         else:
-            found[-1] = joined
-    return found
+            joined_rows[-1] = joined
+    return joined_rows
 
 
 def _joined(row: Row, cells: tuple[Cell, ...]) -> Row | None:
@@ -97,22 +97,22 @@ def _shape(cells: Sequence[Cell]) -> list[tuple[str, int, int, int]]:
     return [(cell.field, -1 if cell.width == 8 and not cell.digits else cell.lo, cell.width, len(cell.first)) for cell in cells]
 
 
-def _cells(bits: Sequence[Held | None]) -> Iterator[Cell]:
+def _cells(bits: Sequence[RecordBit | None]) -> Iterator[Cell]:
     """Runs of a byte's bits that are neighbours in one element, from bit 7 down; or the byte of digits."""
     end = 8
     while end:
         start = end - 1
         while start and _continues(bits[start - 1], bits[start]):
             start -= 1
-        held = bits[start]
-        if held is None:
+        bit = bits[start]
+        if bit is None:
             yield Cell("", ((),), ((),), 0, end - start)
         else:
-            yield Cell(held.field, held.elements, held.elements, held.bit, end - start, held.digits)
+            yield Cell(bit.field, bit.elements, bit.elements, bit.bit, end - start, bit.digits)
         end = start
 
 
-def _continues(low: Held | None, high: Held | None) -> bool:
+def _continues(low: RecordBit | None, high: RecordBit | None) -> bool:
     if low is None or high is None:
         return low is high
     return replace(low, bit=low.bit + 1) == high
@@ -120,13 +120,13 @@ def _continues(low: Held | None, high: Held | None) -> bool:
 
 def describe(tensor: Tensor) -> str:
     """What one record holds: `18 bytes hold 1 d, 32 q`."""
-    held = []
+    counts = []
     for placement in tensor.placements:
         count = 1
         for extent in placement.extents:
             count *= extent
-        held.append(f"{count} {placement.field}")
-    return f"{tensor.record_bits // 8} bytes hold {', '.join(held)}"
+        counts.append(f"{count} {placement.field}")
+    return f"{tensor.record_bits // 8} bytes hold {', '.join(counts)}"
 
 
 def terminal(program: Program) -> list[str]:
