@@ -206,7 +206,7 @@ def _folds(every: Sequence[Row]) -> Iterator[_Fold]:
     at = 0
     while at < len(every):
         period, times = max(((period, _times(every, at, period)) for period in range(1, MOST_ROWS + 1)),
-                            key=lambda found: (found[0] * (found[1] - 1), -found[0]))
+                            key=lambda fold: (fold[0] * (fold[1] - 1), -fold[0]))
         if times < 2:
             period = 1
         part = every[at:at + period]
