@@ -16,14 +16,15 @@ from pathlib import Path
 import torch
 import triton
 
-from qdsl import places
 from qdsl.analyze import AnalyzeError, report
 from qdsl.analyze.gpus import ARCHS as EVERY_ARCH
 from qdsl.analyze.gpus import arch_of
 from qdsl.analyze.predict import cost as cost_of
-from qdsl.runtime import FormatError, PackedWeight, configure, launch, streams
-from qdsl.runtime.call import Call
-from qdsl.runtime.gpu import costs, plan
+from qdsl.core import places
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import configure, costs, launch, plan
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 8192)                                             # several trips of every loop
 ARCHS = ("sm_90", "sm_80")

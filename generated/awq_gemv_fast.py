@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_zero
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, lanes, pad,
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, pad,
         workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 

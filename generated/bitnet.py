@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import ternary
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, lanes, pad, spread
-from qdsl.runtime.gpu.kernels import skinny, tile_gemm
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, spread
+from qdsl.runtime.gpu.kernels import lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 

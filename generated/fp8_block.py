@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, pad
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm, w8a8
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e4m3
+from qdsl.runtime.weight.numbers import e4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Stream, Variant, as_type, cdiv,
-        device, lanes, pad)
-from qdsl.runtime.gpu.kernels import skinny, tile_gemm, w8a8
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Stream, Variant, as_type, cdiv, pad
+from qdsl.runtime.gpu.kernels import device, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e4m3
+from qdsl.runtime.weight.numbers import e4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, lanes, pad
-from qdsl.runtime.gpu.kernels import skinny, tile_gemm, w8a8
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, pad
+from qdsl.runtime.gpu.kernels import lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 

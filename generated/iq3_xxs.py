@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, integer
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 

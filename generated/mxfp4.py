@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
-        empty, lanes, pad)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad
+from qdsl.runtime.gpu.kernels import codebook, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e8m0h
+from qdsl.runtime.weight.numbers import e8m0h
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
-        empty, lanes, pad, workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad, workspace
+from qdsl.runtime.gpu.kernels import codebook, device, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import ue4m3
+from qdsl.runtime.weight.numbers import ue4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

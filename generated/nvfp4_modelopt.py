@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, joined, lanes,
-        pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, joined, pad, spread
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e2m1, e4m3
+from qdsl.runtime.weight.numbers import e2m1, e4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, lanes, pad,
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, pad,
         workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 

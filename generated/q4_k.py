@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Records, Storage, Stored, Variant, as_float, as_type, lanes,
-        records, workspace)
-from qdsl.runtime.gpu.kernels import gemv, gemv_records, skinny, tile_gemm
+from qdsl.runtime import Field, Format, Kernels, Lanes, Records, Storage, Stored, Variant, as_float, as_type, workspace
+from qdsl.runtime.gpu.kernels import gemv, gemv_records, lanes, records, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from qdsl.encode import signmax
 from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, joined,
-        lanes, pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+        pad, spread)
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, lanes
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 

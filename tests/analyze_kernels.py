@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from qdsl.analyze import AnalyzeError, launches, report
 from qdsl.analyze.compile import specialised
 from qdsl.cli import app
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.call import Call
 from tests.support import small_kernels
 
 

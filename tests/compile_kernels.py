@@ -19,10 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qdsl.analyze.compile import specialised
-from qdsl.runtime import launch
-from qdsl.runtime.call import Call
-from qdsl.runtime.gpu import plan
-from qdsl.runtime.layout import Storage
+from qdsl.runtime.gpu import launch, plan
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.weight.layout import Storage
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases
 

@@ -15,7 +15,7 @@ import torch
 from bench.gpu import regimes
 from qdsl.analyze import report
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime import configure, launch
+from qdsl.runtime.gpu import configure, launch
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases
 

@@ -19,8 +19,10 @@ import torch
 from bench.gpu import regimes
 from qdsl.analyze.execute import Finding, Options, execute
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime import PackedWeight, configure, experts, launch, ops
-from qdsl.runtime.call import Call
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.torch import experts, ops
 from tests import test_w8a8
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields, smallest

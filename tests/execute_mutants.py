@@ -17,8 +17,9 @@ from qdsl.analyze.compile import build
 from qdsl.analyze.execute import ExecutionError, Options, execute_ptx
 from qdsl.analyze.execute.launch import arguments_of
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime import PackedWeight, configure, launch
-from qdsl.runtime.call import Call
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu.call import Call
 from tests.support.only_ptx import stop_at_ptx
 from tests.support.ptx_mutants import mutants
 

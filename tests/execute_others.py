@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from qdsl.analyze.execute import Options, execute
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.call import Call
 from tests.support.only_ptx import stop_at_ptx
 
 ROWS, COLUMNS, SPLITS = 6, 512, 4

@@ -15,7 +15,8 @@ import torch
 from bench.gpu import regimes
 from qdsl.analyze import report
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime import PackedWeight, configure, launch
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, launch
 from tests.support.formats import EXTRA, SHIPPED, module
 
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}

@@ -9,8 +9,9 @@ import torch
 
 from bench.gpu import regimes
 from qdsl.analyze import launches, report
-from qdsl.runtime import configure, experts, launch
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.torch import experts
 
 SHAPE = (4096, 4096)
 

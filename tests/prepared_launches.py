@@ -20,8 +20,9 @@ import triton
 import qdsl
 from bench.launch import stubbed
 from qdsl.generated import iq4_nl, q4_0
-from qdsl.runtime import PackedWeight, ops
+from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import plan, product
+from qdsl.runtime.torch import ops
 
 BF16, F16 = torch.bfloat16, torch.float16
 # Format and storage, rows of x, type of x, of the bias, and elements that x lies behind an aligned place.

@@ -22,8 +22,9 @@ from qdsl.analyze.compile import compiled, specialised
 from qdsl.analyze.counts import counted
 from qdsl.analyze.gpus import arch_of
 from qdsl.analyze.launches import weight
-from qdsl.runtime import configure, launch, streams
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 4096)
 # Windows of 64 bits: codes of normal weights have 2.591 bits, and the shortest 2, so that a window is looked up 32 times.

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from qdsl.generated import fp8_channel, fp8_tensor, mxfp4, nvfp4_modelopt, ocp_mxfp4, ocp_mxfp8, q4_0
-from qdsl.runtime import FormatError, PackedWeight, tiles
-from qdsl.runtime.layout import FLOATS
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.weight import tiles
+from qdsl.runtime.weight.layout import FLOATS
 from tests.support.covering import ALL
 from tests.support.formats import SHIPPED, Case, cases, random_fields, same_bits, shapes
 

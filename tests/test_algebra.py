@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.shards import GROUP_ROWS
+from qdsl.checkpoint.report.shards import GROUP_ROWS
 from qdsl.generated import df11, fix4, fp8_block, fp8_tensor, hlane, int8_block, int8_channel, int_group, nf4, q4_0, q4_k
-from qdsl.runtime import FormatError, PackedWeight, algebra, streams
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.weight import algebra, streams
 from tests.support.covering import ALL
 from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
 

@@ -23,7 +23,7 @@ from qdsl.analyze.counts import counted
 from qdsl.analyze.registers import accesses
 from qdsl.analyze.strides import missed
 from qdsl.cli import app
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.call import Call
 from tests.support.formats import ROOT, Case, cases
 
 # A guard that leaps over everything, a loop of nine instructions, two spills, and what the assembler leaves behind the end.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qdsl.spec.model import Spec
-from qdsl.spec.schema import parse
+from qdsl.compiler.spec.model import Spec
+from qdsl.compiler.spec.schema import parse
 from tests.support.answers import FOLDER, MEND, differences, kept, weights
 from tests.support.blessing import Disagreement, make, plan, prove_decoded, prove_quantized, prove_stored, reading, text
 from tests.support.formats import SPECS, cases, module, random_packed

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from qdsl.generated import fp8_block, hlane, int_group, q4_k
-from qdsl.runtime import device_dtypes
 from qdsl.runtime.gpu.triton import is_installed
+from qdsl.runtime.weight import device_dtypes
 from tests.support.covering import by_turns
 from tests.support.formats import Case, cases, random_packed, same_bits, smallest
 from tests.support.other_device import OtherTensor, other_device

@@ -1,7 +1,7 @@
 """Imports point one way: from what the author wrote to what runs, and never back.
 
-The compiler (spec, ir, passes, emit) and the running shore (runtime, encode, checkpoint) meet only in generated
-modules; cli, demo, analyze and loading, which stand above both, bring them together for a user.
+The compiler and the running shore (runtime, encode, codecs, checkpoint) meet only in generated modules; cli, analyze and
+qdsl/__init__.py, which stand above both, bring them together for a user.
 """
 
 from __future__ import annotations
@@ -21,61 +21,70 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 
 # Which parts of qdsl a part may import, in function bodies too; '' is qdsl/__init__.py itself.  Besides these it may
-# import the standard library and what PACKAGES says.
+# import the standard library and what PACKAGES says.  A folder of SPLIT is as many parts as it has folders.
+SPLIT = {"compiler", "runtime", "checkpoint", "jobs"}
+COMPILER = ("compiler/spec", "compiler/ir", "compiler/passes", "compiler/emit", "compiler")
+RUNTIME = {"runtime", "runtime/weight", "runtime/torch", "runtime/cpu", "runtime/gpu", "codecs/gpu"}
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
-    "layout": set(), "numbers": set(), "host": set(), "files": {"host", ""}, "places": set(),
-    "processes": {"host"}, "progress": set(),
-    "drawing": set(), "shapes": set(), "spilled": set(), "stored": {"shapes", "numbers"},
-    "borders": {"shapes", "stored"},
+    "core": set(), "host": {""}, "codecs": set(),
     # the compiler, in its order
-    "spec": {"numbers", "shapes"},
-    "ir": {"spec", "layout", "numbers"},
-    "passes": {"spec", "ir", "layout", "numbers", "shapes"},
-    "emit": {"spec", "ir", "passes", "layout", "numbers", "files", ""},
-    # the running shore
-    "runtime": {"borders", "host", "files", "numbers", "shapes", "spilled", "stored", "entropy"},
-    "encode": {"runtime", "numbers"},
-    "entropy": set(),
-    "checkpoint": {"borders", "host", "runtime", "entropy", "files", "generated", "processes", "shapes", "spilled", "stored"},
+    "compiler/spec": {"core"},
+    "compiler/ir": {"compiler/spec", "core"},
+    "compiler/passes": {"compiler/spec", "compiler/ir", "core"},
+    "compiler/emit": {"compiler/spec", "compiler/ir", "compiler/passes", "core", "host", ""},
+    "compiler": {"compiler/emit", "host"},
+    # the running shore; a weight, its operations and its kernels know each other
+    **{part: {*RUNTIME - {part}, "codecs", "core", "host"} for part in RUNTIME},
+    "encode": {"runtime/weight", "core"},
+    "checkpoint/files": {"host"},
+    "checkpoint/detect": {"checkpoint/files", "codecs", "core", "generated", "runtime/weight"},
+    "checkpoint/report": {"checkpoint/files", "checkpoint/detect", "codecs", "core", "host"},
+    "checkpoint": {"checkpoint/files", "checkpoint/detect", "runtime/weight"},
     "generated": set(),
     # what joins them for a user
-    "quantize": {"host", "checkpoint", "drawing", "files", "runtime", "processes"},
-    "rewrite": {"host", "checkpoint", "files", "processes", ""},
-    "convert": {"rewrite", "checkpoint", "files", "processes", "quantize", "runtime", "generated", "shapes", "stored"},
-    "compress": {"rewrite", "checkpoint", "entropy", "files", "processes"},
-    "models": {"borders", "host", "checkpoint", "convert", "drawing", "files", "processes", "quantize", "rewrite", "runtime",
-               "stored"},
-    "loading": {"emit", "files"},
-    "": {"loading", "places", "runtime", "checkpoint", "models"},
-    "analyze": {"numbers", "runtime", "places", ""},
-    "tune": {"runtime", "files"},
-    "demo": {"emit", "generated", "models", "runtime", "checkpoint", "files", "places", "numbers", ""},
-    "cli": {"host", "spec", "ir", "passes", "emit", "files", "places", "demo", "analyze", "checkpoint", "quantize", "rewrite",
-            "convert", "compress", "entropy", "models", "processes", "progress", "runtime", ""},
+    "jobs": {"compiler/emit", "generated", "models", "runtime", "runtime/weight", "checkpoint/files", "checkpoint/detect", "core",
+             "host", ""},
+    "jobs/engine": {"checkpoint/files", "host"},
+    "jobs/gguf": {"checkpoint/files", "checkpoint/detect", "checkpoint/report", "core", "host", "runtime"},
+    "jobs/convert": {"jobs/engine", "jobs/gguf", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "core", "host",
+                     "runtime/weight"},
+    "jobs/compress": {"jobs/engine", "checkpoint/files", "checkpoint/detect", "codecs", "host"},
+    "models": {"jobs/convert", "jobs/engine", "jobs/gguf", "checkpoint", "checkpoint/files", "checkpoint/detect",
+               "checkpoint/report", "core", "host", "runtime/cpu", "runtime/torch", "runtime/weight"},
+    "": {"compiler", "core", "runtime/cpu", "runtime/gpu", "runtime/torch", "runtime/weight", "checkpoint", "checkpoint/files",
+         "models"},
+    "analyze": {"core", "runtime", "runtime/gpu", "runtime/torch", "runtime/weight", ""},
+    "cli": {"compiler/spec", "compiler/ir", "compiler/passes", "compiler/emit", "core", "host", "codecs", "runtime",
+            "runtime/weight", "analyze", "jobs", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "generated",
+            "models", "jobs/engine", "jobs/gguf", "jobs/convert", "jobs/compress", ""},
     "__main__": {"cli", "host"},
 }
 # Other people's packages, in function bodies too.
 PACKAGES: dict[str, set[str]] = {
-    "spec": {"yaml"}, "emit": {"jinja2"}, "runtime": {"torch", "numpy", "triton"}, "encode": {"torch", "numpy"},
-    "entropy": {"numpy"},
-    "checkpoint": {"torch", "numpy", "huggingface_hub"}, "": {"torch"}, "cli": {"typer", "rich"},
-    "demo": {"torch", "transformers", "tokenizers"}, "quantize": {"torch"}, "convert": {"torch"}, "compress": {"numpy"},
+    "compiler/spec": {"yaml"}, "compiler/emit": {"jinja2"}, "codecs": {"numpy"}, "encode": {"torch", "numpy"},
+    **{part: {"torch", "numpy", "triton"} for part in RUNTIME},
+    "checkpoint/files": {"torch", "numpy", "huggingface_hub"}, "checkpoint/detect": {"torch", "numpy"},
+    "checkpoint/report": {"torch", "numpy"}, "checkpoint": {"torch"}, "": {"torch"},
+    "cli": {"typer", "rich"}, "jobs": {"torch", "transformers", "tokenizers"}, "jobs/gguf": {"torch"}, "jobs/convert": {"torch"},
+    "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"},
     "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece", "vllm", "vllm_omni",
                "sglang"},
-    "analyze": {"numpy", "torch", "triton"}, "tune": {"torch", "triton"},
 }
-COMPILER = ("spec", "ir", "passes", "emit")
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
-LIGHT = (*COMPILER, "host", "layout", "numbers", "files", "places", "processes", "progress", "shapes", "stored", "borders",
-         "loading", "checkpoint", "rewrite", "cli", "__main__", "")
+LIGHT = (*COMPILER, "core", "host", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "checkpoint", "jobs/engine",
+         "cli", "__main__", "")
 HEAVY = {"torch", "numpy", "triton"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def part_of(module: str) -> str:
-    """The part of qdsl that a module belongs to: 'qdsl.runtime.linear' is in runtime."""
-    return module.split(".")[1] if "." in module else ""
+    """The part of qdsl that a module belongs to: 'qdsl.runtime.gpu.plan' is in runtime/gpu."""
+    _, *names = module.split(".")
+    if names[:1] == ["codecs"]:
+        return "codecs/gpu" if names[-1] in ("launch", "kernels", "pairs") else "codecs"
+    is_split = len(names) > 1 and names[0] in SPLIT and (PACKAGE / names[0] / names[1]).is_dir()
+    return "/".join(names[:2]) if is_split else "".join(names[:1])
 
 
 def name_of(path: Path) -> str:
@@ -172,7 +181,11 @@ def test_a_folder_stays_within_its_lines(folder: str) -> None:
 
 def test_the_order_has_no_circles() -> None:
     """The table above allows no part to reach itself again, apart from reading the version in qdsl/__init__.py."""
-    below = {part: allowed - {part, ""} for part, allowed in ALLOWED.items()}
+    def joined(parts: set[str]) -> set[str]:
+        return {"runtime" if part in RUNTIME else part for part in parts}
+
+    below = {part: joined(ALLOWED[part]) - {part, ""} for part in ALLOWED if part not in RUNTIME}
+    below["runtime"] = joined(set().union(*(ALLOWED[part] for part in RUNTIME))) - {"runtime"}
     while free := [part for part, allowed in below.items() if not allowed & below.keys()]:
         for part in free:
             del below[part]
@@ -180,10 +193,11 @@ def test_the_order_has_no_circles() -> None:
 
 
 def test_the_two_shores_do_not_meet() -> None:
-    for part in ("runtime", "encode", "checkpoint", "generated"):
-        assert ALLOWED[part].isdisjoint({*COMPILER, "layout", "loading", "cli"})
-    for part in (*COMPILER, "layout", "numbers"):
-        assert ALLOWED[part].isdisjoint({"runtime", "encode", "checkpoint", "generated", "cli"})
+    running = {*RUNTIME, "encode", "codecs", "generated", *(part for part in ALLOWED if part.startswith("checkpoint"))}
+    for part in running:
+        assert ALLOWED[part].isdisjoint({*COMPILER, "cli"})
+    for part in (*COMPILER, "core"):
+        assert ALLOWED[part].isdisjoint({*running, "cli"})
     assert all("cli" not in allowed for part, allowed in ALLOWED.items() if part != "__main__")
 
 
@@ -195,12 +209,12 @@ def test_generated_modules_import_the_running_shore_alone(path: Path) -> None:
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in froms if not node.level}
     parts = {part_of(name) for name in names if name.split(".")[0] == "qdsl"}
-    assert parts <= {"runtime", "encode", "entropy", "numbers"}
+    assert parts <= {"runtime", "runtime/gpu", "runtime/weight", "encode"}
     assert {name.split(".")[0] for name in names} <= {"qdsl", "torch", "triton", "typing"}
     assert {node.level for node in froms} <= ({0} if path.parent == ROOT / "generated" else {0, 1})
 
 
-PRIVATE_APIS = PACKAGE / "runtime" / "private_apis.py"
+PRIVATE_APIS = PACKAGE / "runtime" / "torch" / "private_apis.py"
 # Attributes of torch and Triton that are not documented, as they stand in code or in a text that getattr takes.
 UNDOCUMENTED = {"_C", "_ops", "_schema", "_overloadname", "_cdata", "_current_level", "_local_tensor",
                 "_non_persistent_buffers_set", "_ddp_params_and_buffers_to_ignore", "_set_params_and_buffers_to_ignore_for_model",

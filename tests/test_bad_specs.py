@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from qdsl.emit.module import module
-from qdsl.passes import compile_spec
-from qdsl.spec.schema import load, parse
-from qdsl.spec.source import SpecError
+from qdsl.compiler.emit.module.module import module
+from qdsl.compiler.passes import compile_spec
+from qdsl.compiler.spec.schema import load, parse
+from qdsl.compiler.spec.source import SpecError
 
 FOLDER = Path(__file__).parent / "bad_specs"
 FILES = sorted(FOLDER.glob("*.yaml"))

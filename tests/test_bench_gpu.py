@@ -24,8 +24,8 @@ from bench.gpu.budget import SHARES, Budget
 from bench.gpu.device import H200, launches_for, product
 from bench.gpu.plan import Case, Check
 from bench.gpu.weights import Weight, every, fits, large, normal, packed
-from qdsl.runtime import configure
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu import configure
+from qdsl.runtime.gpu.call import Call
 from tests.support.formats import ROOT
 from tests.support.interpreter import INTERPRETED
 from tests.support.tables import PREDICTED, speed_lines

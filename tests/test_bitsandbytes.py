@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import weights
-from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.safetensors import write
-from qdsl.convert import run
-from qdsl.convert.aim import aimed
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import int_group
-from qdsl.rewrite import RewriteError
+from qdsl.jobs.convert import run
+from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.engine import RewriteError
 from tests.support import checkpoints, folders
 from tests.test_transformers import loaded, logits, quantized
 

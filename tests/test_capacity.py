@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.safetensors import CheckpointError, laid_out, write
+from qdsl.checkpoint.files.safetensors import CheckpointError, laid_out, write
 from qdsl.cli import app
 from qdsl.cli.app import Failure, read_size
-from qdsl.compress.run import compress
-from qdsl.compress.units import Aim
-from qdsl.convert.capacity import AS_STORED, CHOICES, LOSSLESS, Capacity, Need, capacity
 from qdsl.generated import fp8_channel, nvfp4_ct, q8_0
-from qdsl.rewrite import RewriteError
+from qdsl.jobs.compress.run import compress
+from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.convert.capacity import AS_STORED, CHOICES, LOSSLESS, Capacity, Need, capacity
+from qdsl.jobs.engine import RewriteError
 
 GB = 10**9
 

@@ -28,10 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qdsl
 from qdsl.generated import fp8_block, fp8_tensor, hlane, int8_channel, int_group, q4_0, q8_0
-from qdsl.runtime import FormatError, PackedWeight, ops
-from qdsl.runtime.layers import QuantizedLinear
-from qdsl.runtime.linear import _transposed
-from qdsl.runtime.module import NoWeight
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.torch import ops
+from qdsl.runtime.torch.layers import QuantizedLinear
+from qdsl.runtime.torch.linear import _transposed
+from qdsl.runtime.torch.module import NoWeight
 from tests.support import formats
 from tests.support.formats import ROOT, same_bits
 

@@ -399,9 +399,9 @@ def test_a_title_is_text_in_a_picture(folder: Path) -> None:
 
 
 def test_show_prints_the_program() -> None:
-    from qdsl.ir.text import text
-    from qdsl.passes import compile_spec
-    from qdsl.spec.schema import load
+    from qdsl.compiler.ir.text import text
+    from qdsl.compiler.passes import compile_spec
+    from qdsl.compiler.spec.schema import load
 
     found = run("show", "q6_k", "--program")
     assert found.exit_code == 0

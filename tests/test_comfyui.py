@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.contents import contents
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import weights
-from qdsl.checkpoint.layers import Layers, layers
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
+from qdsl.checkpoint.report.contents import contents
 from qdsl.cli import app
 from qdsl.generated import fp8_tensor, nvfp4_modelopt
-from qdsl.runtime import launch
+from qdsl.runtime.gpu import launch
 
 FP8 = torch.float8_e4m3fn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

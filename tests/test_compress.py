@@ -17,26 +17,26 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from qdsl import processes
-from qdsl.checkpoint import checksums, layer_weights
-from qdsl.checkpoint.folder import INDEX, Folder
-from qdsl.checkpoint.groups import groups
-from qdsl.checkpoint.guard import guarded
-from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.safetensors import write
-from qdsl.checkpoint.verify import differences
-from qdsl.checkpoint.verify_decoded import decoded_differences
+from qdsl.checkpoint.detect import layer_weights
+from qdsl.checkpoint.detect.groups import groups
+from qdsl.checkpoint.detect.guard import guarded
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files import checksums
+from qdsl.checkpoint.files.folder import INDEX, Folder
+from qdsl.checkpoint.files.safetensors import write
+from qdsl.checkpoint.report.verify import differences
+from qdsl.checkpoint.report.verify_decoded import decoded_differences
 from qdsl.cli import app
-from qdsl.compress import patterns, restore, run
-from qdsl.compress.original import ORIGINAL
-from qdsl.compress.tensors import Coded
-from qdsl.compress.units import FORMATS, Aim
-from qdsl.entropy import df11
-from qdsl.entropy.bfloat16 import HLANE
-from qdsl.files import OutputError
+from qdsl.codecs import df11
+from qdsl.codecs.bfloat16 import HLANE
 from qdsl.generated import bf16, fix4, hlane
-from qdsl.host import system
-from qdsl.rewrite import RewriteError, stage
+from qdsl.host import processes, system
+from qdsl.host.files import OutputError
+from qdsl.jobs.compress import patterns, restore, run
+from qdsl.jobs.compress.original import ORIGINAL
+from qdsl.jobs.compress.tensors import Coded
+from qdsl.jobs.compress.units import FORMATS, Aim
+from qdsl.jobs.engine import RewriteError, stage
 from tests.support import folders
 from tests.support.formats import ROOT
 
@@ -530,8 +530,9 @@ def test_only_what_is_missing_or_old_is_done_again(sharded: Path, tmp_path: Path
 
 def test_processes_have_no_torch(sharded: Path, tmp_path: Path) -> None:
     """Nor has the command: it and its processes begin in a tenth of a second."""
-    code = ("import sys\nfrom pathlib import Path\nfrom qdsl.compress import restore, run\nfrom qdsl.compress.units import Aim\n"
-            "from qdsl.checkpoint.contents import contents, lines\n"
+    code = ("import sys\nfrom pathlib import Path\nfrom qdsl.jobs.compress import restore, run\n"
+            "from qdsl.jobs.compress.units import Aim\n"
+            "from qdsl.checkpoint.report.contents import contents, lines\n"
             "for format in ('df11', 'hlane'):\n"
             "    out = Path(sys.argv[2]) / format\n"
             "    run.compress(Path(sys.argv[1]), Aim(format), out, check=True)\n"

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint import dequantize
-from qdsl.checkpoint.contents import contents, escaped, lines
-from qdsl.checkpoint.dequantize import dequantize_file
-from qdsl.checkpoint.ggml_types import BY_NAME
-from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.gguf_write import NewTensor, write
-from qdsl.checkpoint.safetensors import CheckpointError
-from qdsl.checkpoint.safetensors import write as write_safetensors
+from qdsl.checkpoint.files.ggml_types import BY_NAME
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.gguf_write import NewTensor, write
+from qdsl.checkpoint.files.safetensors import CheckpointError
+from qdsl.checkpoint.files.safetensors import write as write_safetensors
+from qdsl.checkpoint.report.contents import contents, escaped, lines
 from qdsl.cli import app
+from qdsl.jobs.gguf import dequantize
+from qdsl.jobs.gguf.dequantize import dequantize_file
 from tests.support.formats import ROOT, same_bits
 from tests.support.ggufs import framed, info, pair
 

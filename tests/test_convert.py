@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.generated import int_group, q4_0
-from qdsl.passes.derive_planar import PLANAR
-from qdsl.runtime import FormatError, PackedWeight, convert, tiles, transpose
-from qdsl.runtime.bits import Placed, pieces, place
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.weight import convert, tiles, transpose
+from qdsl.runtime.weight.bits import Placed, pieces, place
 from tests.support.formats import Case, cases, random_packed, same_bits, shuffled_fields, smallest
 
 # -- moves of words, against every bit by itself --------------------------------------------------------------------------

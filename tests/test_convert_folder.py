@@ -17,19 +17,20 @@ from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
 import qdsl
-from qdsl.checkpoint import checksums, layer_weights
-from qdsl.checkpoint.folder import INDEX, Folder
-from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.quantization import quantization
-from qdsl.checkpoint.safetensors import CheckpointError, write
+from qdsl.checkpoint.detect import layer_weights
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.quantization import quantization
+from qdsl.checkpoint.files import checksums
+from qdsl.checkpoint.files.folder import INDEX, Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.cli import app
-from qdsl.convert import aim, plan, run
-from qdsl.convert.run import merge
-from qdsl.files import OutputError
 from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int8_tensor, int_group
-from qdsl.quantize.quality import Sums, measured
-from qdsl.rewrite import RewriteError, stage, work
-from qdsl.rewrite.shards import share
+from qdsl.host.files import OutputError
+from qdsl.jobs.convert import aim, plan, run
+from qdsl.jobs.convert.run import merge
+from qdsl.jobs.engine import RewriteError, stage, work
+from qdsl.jobs.engine.shards import share
+from qdsl.jobs.gguf.quality import Sums, measured
 from qdsl.runtime import PackedWeight
 from tests.support import folders
 from tests.support.formats import same_bits

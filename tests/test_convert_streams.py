@@ -11,14 +11,14 @@ import torch
 from safetensors import safe_open
 
 import qdsl
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import weights as weights_of
-from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.safetensors import write
-from qdsl.convert import aim, encoded, run
+from qdsl.checkpoint.detect.layer_weights import weights as weights_of
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import fp8_channel
-from qdsl.rewrite import RewriteError, stage
-from qdsl.rewrite.work import batches
+from qdsl.jobs.convert import aim, encoded, run
+from qdsl.jobs.engine import RewriteError, stage
+from qdsl.jobs.engine.work import batches
 from qdsl.runtime import PackedWeight
 from tests.support import folders
 from tests.support.formats import same_bits

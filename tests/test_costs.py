@@ -13,8 +13,8 @@ import torch
 
 from bench import costs as writer
 from qdsl.analyze import launches
-from qdsl.runtime import PackedWeight, launch
-from qdsl.runtime.gpu import costs, devices
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import costs, devices, launch
 from qdsl.runtime.gpu.costs import Candidate, Cost, seconds, terms
 from qdsl.runtime.gpu.devices import GPUS
 from tests.support.formats import ROOT

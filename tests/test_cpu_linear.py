@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qdsl.generated import bf16, fp8_block, int_group, q4_0, q8_0
-from qdsl.runtime import PackedWeight, cpu
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.cpu import linear as cpu
 from tests.support.covering import ALL, covering
 from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
 

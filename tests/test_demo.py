@@ -10,9 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qdsl import demo
-from qdsl.checkpoint import safetensors
+from qdsl.checkpoint.files import safetensors
 from qdsl.cli import app
+from qdsl.jobs import demo
 from tests.support.formats import SHIPPED
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from qdsl.checkpoint.detect import readings
-from qdsl.checkpoint.quantization import quantization
+from qdsl.checkpoint.detect.quantization import quantization
+from qdsl.checkpoint.detect.rules import readings
 from tests.support.formats import SHIPPED, module
 
 MODULES = {path.stem: module(path) for path in SHIPPED}

@@ -16,23 +16,23 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from qdsl.checkpoint.checkpoint import Checkpoint
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.safetensors import bytes_of, write
-from qdsl.checkpoint.sources import GgufSource
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.sources import GgufSource
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import bytes_of, write
 from qdsl.cli import app
-from qdsl.compress import run as compression
-from qdsl.compress.units import Aim as Compression
 from qdsl.generated import fp8_tensor
+from qdsl.jobs.compress import run as compression
+from qdsl.jobs.compress.units import Aim as Compression
+from qdsl.jobs.gguf.author_names import CLASSES
 from qdsl.models import traced
 from qdsl.models.gguf_maps import TensorRule, row_order
 from qdsl.models.load import fill_model
 from qdsl.models.mapped_source import MappedSource
 from qdsl.models.plan import LoadError
 from qdsl.models.traced import spans, trace
-from qdsl.quantize.author_names import CLASSES
-from qdsl.runtime.layers import QuantizedLinear
-from qdsl.runtime.module import PackedModule
+from qdsl.runtime.torch.layers import QuantizedLinear
+from qdsl.runtime.torch.module import PackedModule
 from tests.support import folders, formats, producer_folders
 
 diffusers = pytest.importorskip("diffusers")

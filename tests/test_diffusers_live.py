@@ -10,7 +10,7 @@ import torch
 
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap
-from qdsl.runtime.module import PackedModule
+from qdsl.runtime.torch.module import PackedModule
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")

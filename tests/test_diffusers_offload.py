@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import qdsl
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.safetensors import write
-from qdsl.compress.run import compress
-from qdsl.compress.units import Aim
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
+from qdsl.jobs.compress.run import compress
+from qdsl.jobs.compress.units import Aim
 from qdsl.models.grouped import GroupedBlock, HiddenWeight
-from qdsl.runtime.module import PackedModule
+from qdsl.runtime.torch.module import PackedModule
 
 accelerate = pytest.importorskip("accelerate")
 diffusers = pytest.importorskip("diffusers")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from qdsl.checkpoint.safetensors import write
-from qdsl.compress import run as compression
-from qdsl.compress.units import Aim as Compression
+from qdsl.checkpoint.files.safetensors import write
+from qdsl.jobs.compress import run as compression
+from qdsl.jobs.compress.units import Aim as Compression
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap
 from qdsl.models.plan import LoadError
-from qdsl.runtime.layers import QuantizedLinear
+from qdsl.runtime.torch.layers import QuantizedLinear
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")

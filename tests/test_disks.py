@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from qdsl.rewrite import stage
+from qdsl.jobs.engine import stage
 from tests.support.formats import ROOT
 from tests.support.jobs import JOBS, command, files, job_inputs, succeed
 

@@ -21,18 +21,18 @@ from torch import nn
 from typer.testing import CliRunner
 
 import qdsl
-from qdsl import demo
-from qdsl.checkpoint import gguf_write, safetensors
-from qdsl.checkpoint.ggml_types import BY_NAME
-from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.gguf_write import NewTensor
+from qdsl.checkpoint.files import gguf_write, safetensors
+from qdsl.checkpoint.files.ggml_types import BY_NAME
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.gguf_write import NewTensor
 from qdsl.cli import app
-from qdsl.compress.run import compress
-from qdsl.compress.units import Aim
+from qdsl.compiler.passes import compile_spec
+from qdsl.compiler.spec.schema import parse
 from qdsl.generated import fp8_block, fp8_channel, int_group, q4_0
-from qdsl.passes import compile_spec
-from qdsl.quantize.mixes import Model
-from qdsl.spec.schema import parse
+from qdsl.jobs import demo
+from qdsl.jobs.compress.run import compress
+from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.gguf.mixes import Model
 from tests.support import folders, gguf_models, language_models, producer_folders
 from tests.support.formats import ROOT
 from tests.support.ggufs import framed, info

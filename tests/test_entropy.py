@@ -19,14 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.entropy import bits, df11, huffman_windows
-from qdsl.entropy.bfloat16 import FIX4, HLANE
-from qdsl.entropy.huffman import END, Code, canonical_code, df11_code
-from qdsl.entropy.lookup import StreamError, code_of, tables_of
-from qdsl.passes.streams import STREAMS
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.codecs import bits, df11
+from qdsl.codecs.bfloat16 import FIX4, HLANE
+from qdsl.codecs.huffman import END, Code, canonical_code, df11_code
+from qdsl.codecs.huffman_windows import reference as huffman_windows
+from qdsl.codecs.lookup import StreamError, code_of, tables_of
+from qdsl.compiler.passes.streams import STREAMS
 from qdsl.runtime import FormatError
-from qdsl.runtime.streams import CODINGS
+from qdsl.runtime.weight.streams import CODINGS
 from tests.support.formats import ROOT
 
 DATA = ROOT / "tests" / "data"

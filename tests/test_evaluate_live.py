@@ -15,9 +15,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.ggml_types import BY_NAME
-from qdsl.checkpoint.gguf import GgufFile
-from qdsl.checkpoint.gguf_write import NewTensor, write
+from qdsl.checkpoint.files.ggml_types import BY_NAME
+from qdsl.checkpoint.files.gguf import GgufFile
+from qdsl.checkpoint.files.gguf_write import NewTensor, write
 from qdsl.cli import app
 from tests.support import llama_cpp
 from tests.support.formats import ROOT

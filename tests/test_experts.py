@@ -12,7 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qdsl.generated import df11, fix4, fp8_block, hlane, int8_channel, nf4, q4_0
 from qdsl.models.experts import Experts, routed_sum
-from qdsl.runtime import FormatError, PackedWeight, experts, launch, ops, streams
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import launch
+from qdsl.runtime.torch import experts, ops
+from qdsl.runtime.weight import streams
 from tests.support.formats import SHIPPED, Case, cases, random_packed, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 

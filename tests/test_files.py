@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.gguf import GgufFile
-from qdsl.checkpoint.safetensors import CheckpointError, read_header, write
-from qdsl.files import OutputError, check_output, replacing, write_text
-from qdsl.quantize import imatrix
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.gguf import GgufFile
+from qdsl.checkpoint.files.safetensors import CheckpointError, read_header, write
+from qdsl.host.files import OutputError, check_output, replacing, write_text
+from qdsl.jobs.gguf import imatrix
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,7 +71,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, kind: str) -> N
 def test_the_next_process_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     """Of the same output alone, and not what another process still writes."""
     path, other = tmp_path / "x", tmp_path / "y"
-    killed = "import os, sys; from qdsl.files import replacing\nwith replacing(sys.argv[1]) as file: os._exit(9)"
+    killed = "import os, sys; from qdsl.host.files import replacing\nwith replacing(sys.argv[1]) as file: os._exit(9)"
     for name in (path, path, other):
         subprocess.run([sys.executable, "-c", killed, str(name)], cwd=ROOT, check=False)
     assert len(os.listdir(tmp_path)) == 2
@@ -104,7 +104,7 @@ def test_an_output_is_no_input(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"old")
-    program = ("import os, sys; from qdsl.files import replacing\n"
+    program = ("import os, sys; from qdsl.host.files import replacing\n"
                "with replacing(sys.argv[1]) as file:\n"
                "    file.write(bytes(1 << 20)); os._exit(9)")
     assert subprocess.run([sys.executable, "-c", program, str(path)], cwd=ROOT).returncode == 9

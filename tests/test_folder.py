@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from qdsl.checkpoint import folder as module
-from qdsl.checkpoint.contents import contents
-from qdsl.checkpoint.folder import INDEX, Folder
-from qdsl.checkpoint.safetensors import CheckpointError, write
+from qdsl.checkpoint.files import folder as module
+from qdsl.checkpoint.files.folder import INDEX, Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
+from qdsl.checkpoint.report.contents import contents
 
 UP = "model.layers.0.mlp.up_proj"
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import qdsl
-from qdsl.checkpoint.crc import FILE
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.files.crc import FILE
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import int4pack, int_group, q8_0
 from qdsl.models.fused import FusedLinear
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.int4 import OPERATIONS, native_storage
-from qdsl.runtime.layers import QuantizedLinear
+from qdsl.runtime.cpu.int4 import OPERATIONS, native_storage
+from qdsl.runtime.torch.layers import QuantizedLinear
 from tests.support.folders import files
 from tests.support.formats import same_bits
 

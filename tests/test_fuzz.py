@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from qdsl.checkpoint import gguf, gguf_metadata
+from qdsl.checkpoint.files import gguf, gguf_metadata
 from tests import fuzz
 from tests.fuzz import explore, parts
 

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 import qdsl
-from qdsl.emit.build import BuildError, build
-from qdsl.emit.lanes import FUNCTIONS, LOCALS
-from qdsl.emit.module import FAMILIES, RUNTIME
-from qdsl.numbers import FLOATS
-from qdsl.passes.schemes import SCHEMES
-from qdsl.spec.schema import RESERVED
-from qdsl.spec.source import SpecError
+from qdsl.compiler.emit.module.build import BuildError, build
+from qdsl.compiler.emit.module.module import KERNELS, RUNTIME
+from qdsl.compiler.emit.triton.lanes import FUNCTIONS, LOCALS
+from qdsl.compiler.passes.schemes import SCHEMES
+from qdsl.compiler.spec.schema import RESERVED
+from qdsl.compiler.spec.source import SpecError
+from qdsl.core.numbers import FLOATS
 from tests.support.formats import ROOT, SHIPPED, SPECS, module
 
 GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 IMPORTS = {"typing", "torch", "qdsl.encode", "qdsl.runtime", "qdsl.runtime.gpu.kernels", "qdsl.runtime.gpu.triton",
-           "qdsl.runtime.numbers"}
+           "qdsl.runtime.weight.numbers"}
 SURFACE = ("wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linear", "Linear", "SPEC", "FORMAT")
 
 
@@ -102,7 +102,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 
 def test_names_of_generated_code_are_reserved() -> None:
     """A field called as something that a module imports would hide it."""
-    assert {*RUNTIME, *FAMILIES, *SCHEMES, *FLOATS, "Tensor", "Any"} <= RESERVED
+    assert {*RUNTIME, *KERNELS, *SCHEMES, *FLOATS, "Tensor", "Any"} <= RESERVED
 
 
 def test_a_spec_that_is_wrong_writes_nothing(tmp_path: Path) -> None:

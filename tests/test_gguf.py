@@ -21,13 +21,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdsl.checkpoint import gguf_metadata
-from qdsl.checkpoint.ggml_types import BY_NAME, REMOVED, TORCH, TYPES, WEIGHTLESS, type_of
-from qdsl.checkpoint.gguf import GgufFile, Header, parse
-from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.gguf_weights import module_of
-from qdsl.checkpoint.gguf_write import NewTensor, write
-from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.checkpoint.detect.gguf_weights import module_of, packed_weight
+from qdsl.checkpoint.files import gguf_metadata
+from qdsl.checkpoint.files.ggml_types import BY_NAME, REMOVED, TORCH, TYPES, WEIGHTLESS, type_of
+from qdsl.checkpoint.files.gguf import GgufFile, Header, parse
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.gguf_write import NewTensor, write
+from qdsl.checkpoint.files.safetensors import CheckpointError
 from tests.support.files import stored, unreserved
 from tests.support.formats import ROOT, SHIPPED, same_bits, spec
 from tests.support.ggufs import array, framed, info, pair, text
@@ -471,16 +471,17 @@ def test_weights_are_what_gguf_py_makes_of_them(place: Path, type: str) -> None:
     raw = blocks(type, 6, 512)
     write(place, {}, [NewTensor("a.weight", BY_NAME[type], (2, 3, 512), [raw.tobytes()])])
     with GgufFile(place) as file:
-        packed = file.weight("a.weight")
+        packed = packed_weight(file, "a.weight")
         assert packed.shape == (6, 512) and packed.format.spec.detect["gguf"] == type
         assert next(iter(packed.tensors.values())).numpy().tobytes() == raw.tobytes()
         wanted = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[type]))
         found = packed.format.dequantize(packed, torch.float32)
         assert same_bits(found.nan_to_num(), wanted.nan_to_num())
-        assert same_bits(file.weight("a.weight", 1).format.dequantize(file.weight("a.weight", 1), torch.float32), found[3:])
+        packed = packed_weight(file, "a.weight", 1)
+        assert same_bits(packed.format.dequantize(packed, torch.float32), found[3:])
         for expert in (-1, 2):
             with pytest.raises(CheckpointError, match=rf"\[2, 3, 512\] has no expert {expert}"):
-                file.weight("a.weight", expert)
+                packed_weight(file, "a.weight", expert)
         with pytest.raises(CheckpointError, match=f"{type} is stored in blocks"):
             file.tensor("a.weight")
 
@@ -495,9 +496,9 @@ def test_tensors_of_plain_numbers(place: Path, type: str) -> None:
         assert same_bits(file.tensor("a"), wanted) and same_bits(file.tensor("b"), wanted.view(4, 6))
         if type in WEIGHTLESS:
             with pytest.raises(CheckpointError, match=f"tensor 'a': {type} is not the type of a weight"):
-                file.weight("a")
+                packed_weight(file, "a")
         else:
-            packed = file.weight("a")
+            packed = packed_weight(file, "a")
             assert same_bits(packed.format.dequantize(packed, wanted.dtype), wanted.view(6, 4))
 
 
@@ -513,13 +514,13 @@ def test_scales_beside_weights(place: Path) -> None:
                       NewTensor("no.weight", BY_NAME["NVFP4"], (6, 64), [raw.tobytes()])])
     with GgufFile(place) as file:
         def weight(name: str, expert: int | None = None) -> torch.Tensor:
-            packed = file.weight(name, expert)
+            packed = packed_weight(file, name, expert)
             return packed.format.dequantize(packed, torch.float32)
 
         assert same_bits(weight("no.weight"), plain) and same_bits(weight("one.weight"), 2 * plain)
         assert same_bits(weight("two.weight", 0), 2 * plain[:3]) and same_bits(weight("two.weight", 1), 4 * plain[3:])
         with pytest.raises(CheckpointError, match=r"tensor 'two\.weight': .*scale"):
-            file.weight("two.weight")
+            packed_weight(file, "two.weight")
 
 
 def test_tensors_outlive_the_file_and_never_change_it(place: Path) -> None:
@@ -702,8 +703,8 @@ def check(path: Path, data: bytes) -> None:
 def test_reading_a_header_imports_neither_torch_nor_numpy(place: Path) -> None:
     write(place, {"k": Value.of("string", "v")}, ONE)
     program = ("import sys\n"
-               "from qdsl.checkpoint.gguf import GgufFile\n"
-               "from qdsl.checkpoint.gguf_write import NewTensor, write\n"
+               "from qdsl.checkpoint.files.gguf import GgufFile\n"
+               "from qdsl.checkpoint.files.gguf_write import NewTensor, write\n"
                "with GgufFile(sys.argv[1]) as file:\n"
                "    assert dict(file.metadata) == {'k': 'v'} and bytes(file.data('a')) == bytes(4)\n"
                "    write(sys.argv[1], {}, [NewTensor('a', file.tensors['a'].type, (1,), [file.data('a')])])\n"

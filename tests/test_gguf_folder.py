@@ -13,13 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.gguf import GgufFile
+from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.cli import app
+from qdsl.jobs.gguf import QuantizeError, mixes
+from qdsl.jobs.gguf.plan import plan
+from qdsl.jobs.gguf.run import quantize_file
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap
-from qdsl.quantize import QuantizeError, mixes
-from qdsl.quantize.plan import plan
-from qdsl.quantize.run import quantize_file
 from tests.support import gguf_models, llama_cpp
 
 transformers = pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from qdsl.checkpoint.gguf_metadata import Value
+from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.models.gguf_maps import FOLDER, GgufMap, TensorRule, map_of, model_types, pattern_of, row_order
 from qdsl.models.plan import LoadError
 from tests.support import gguf_models

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qdsl.checkpoint.gguf import GgufFile
+from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.models.gguf_maps import FOLDER, GgufMap, model_types
 from tests.support import llama_cpp
 

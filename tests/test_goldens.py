@@ -33,7 +33,8 @@ from qdsl.generated import (
     ocp_mxfp8,
     quanto,
 )
-from qdsl.runtime import FormatError, PackedWeight, launch
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import launch
 from tests.support.formats import ROOT, SHIPPED, canonical, module, raw, same_bits
 from tests.support.interpreter import INTERPRETED, guarded
 

@@ -14,18 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.guard import FIELD, REPLACED, SENTENCE, guarded, has_own_settings, unguarded
-from qdsl.checkpoint.layers import Layers, layers
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.detect.guard import FIELD, REPLACED, SENTENCE, guarded, has_own_settings, unguarded
+from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.cli import app
-from qdsl.compress import restore, run
-from qdsl.compress.original import ORIGINAL
-from qdsl.compress.units import FORMATS, Aim
-from qdsl.convert import run as converting
-from qdsl.convert.aim import aimed
 from qdsl.generated import fp8_block, int8_channel, int_group
-from qdsl.rewrite import RewriteError, stage
+from qdsl.jobs.compress import restore, run
+from qdsl.jobs.compress.original import ORIGINAL
+from qdsl.jobs.compress.units import FORMATS, Aim
+from qdsl.jobs.convert import run as converting
+from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.engine import RewriteError, stage
 from qdsl.runtime import PackedWeight
 from tests.support import folders
 

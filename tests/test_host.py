@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from qdsl import files
-from qdsl.files import OutputError, cache_folder, locked, make_cache_folder, replacing, write_text
-from qdsl.host import system
-from qdsl.processes import affordable
+from qdsl.host import files, system
+from qdsl.host.files import OutputError, cache_folder, locked, make_cache_folder, replacing, write_text
+from qdsl.host.processes import affordable
 from tests.support.formats import ROOT
 
 OF_ONE_SYSTEM = ("import fcntl", "import msvcrt", "import resource", "/proc", "/sys/", "posix_fallocate",
@@ -197,7 +196,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_temporary_cache_ends_with_the_process(tmp_path: Path) -> None:
     code = ("import os, warnings; warnings.simplefilter('ignore'); os.access = lambda path, mode: False\n"
-            "from qdsl.files import cache_folder; print(cache_folder())")
+            "from qdsl.host.files import cache_folder; print(cache_folder())")
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=ROOT, text=True,
                           capture_output=True, check=True)
     assert done.stdout.startswith(f"{tmp_path}/qdsl-") and os.listdir(tmp_path) == []

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from qdsl.checkpoint.ignored import COST, expression
-from qdsl.checkpoint.quantization import quantization
-from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.checkpoint.detect.ignored import COST, expression
+from qdsl.checkpoint.detect.quantization import quantization
+from qdsl.checkpoint.files.safetensors import CheckpointError
 from tests.support import hostile_folders
 from tests.support.formats import ROOT
 

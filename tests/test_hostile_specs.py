@@ -20,10 +20,10 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from qdsl.emit.module import module
-from qdsl.passes import compile_spec
-from qdsl.spec.schema import KEYS, TENSOR_KEYS, parse
-from qdsl.spec.source import SpecError
+from qdsl.compiler.emit.module.module import module
+from qdsl.compiler.passes import compile_spec
+from qdsl.compiler.spec.schema import KEYS, TENSOR_KEYS, parse
+from qdsl.compiler.spec.source import SpecError
 
 ROOT = Path(__file__).parent.parent
 GOOD = tuple(path.read_text() for folder in (ROOT / "specs", ROOT / "tests" / "specs") for path in sorted(folder.glob("*.yaml")))
@@ -132,7 +132,7 @@ def survives(text: str) -> bool:
 
 
 NAME = re.compile(r"_?[A-Za-z][A-Za-z0-9_]*\Z")
-IMPORTS = ("torch", "triton", "typing", "qdsl.encode", "qdsl.runtime", "qdsl.numbers")
+IMPORTS = ("torch", "triton", "typing", "qdsl.encode", "qdsl.runtime", "qdsl.core.numbers")
 BUILTINS = {"True", "False", "None", "dict", "float", "int", "len", "max", "min", "range", "str", "sum", "tuple", "zip"}
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from qdsl.checkpoint.ignored import Rule, expression, rules
-from qdsl.checkpoint.quantization import Scheme, quantization
-from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.checkpoint.detect.ignored import Rule, expression, rules
+from qdsl.checkpoint.detect.quantization import Scheme, quantization
+from qdsl.checkpoint.files.safetensors import CheckpointError
 
 Q, MLP, HEAD = "model.layers.1.self_attn.q_proj", "model.layers.11.mlp.up_proj", "lm_head"
 NAMES = (Q, MLP, HEAD, "model.mlm_head.lm_head")

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdsl.checkpoint.safetensors import CheckpointError
-from qdsl.quantize.imatrix import read
-from qdsl.quantize.mixes import Tensor
+from qdsl.checkpoint.files.safetensors import CheckpointError
+from qdsl.jobs.gguf.imatrix import read
+from qdsl.jobs.gguf.mixes import Tensor
 
 UP = Tensor("blk.0.ffn_up.weight", (3, 4), "F16")
 EXPERTS = Tensor("blk.0.ffn_up_exps.weight", (2, 3, 4), "F16")

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qdsl.ir import index as ix
-from qdsl.ir.index import Facts, Index, bounds, divisor, substitute, text
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Facts, Index, bounds, divisor, substitute, text
 
 PROPERTY = settings(max_examples=400, deadline=None, derandomize=True)
 NAMES = ("a", "i", "j", "n", "N", "p", "q")

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from qdsl.generated import int4pack, int_group
-from qdsl.runtime import FormatError, PackedWeight, convert, int4, tiles
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.cpu import int4
+from qdsl.runtime.weight import convert, tiles
 from tests.support.formats import ROOT, same_bits
 
 DATA = ROOT / "tests" / "data" / "int4pack"

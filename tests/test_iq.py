@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.safetensors import TensorFile
-from qdsl.quantize import run
-from qdsl.quantize.mixes import IMATRIX_POWERS
+from qdsl.checkpoint.files.safetensors import TensorFile
+from qdsl.jobs.gguf import run
+from qdsl.jobs.gguf.mixes import IMATRIX_POWERS
 from qdsl.runtime import FormatError
 from tests.support.formats import ROOT, SHIPPED, module, same_bits
 

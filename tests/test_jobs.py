@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import qdsl
-from qdsl.checkpoint import dequantize as dequantizing
-from qdsl.checkpoint import gguf, resume, safetensors
-from qdsl.checkpoint.crc import beside
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.safetensors import CheckpointError, TensorFile, write
-from qdsl.compress import run as compressing
-from qdsl.compress import tensors
-from qdsl.quantize import run as quantizing
-from qdsl.rewrite import stage
+from qdsl.checkpoint.files import gguf, resume, safetensors
+from qdsl.checkpoint.files.crc import beside
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile, write
+from qdsl.jobs.compress import run as compressing
+from qdsl.jobs.compress import tensors
+from qdsl.jobs.engine import stage
+from qdsl.jobs.gguf import dequantize as dequantizing
+from qdsl.jobs.gguf import run as quantizing
 from tests.support import folders
 from tests.support.jobs import JOBS, command, files, job_inputs, succeed
 

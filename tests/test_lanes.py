@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from bench.gpu import regimes
-from qdsl.runtime import Lanes, PackedWeight, configure, launch, ops
+from qdsl.runtime import Lanes, PackedWeight
+from qdsl.runtime.gpu import configure, launch
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.torch import ops
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times

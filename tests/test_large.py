@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from bench.gpu import regimes
+from qdsl.core.shapes import axis
 from qdsl.generated import fp8_channel, q4_0
-from qdsl.runtime import PackedWeight, cdiv, configure, launch
-from qdsl.runtime.call import Call
-from qdsl.shapes import axis
+from qdsl.runtime import PackedWeight, cdiv
+from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu.call import Call
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, smallest
 from tests.support.interpreter import INTERPRETED, guarded, run_program

@@ -17,13 +17,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import qdsl
-from qdsl.checkpoint.contents import contents
-from qdsl.checkpoint.descriptions import described, descriptions
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import weights
-from qdsl.checkpoint.layers import Layer, Layers, layers
-from qdsl.checkpoint.safetensors import CheckpointError
-from qdsl.checkpoint.survey import survey, tables
+from qdsl.checkpoint.detect.descriptions import described, descriptions
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.layers import Layer, Layers, layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError
+from qdsl.checkpoint.report.contents import contents
+from qdsl.checkpoint.report.survey import survey, tables
 from qdsl.cli import app
 from qdsl.generated import fp8_block, int_group
 from tests.support import checkpoints
@@ -586,7 +586,7 @@ def test_ends_of_names(tmp_path: Path) -> None:
 
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     path = checkpoints.folder(tmp_path, {UP: golden("awq_gemm_g32_N64_K128")})
-    program = ("import sys\nfrom qdsl.checkpoint.folder import Folder\nfrom qdsl.checkpoint.layers import layers\n"
+    program = ("import sys\nfrom qdsl.checkpoint.files.folder import Folder\nfrom qdsl.checkpoint.detect.layers import layers\n"
                f"assert layers(Folder({str(path)!r})).layers[0].storage == 'awq'\n"
                "assert not {'torch', 'numpy', 'yaml', 'jinja2'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

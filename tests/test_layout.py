@@ -1,4 +1,4 @@
-"""Layouts, records and slices: each post-condition that qdsl/layout.py states, against a count of every single bit."""
+"""Layouts, records and slices: each post-condition that qdsl/core/layout.py states, against a count of every single bit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from qdsl import layout as module
-from qdsl.layout import (
+from qdsl.core import layout as module
+from qdsl.core.layout import (
     Affine,
     Clash,
     Held,
@@ -36,7 +36,7 @@ from qdsl.layout import (
     walk,
 )
 
-SOURCES = Path(module.__file__).parent
+SOURCES = Path(module.__file__).parents[1]
 PROPERTY = settings(max_examples=250, deadline=None, derandomize=True)
 STRIDES = st.one_of(st.integers(-12, 12), st.sampled_from((0, 1, 4, 8, 16, 32)))
 
@@ -642,7 +642,7 @@ def test_known_loads(width: int, offset: int, record: int, wanted: int | None) -
 # -- the module ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["layout.py", "numbers.py"])
+@pytest.mark.parametrize("name", ["core/layout.py", "core/numbers.py"])
 def test_only_the_standard_library_is_imported(name: str) -> None:
     found: set[str] = set()
     for node in ast.walk(ast.parse((SOURCES / name).read_text(encoding="utf-8"))):

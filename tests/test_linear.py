@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qdsl
 from qdsl.generated import fp8_block, fp8_tensor, int_group, q4_0, q8_0
-from qdsl.runtime import FormatError, PackedWeight, cpu
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.cpu import linear as cpu
 from tests.support.covering import ALL, by_turns
 from tests.support.formats import Case, cases, random_packed, same_bits, shapes, smallest
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qdsl
-from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.generated import hlane, int_group, q8_0
 from qdsl.models.plan import LoadError
 from qdsl.runtime import FormatError

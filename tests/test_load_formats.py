@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import qdsl
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.layers import Layer
-from qdsl.convert.plan import full_name
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.jobs.convert.plan import full_name
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
+from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from tests.support import formats
 from tests.support.covering import ALL
 from tests.support.small_models import files, folder, own_config

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qdsl
-from qdsl.compress.run import compress
-from qdsl.compress.units import Aim
 from qdsl.generated import fp8_tensor, int_group, ocp_mxfp4, q8_0
+from qdsl.jobs.compress.run import compress
+from qdsl.jobs.compress.units import Aim
 from qdsl.models.plan import LoadError
 from tests.support.small_models import Mlp, files, folder, weight
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import qdsl
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.safetensors import CheckpointError
-from qdsl.convert.config import own_settings
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.generated import fp8_block, fp8_channel, fp8_tensor, hlane, int8_channel, int_group, nf4, nf4_nested, q4_0, q8_0
+from qdsl.jobs.convert.config import own_settings
 from qdsl.models.load import fill_model
 from qdsl.models.plan import LoadError
 from qdsl.models.save import SaveError

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.entropy import huffman_lanes, window
+from qdsl.codecs.huffman_lanes import reference as huffman_lanes
+from qdsl.codecs.window import reference as window
 from qdsl.generated import fix4, fp8_block, hlane, int8_block, int_group, q4_0
-from qdsl.runtime import FormatError, PackedWeight, streams
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.weight import streams
 from tests.support.formats import same_bits
 from tests.support.packed_layers import is_unchanged, module_of, quantized, sample, stored_bits
 

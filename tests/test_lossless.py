@@ -11,14 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.verify_decoded import decoded_differences
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.report.verify_decoded import decoded_differences
 from qdsl.cli import app
-from qdsl.compress.original import ORIGINAL
-from qdsl.compress.run import compress
-from qdsl.compress.units import Aim
+from qdsl.jobs.compress.original import ORIGINAL
+from qdsl.jobs.compress.run import compress
+from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.engine import RewriteError
 from qdsl.models.shapes import model_shapes
-from qdsl.rewrite import RewriteError
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")

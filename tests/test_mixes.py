@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from qdsl.checkpoint.ggml_types import BY_NAME
-from qdsl.quantize import QuantizeError
-from qdsl.quantize.mixes import (
+from qdsl.checkpoint.files.ggml_types import BY_NAME
+from qdsl.jobs.gguf import QuantizeError
+from qdsl.jobs.gguf.mixes import (
     MIXES,
     Model,
     Options,

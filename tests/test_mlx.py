@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import module_of, weights
-from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.safetensors import TensorFile, write
+from qdsl.checkpoint.detect.layer_weights import module_of, weights
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import TensorFile, write
 from qdsl.cli import app
 from tests.support.formats import same_bits
 from tests.test_goldens import DATA, disk, read

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import qdsl
 from qdsl.generated import int_group
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.module import WIDER
-from qdsl.runtime.no_weight import NoWeight
+from qdsl.runtime.torch.module import WIDER
+from qdsl.runtime.torch.no_weight import NoWeight
 from tests.support.formats import ROOT, SHIPPED, same_bits
 from tests.support.packed_layers import CPU, is_unchanged, layer_of, module_of, quantized, sample, stored_bits
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qdsl.numbers import FLOATS, number, round_to_f32
-from qdsl.runtime import device
-from qdsl.runtime import numbers as runtime
+from qdsl.core.numbers import FLOATS, number, round_to_f32
+from qdsl.runtime.gpu.kernels import device
+from qdsl.runtime.weight import numbers as runtime
 
 PROPERTY = settings(max_examples=200, deadline=None, derandomize=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

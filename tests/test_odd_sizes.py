@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qdsl.generated import int_group
-from qdsl.runtime import FormatError, PackedWeight, launch
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import launch
 from tests.support.formats import same_bits
 from tests.support.interpreter import INTERPRETED, guarded
 

@@ -26,7 +26,7 @@ from vllm_omni.diffusion.data import DiffusionParallelConfig
 from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 from vllm_omni.quantization import build_quant_config
 
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.models import omni
 from qdsl.models.vllm.methods import PackedLinearMethod
 from tests.support import diffusion_models as tiny

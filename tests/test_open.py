@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import qdsl
-from qdsl.checkpoint.ggml_types import BY_NAME
-from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.gguf_write import NewTensor
-from qdsl.checkpoint.gguf_write import write as write_gguf
-from qdsl.checkpoint.safetensors import CheckpointError, bytes_of, read_header, write
-from qdsl.compress.run import compress
-from qdsl.compress.units import Aim
+from qdsl.checkpoint.files.ggml_types import BY_NAME
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.gguf_write import NewTensor
+from qdsl.checkpoint.files.gguf_write import write as write_gguf
+from qdsl.checkpoint.files.safetensors import CheckpointError, bytes_of, read_header, write
 from qdsl.generated import fp8_block, hlane, hqq, nf4, nvfp4, q4_0, q8_0
+from qdsl.jobs.compress.run import compress
+from qdsl.jobs.compress.units import Aim
 from qdsl.models.load import fill_model
 from qdsl.models.plan import LoadError
 from qdsl.runtime import PackedWeight

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import weights
-from qdsl.checkpoint.safetensors import write
-from qdsl.checkpoint.shaped import shaped_layers
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.shaped import shaped_layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.cli.compress import layer_shapes
 from qdsl.generated import fp8_channel, int8_channel, int_group, quanto
 from qdsl.runtime import PackedWeight

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import qdsl
-from qdsl.compress.run import compress
-from qdsl.compress.units import Aim
 from qdsl.generated import fp8_block, int_group
+from qdsl.jobs.compress.run import compress
+from qdsl.jobs.compress.units import Aim
 from qdsl.models.lora import PackedLoraEmbedding, PackedLoraLinear
 from qdsl.models.peft import AdapterError, merge
 from tests.support.adapters import IDS, NAMES, TARGETS, Model, adapted, train

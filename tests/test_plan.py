@@ -19,12 +19,13 @@ import pytest
 import torch
 
 from qdsl.generated import awq_gemv_fast, int_group, iq2_xxs, q4_0
-from qdsl.runtime import FormatError, PackedWeight, configure, launch, linear, ops
-from qdsl.runtime.call import Call
-from qdsl.runtime.gpu import plan
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import configure, launch, plan
+from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import seconds
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
 from qdsl.runtime.gpu.prepared import Prepared, prepare
+from qdsl.runtime.torch import linear, ops
 from tests.support.formats import ROOT, Case, cases
 from tests.support.interpreter import INTERPRETED
 

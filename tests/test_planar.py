@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import qdsl
+from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.generated import fp8_channel, int_group, q4_0, q4_k, q8_0
-from qdsl.passes.derive_planar import PLANAR
-from qdsl.runtime import FormatError, PackedWeight, streams, tiles
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.weight import streams, tiles
 from tests.support.covering import by_turns
 from tests.support.formats import Case, cases, is_held, random_fields, random_packed, same_bits, shapes, shuffled_fields
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import qdsl
-from qdsl.compress.run import compress
-from qdsl.compress.units import Aim
+from qdsl.jobs.compress.run import compress
+from qdsl.jobs.compress.units import Aim
 from qdsl.models import prefetch
 from qdsl.models.grouped import GroupedBlock
 from tests.support.small_models import Mlp, folder

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from qdsl.runtime import private_apis as private
+from qdsl.runtime.torch import private_apis as private
 
 
 def test_fake_tensors_are_known_outside_of_their_mode() -> None:
@@ -85,7 +85,7 @@ def test_operators_of_a_traced_program() -> None:
 def test_programs_are_given_to_inductor_with_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     inductor = importlib.import_module("torch._inductor.compile_fx")
     config = importlib.import_module("torch._inductor.config")
-    from qdsl.runtime.cpu import OPTIONS
+    from qdsl.runtime.cpu.linear import OPTIONS
 
     assert all(hasattr(config, option) for option in OPTIONS)
     monkeypatch.setattr(inductor, "compile_fx", lambda program, example, config_patches: (program, example, config_patches))
@@ -125,7 +125,7 @@ def test_triton_names_its_tools() -> None:
 
 
 def test_patterns_are_parsed_to_pairs_of_operation_and_arguments() -> None:
-    """checkpoint/ignored.py counts the ways in which a pattern can match."""
+    """checkpoint/detect/ignored.py counts the ways in which a pattern can match."""
     parser = importlib.import_module("re._parser")
     (repeat, (low, high, inner)), (branch, (_, ways)) = parser.parse("a*(?:bc|d)")
     assert (str(repeat), low, high, str(inner[0][0])) == ("MAX_REPEAT", 0, parser.MAXREPEAT, "LITERAL")

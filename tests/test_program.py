@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 import qdsl.encode
-from qdsl.ir import index as ix
-from qdsl.ir.check import RULES, IllegalProgram, check
-from qdsl.ir.program import Program
-from qdsl.ir.text import text
-from qdsl.layout import Layout
-from qdsl.passes import PASSES, compile_spec
-from qdsl.passes.schemes import SCHEMES
-from qdsl.spec.schema import load
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.check import RULES, IllegalProgram, check
+from qdsl.compiler.ir.program import Program
+from qdsl.compiler.ir.text import text
+from qdsl.compiler.passes import PASSES, compile_spec
+from qdsl.compiler.passes.schemes import SCHEMES
+from qdsl.compiler.spec.schema import load
+from qdsl.core.layout import Layout
 from tests.support.formats import ROOT, SPECS
 
 GOLDEN = ROOT / "tests" / "golden"

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import weights
-from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.cli import app
-from qdsl.convert import run
-from qdsl.convert.aim import aimed
 from qdsl.generated import awq_gemv_fast, int_group
+from qdsl.jobs.convert import run
+from qdsl.jobs.convert.aim import aimed
 from qdsl.runtime import PackedWeight
 from tests.support import llama_mixes
 from tests.support.compatibility import cases

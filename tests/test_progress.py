@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from qdsl import progress as module
-from qdsl.progress import progress
+from qdsl.host import progress as module
+from qdsl.host.progress import progress
 
 
 def test_progress_is_a_line_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,17 +20,17 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint import safetensors
-from qdsl.checkpoint.crc import FILE
-from qdsl.checkpoint.gguf import GgufFile
-from qdsl.checkpoint.gguf_weights import module_of
+from qdsl.checkpoint.detect.gguf_weights import module_of
+from qdsl.checkpoint.files import safetensors
+from qdsl.checkpoint.files.crc import FILE
+from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.cli import app
-from qdsl.files import journal_of
 from qdsl.generated import fp8_block, q4_0, q8_0
-from qdsl.quantize import QuantizeError, diffusion, quality, run
-from qdsl.quantize.mixes import MIXES, Model, Options, Tensor, mix_of
-from qdsl.quantize.plan import plan
-from qdsl.quantize.source import open_source
+from qdsl.host.files import journal_of
+from qdsl.jobs.gguf import QuantizeError, diffusion, quality, run
+from qdsl.jobs.gguf.mixes import MIXES, Model, Options, Tensor, mix_of
+from qdsl.jobs.gguf.plan import plan
+from qdsl.jobs.gguf.source import open_source
 from tests.support.formats import ROOT
 from tests.support.models import Made, weights, written
 

@@ -17,16 +17,16 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import qdsl
-from qdsl.checkpoint import checksums
-from qdsl.checkpoint.folder import INDEX, Folder
-from qdsl.checkpoint.guard import FIELD, SENTENCE
-from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.quantization import quantization
-from qdsl.checkpoint.safetensors import CheckpointError, write
+from qdsl.checkpoint.detect.guard import FIELD, SENTENCE
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.quantization import quantization
+from qdsl.checkpoint.files import checksums
+from qdsl.checkpoint.files.folder import INDEX, Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.cli import app
-from qdsl.convert import aim, run
-from qdsl.files import OutputError
-from qdsl.rewrite import RewriteError, stage
+from qdsl.host.files import OutputError
+from qdsl.jobs.convert import aim, run
+from qdsl.jobs.engine import RewriteError, stage
 from qdsl.runtime import PackedWeight
 from tests.support import folders, language_models
 from tests.support.formats import same_bits

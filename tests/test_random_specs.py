@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 import qdsl
-from qdsl.numbers import number
-from qdsl.runtime import FormatError, PackedWeight, launch
-from qdsl.runtime.match import torch_dtype
-from qdsl.spec.source import SpecError
+from qdsl.compiler.spec.source import SpecError
+from qdsl.core.numbers import number
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import launch
+from qdsl.runtime.weight.match import torch_dtype
 from tests.support.formats import same_bits
 from tests.support.interpreter import INTERPRETED, guarded
 

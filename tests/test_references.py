@@ -14,15 +14,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 import qdsl
-from qdsl.checkpoint import download as downloads
-from qdsl.checkpoint import references
-from qdsl.checkpoint.contents import contents
-from qdsl.checkpoint.references import Repository, Url, chosen, local_headers, local_path, parsed
-from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.checkpoint.files import download as downloads
+from qdsl.checkpoint.files import references
+from qdsl.checkpoint.files.references import Repository, Url, chosen, local_headers, local_path, parsed
+from qdsl.checkpoint.files.safetensors import CheckpointError
+from qdsl.checkpoint.report.contents import contents
 from qdsl.cli import app
-from qdsl.compress import run
-from qdsl.compress.units import Aim
 from qdsl.generated import fp8_block, int_group
+from qdsl.jobs.compress import run
+from qdsl.jobs.compress.units import Aim
 from tests.support import folders, ggufs
 from tests.support.http_server import Server, serve
 

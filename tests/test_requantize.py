@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import weights
-from qdsl.checkpoint.layers import Layer, layers
-from qdsl.convert import aim, run
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.files.folder import Folder
 from qdsl.generated import int_group
-from qdsl.rewrite import RewriteError
+from qdsl.jobs.convert import aim, run
+from qdsl.jobs.engine import RewriteError
 from qdsl.runtime import PackedWeight
 from tests.support import folders
 from tests.support.formats import same_bits

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import qdsl
+from qdsl.core.places import UnknownSpec
+from qdsl.core.shapes import axis
 from qdsl.generated import (
     bf16,
     f16,
@@ -31,9 +33,8 @@ from qdsl.generated import (
     q6_k,
     q8_0,
 )
-from qdsl.places import UnknownSpec
-from qdsl.runtime import FormatError, PackedWeight, tiles
-from qdsl.shapes import axis
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.weight import tiles
 from tests.support.formats import (
     NO_QUANTIZER,
     ROOT,

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load_file, save, save_file
 
-from qdsl.checkpoint import safetensors
-from qdsl.checkpoint.safetensors import (
+from qdsl.checkpoint.files import safetensors
+from qdsl.checkpoint.files.safetensors import (
     CheckpointError,
     Entry,
     TensorFile,
@@ -405,7 +405,7 @@ def started(program: str, *arguments: str, seed: str = "0") -> subprocess.Popen[
 
 
 def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
-    program = ("import sys, torch; from qdsl.checkpoint.safetensors import write\n"
+    program = ("import sys, torch; from qdsl.checkpoint.files.safetensors import write\n"
                "keys = [f'key{i}' for i in range(8)]\n"
                "write(sys.argv[1], {k: torch.full((3,), 7.0) for k in set(keys)}, {k: k for k in set(keys)})")
     processes = [started(program, str(tmp_path / seed), seed=seed) for seed in ("1", "2")]
@@ -496,8 +496,8 @@ def test_a_header_over_the_limit_is_not_written(place: Path, monkeypatch: pytest
 def test_reading_headers_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(3)}, tmp_path / "x.safetensors")
     program = ("import sys\n"
-               "from qdsl.checkpoint.folder import Folder\n"
-               "from qdsl.checkpoint.safetensors import read_header\n"
+               "from qdsl.checkpoint.files.folder import Folder\n"
+               "from qdsl.checkpoint.files.safetensors import read_header\n"
                "assert read_header(sys.argv[1]).tensors['a.weight'].dtype == 'F32'\n"
                "with Folder(sys.argv[1]) as folder: folder.layers(), folder.config\n"
                "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)")

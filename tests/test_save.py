@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import qdsl
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.safetensors import CheckpointError, write
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.generated import fp8_block, hlane, int8_channel, int_group, nf4, q4_0
 from qdsl.models.plan import LoadError
 from qdsl.models.save import SaveError

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.crc import FILE, text
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import CheckpointError, write
-from qdsl.checkpoint.shards import is_plain, piece
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.files.crc import FILE, text
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
+from qdsl.checkpoint.report.shards import is_plain, piece
 from qdsl.models.engine import EngineConfig
 from qdsl.models.served import Served, assembled, decoding, gguf_path, open_gguf, source_tensors
 from qdsl.models.shards import Collector

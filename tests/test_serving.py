@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.serving import Row, check_layers
-from qdsl.checkpoint.shards import packed_layers, plain_layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.report.serving import Row, check_layers
+from qdsl.checkpoint.report.shards import packed_layers, plain_layers
 from qdsl.cli import app
 from qdsl.generated import fp8_channel, hlane, int_group, nf4_nested, q4_k, q8_0
 from qdsl.runtime import PackedWeight

@@ -136,7 +136,7 @@ def test_two_ranks(modules: dict[str, ModuleType], tmp_path: Path) -> None:
 
 
 def weights_of(path: Path) -> dict[str, Tensor]:
-    from qdsl.checkpoint.folder import Folder
+    from qdsl.checkpoint.files.folder import Folder
 
     with Folder(path) as folder:
         return {name: folder.tensor(name).clone() for name in folder.names()}

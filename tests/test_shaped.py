@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import qdsl
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import weights
-from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.shaped import shaped_layers
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.shaped import shaped_layers
+from qdsl.checkpoint.files.folder import Folder
 from qdsl.cli import app
 from qdsl.cli.compress import layer_shapes
 from qdsl.generated import quanto

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.borders import shard_step
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.shards import Piece, ShardError, merged_pieces, piece, row_piece, vocabulary_rows
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.report.shards import Piece, ShardError, merged_pieces, piece, row_piece, vocabulary_rows
+from qdsl.core.borders import shard_step
 from qdsl.generated import fp8_channel, fp8_tensor, int_group, q4_k, q8_0
 from qdsl.models.shards import Collector, Part, joined, linear
-from qdsl.runtime import PackedWeight, algebra
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.weight import algebra
 from tests.support.formats import ROOT, Case, cases, random_fields, same_bits, shapes
 
 DESCRIPTIONS = {each.name: each for each in descriptions()}

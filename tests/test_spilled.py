@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdsl.spilled import TOLD, is_spilled
+from qdsl.core.overflowed_zeros import TOLD, is_spilled
 
 
 def stream(fields: list[int], bits: int, spills: bool) -> bytes:

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import module_of, weights
-from qdsl.checkpoint.layers import Layer, Layers, layers
-from qdsl.checkpoint.safetensors import read_header, write
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layer_weights import module_of, weights
+from qdsl.checkpoint.detect.layers import Layer, Layers, layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import read_header, write
 from qdsl.cli import app
-from qdsl.convert.aim import aimed
-from qdsl.convert.run import convert
 from qdsl.generated import fp8_block, fp8_channel, fp8_tensor, nf4, nvfp4_modelopt, ocp_mxfp4, ocp_mxfp8
-from qdsl.rewrite import RewriteError
+from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.convert.run import convert
+from qdsl.jobs.engine import RewriteError
 from tests.support.formats import same_bits
 
 E, INNER, HIDDEN = 3, 64, 256

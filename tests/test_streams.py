@@ -1,4 +1,4 @@
-"""Kernels of entropy codes: bit for bit what qdsl/entropy decodes, and within bounds where streams are damaged."""
+"""Kernels of entropy codes: bit for bit what qdsl/codecs decodes, and within bounds where streams are damaged."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import qdsl
-from qdsl.entropy import df11
-from qdsl.runtime import FormatError, PackedWeight, launch, linear, streams
-from qdsl.runtime.codings import huffman_lanes
+from qdsl.codecs import df11
+from qdsl.codecs.huffman_lanes import launch as huffman_lanes
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.product import product as gpu_product
-from qdsl.runtime.ops import words
+from qdsl.runtime.torch import linear
+from qdsl.runtime.torch.ops import words
+from qdsl.runtime.weight import streams
 from tests.support.covering import ALL
 from tests.support.formats import ROOT
 from tests.support.interpreter import INTERPRETED, guarded

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.components import opened
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import module_of, weights
-from qdsl.checkpoint.layers import Layer, Layers, layers
-from qdsl.checkpoint.safetensors import CheckpointError, TensorFile, read_header, write
+from qdsl.checkpoint.detect.layer_weights import module_of, weights
+from qdsl.checkpoint.detect.layers import Layer, Layers, layers
+from qdsl.checkpoint.files.components import opened
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile, read_header, write
 from qdsl.cli import app
-from qdsl.convert.aim import aimed
-from qdsl.convert.run import convert
 from qdsl.generated import fp8_channel, fp8_tensor, int8_channel, int_group, nvfp4_modelopt, ocp_mxfp4
-from qdsl.rewrite import RewriteError
+from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.convert.run import convert
+from qdsl.jobs.engine import RewriteError
 from tests.support.formats import ROOT, same_bits
 
 DATA = ROOT / "tests" / "data" / "torchao"

@@ -17,13 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import module_of, weights
-from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.safetensors import TensorFile, write
-from qdsl.convert.aim import aimed
-from qdsl.convert.run import convert
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layer_weights import module_of, weights
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import TensorFile, write
 from qdsl.generated import (
     fp8_block,
     fp8_channel,
@@ -36,6 +34,8 @@ from qdsl.generated import (
     ocp_mxfp6,
     ocp_mxfp8,
 )
+from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.convert.run import convert
 from tests.support.formats import same_bits
 
 pytest.importorskip("torchao")

@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.guard import SENTENCE, guarded, unguarded
-from qdsl.checkpoint.ignored import Rule
-from qdsl.checkpoint.layer_weights import weights
-from qdsl.checkpoint.layers import layers
-from qdsl.checkpoint.safetensors import write
-from qdsl.compress import run as compressing
-from qdsl.compress.units import FORMATS
-from qdsl.compress.units import Aim as Compression
-from qdsl.convert import run
-from qdsl.convert.aim import Aim, aimed
+from qdsl.checkpoint.detect.guard import SENTENCE, guarded, unguarded
+from qdsl.checkpoint.detect.ignored import Rule
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import fp8_block, fp8_channel, int8_channel, int_group, ocp_mxfp4
+from qdsl.jobs.compress import run as compressing
+from qdsl.jobs.compress.units import FORMATS
+from qdsl.jobs.compress.units import Aim as Compression
+from qdsl.jobs.convert import run
+from qdsl.jobs.convert.aim import Aim, aimed
 from tests.support import folders
 
 transformers = pytest.importorskip("transformers")

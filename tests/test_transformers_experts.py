@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import qdsl
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.models.plan import LoadError
 from tests.support import language_models, producer_folders
 

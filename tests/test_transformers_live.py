@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.files.safetensors import write
 from tests.support import language_models, producer_folders
 from tests.support.formats import ROOT, same_bits
 

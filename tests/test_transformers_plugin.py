@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import qdsl
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.guard import FIELD, SENTENCE, guarded
-from qdsl.checkpoint.safetensors import CheckpointError, write
+from qdsl.checkpoint.detect.guard import FIELD, SENTENCE, guarded
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.models.plan import LoadError
-from qdsl.runtime.layers import QuantizedLinear
+from qdsl.runtime.torch.layers import QuantizedLinear
 from tests.support import language_models, producer_folders
 
 transformers = pytest.importorskip("transformers")

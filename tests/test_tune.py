@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import qdsl.tune
+import qdsl
 from qdsl.generated import q4_0
-from qdsl.runtime import PackedWeight, configure, launch
-from qdsl.runtime.gpu import plan
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, launch, plan, tune
 from qdsl.runtime.gpu.costs import Candidate
 
 CPU = torch.device("cpu")
@@ -41,11 +41,11 @@ def timed(x: torch.Tensor, packed: PackedWeight, candidate: Candidate) -> float:
 
 def test_the_fastest_is_kept_and_used(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[Candidate] = []
-    monkeypatch.setattr(qdsl.tune, "_time", lambda x, packed, candidate: times.append(candidate) or timed(x, packed, candidate))
+    monkeypatch.setattr(tune, "_time", lambda x, packed, candidate: times.append(candidate) or timed(x, packed, candidate))
     before = chosen(packed, 1), chosen(packed, 3)
     assert before[0].config["WK"] != 2
-    found = qdsl.tune.tune(packed, rows=(1, 3))
-    assert len(times) <= 2 * qdsl.tune.MOST
+    found = qdsl.tune(packed, rows=(1, 3))
+    assert len(times) <= 2 * tune.MOST
     assert {each["config"]["WK"] for each in found.values()} == {2} and {each["config"]["R"] for each in found.values()} == {1}
     plan.forget()                                                # as a process that starts later
     for rows in (1, 3, 5):                                       # what 3 rows took stands for 2 to 8
@@ -56,17 +56,17 @@ def test_the_fastest_is_kept_and_used(packed: PackedWeight, monkeypatch: pytest.
 
 
 def test_decoding_may_be_fastest(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qdsl.tune, "_time", lambda x, packed, candidate: float(candidate.kind != "decode"))
+    monkeypatch.setattr(tune, "_time", lambda x, packed, candidate: float(candidate.kind != "decode"))
     assert chosen(packed, 8).kind == "skinny"
-    qdsl.tune.tune(packed, rows=(8,))
+    qdsl.tune(packed, rows=(8,))
     assert chosen(packed, 8) == Candidate("decode")
 
 
 def test_invariant_products_are_launched_by_rule(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
     x, out = torch.empty(3, 4096, dtype=torch.float16), torch.empty(3, 4096, dtype=torch.float16)
     rule = next(iter(launch.linear_calls(x, packed, None, out, invariant=True))).constants
-    monkeypatch.setattr(qdsl.tune, "_time", timed)
-    qdsl.tune.tune(packed, rows=(3,))
+    monkeypatch.setattr(tune, "_time", timed)
+    qdsl.tune(packed, rows=(3,))
     assert next(iter(launch.linear_calls(x, packed, None, out, invariant=True))).constants == rule
     assert next(iter(launch.linear_calls(x, packed, None, out))).constants != rule
 

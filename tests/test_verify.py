@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint import verify as module
-from qdsl.checkpoint.safetensors import read_header, torch_dtypes, write
-from qdsl.checkpoint.verify import differences
+from qdsl.checkpoint.files.safetensors import read_header, torch_dtypes, write
+from qdsl.checkpoint.report import verify as module
+from qdsl.checkpoint.report.verify import differences
 from qdsl.cli import app
 from tests.support.formats import ROOT
 

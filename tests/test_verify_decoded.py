@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint import verify_decoded as module
-from qdsl.checkpoint.safetensors import CheckpointError, write
-from qdsl.checkpoint.verify_decoded import decoded_differences
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
+from qdsl.checkpoint.report import verify_decoded as module
+from qdsl.checkpoint.report.verify_decoded import decoded_differences
 from qdsl.cli import app
 from qdsl.generated import fp8_block, int_group
 from qdsl.runtime import PackedWeight

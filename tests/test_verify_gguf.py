@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint.gguf import GgufFile
+from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.cli import app
-from qdsl.quantize.mixes import Model
+from qdsl.jobs.gguf.mixes import Model
 from tests.support.models import Made, weights, written
 
 LLAMA = Made(Model("llama", 2, 4, 2), 256, 512)

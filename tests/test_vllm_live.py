@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("vllm")
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.shards import ShardError, plain_layer
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.report.shards import ShardError, plain_layer
 from qdsl.runtime import PackedWeight
 from tests.support import gguf_models, language_models
 from tests.support.covering import ALL

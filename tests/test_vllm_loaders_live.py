@@ -16,12 +16,12 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.layer_weights import weights
-from qdsl.checkpoint.layers import layers
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.folder import Folder
 from qdsl.cli.app import read_param
-from qdsl.convert import run
-from qdsl.convert.aim import aimed
+from qdsl.jobs.convert import run
+from qdsl.jobs.convert.aim import aimed
 from tests.support import language_models
 from tests.support.compatibility import pairs
 from tests.support.formats import ROOT

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.xdist_group("wheel"),
 
 NAMES = [path.stem for path in SHIPPED]
 # What only the compiler needs, and the packages that only it needs: without them every generated module still runs.
-COMPILER = ("spec", "ir", "passes", "emit", "specs", "layout.py", "loading.py", "places.py", "cli", "__main__.py")
+COMPILER = ("spec", "ir", "passes", "emit", "specs", "core/layout.py", "compiler/load.py", "core/places.py", "cli", "__main__.py")
 WITHOUT = "import sys\nsys.modules.update(dict.fromkeys(['yaml', 'jinja2', 'typer', 'rich', 'gguf', 'safetensors']))\n"
 
 # Every module of the package's generated/: quantized where it has a quantizer, else wrapped; decoded; multiplied.
@@ -100,7 +100,7 @@ def test_a_wheel_holds_the_package_its_formats_and_their_specs(wheel: Path) -> N
     wanted = {f"qdsl/{path.relative_to(ROOT)}": path for path in [*shipped, *SHIPPED]}
     assert [name for name, path in wanted.items() if held.get(name) != path.read_bytes()] == []
     code = [path.relative_to(ROOT).as_posix() for path in tracked() if path.is_relative_to(ROOT / "qdsl")]
-    assert "qdsl/emit/skeletons/linear.py.jinja" in code and sorted(set(code) - held.keys()) == []
+    assert "qdsl/compiler/emit/triton/skeletons/linear.py.jinja" in code and sorted(set(code) - held.keys()) == []
     top = {name.split("/")[0] for name in held}
     assert len(top) == 2 and "qdsl" in top and all(name == "qdsl" or name.endswith(".dist-info") for name in top)
     assert not [name for name in held if name.endswith(".pyc") or "__pycache__" in name]
@@ -136,7 +136,7 @@ def test_generated_modules_run_with_the_compiler_deleted(installed: Path) -> Non
             shutil.rmtree(path)
         else:
             path.unlink()
-    program = WITHOUT + USE + "import qdsl.checkpoint.safetensors, qdsl.checkpoint.folder"
+    program = WITHOUT + USE + "import qdsl.checkpoint.files.safetensors, qdsl.checkpoint.files.folder"
     done = python(installed, "-c", program, str(installed))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == NAMES

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qdsl import tune
 from qdsl.generated import q4_0
-from qdsl.runtime import launch
+from qdsl.runtime.gpu import launch, tune
 from qdsl.runtime.gpu.triton import MissingTriton, is_installed, missing, on_device, runs_kernels
 from tests.support.formats import ROOT, Case, cases, random_packed, same_bits, smallest
 from tests.support.jobs import JOBS, command, job_inputs, succeed

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, lanes, pad, workspace
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, workspace
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 

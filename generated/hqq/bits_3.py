@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, integer, lanes, pad,
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, integer, pad,
         workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 

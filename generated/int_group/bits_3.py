@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
-        integer, joined, lanes, pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty, integer,
+        joined, pad, spread)
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, lanes, pad
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 

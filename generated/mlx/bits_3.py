@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, lanes,
-        pad, workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad, workspace
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, device, integer, pad
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, integer, pad
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e3m2, e8m0
+from qdsl.runtime.weight.numbers import e3m2, e8m0
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

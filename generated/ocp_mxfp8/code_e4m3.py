@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, lanes, pad
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, pad
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e4m3, e8m0
+from qdsl.runtime.weight.numbers import e4m3, e8m0
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

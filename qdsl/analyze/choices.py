@@ -10,8 +10,8 @@ import torch
 
 from qdsl.analyze.gpus import Gpu, arch_of
 from qdsl.analyze.launches import TYPES
-from qdsl.runtime import PackedWeight, configure
-from qdsl.runtime.gpu import plan
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, plan
 from qdsl.runtime.gpu.costs import Candidate
 
 META = torch.device("meta")

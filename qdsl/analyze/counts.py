@@ -15,11 +15,11 @@ from qdsl.analyze.chains import Chain
 from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
 from qdsl.analyze.registers import following
 from qdsl.analyze.sass import Code, Instruction
-from qdsl.runtime.private_apis import allocation
+from qdsl.runtime.torch.private_apis import allocation
 
 if TYPE_CHECKING:
     from qdsl.analyze.compile import Compiled
-    from qdsl.runtime.call import Call
+    from qdsl.runtime.gpu.call import Call
 
 MOST_UNROLLED = 64
 ACTIVATIONS = ("x", "bias", "out", "tiles")                      # arguments of kernels that are no part of a weight

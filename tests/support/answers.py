@@ -18,11 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from qdsl.passes.derive_planar import PLANAR
+from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.format import Format
-from qdsl.runtime.match import torch_dtype
-from qdsl.runtime.packed import FormatError
+from qdsl.runtime.weight.format import Format
+from qdsl.runtime.weight.match import torch_dtype
+from qdsl.runtime.weight.packed import FormatError
 from tests.support.formats import raw
 
 MEND = "run `pytest tests/test_answers.py --bless` and read the difference"

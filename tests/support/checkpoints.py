@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.folder import INDEX
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.files.folder import INDEX
+from qdsl.checkpoint.files.safetensors import write
 from tests.support.formats import ROOT
 
 GOLDENS = [*(ROOT / "tests" / "data" / "ckpt").glob("*.npz"), *(ROOT / "tests" / "data" / "ckpt_flat").glob("*.npz")]

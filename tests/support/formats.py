@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qdsl.numbers import number
-from qdsl.passes import compile_spec
-from qdsl.passes.derive_planar import PLANAR
+from qdsl.compiler.passes import compile_spec
+from qdsl.compiler.passes.derive_planar import PLANAR
+from qdsl.compiler.spec.model import Spec
+from qdsl.compiler.spec.schema import load
+from qdsl.core.numbers import number
+from qdsl.core.shapes import axis
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.match import torch_dtype
-from qdsl.shapes import axis
-from qdsl.spec.model import Spec
-from qdsl.spec.schema import load
+from qdsl.runtime.weight.match import torch_dtype
 from tests.support import oracle
 from tests.support.slow_reading import Reading
 

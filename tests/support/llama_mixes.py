@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from qdsl.quantize.mixes import MIXES, Model, Tensor
+from qdsl.jobs.gguf.mixes import MIXES, Model, Tensor
 from tests.support import llama_cpp
 from tests.support.formats import ROOT
 

@@ -20,7 +20,7 @@ from qdsl.analyze.execute.operands import steps_of
 from qdsl.analyze.execute.program import ExecutionError, Program, parse
 from qdsl.analyze.execute.races import Clocks, Shadow
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.call import Call
 
 THREADS = 8192                                                   # of a batch, about
 OPCODES = (access, conversions, groups, scalar, warps)                        # importing them registers what they know

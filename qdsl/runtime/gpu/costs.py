@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.gpu.devices import ARCHS, SCHEDULERS, Gpu
+from qdsl.runtime.weight.arrays import cdiv
 
 if TYPE_CHECKING:
-    from qdsl.runtime.packed import PackedWeight
+    from qdsl.runtime.weight.packed import PackedWeight
 
 LAUNCH = 1.5e-6                                                  # seconds from one kernel of a CUDA graph to the next, assumed
 LATENCY = 500e-9                                                 # seconds from a load to its data, assumed: idle memory is faster
@@ -32,7 +32,7 @@ REACHABLE = 0.9                                                  # of the data s
 L2_BYTES = 28                                                    # from the L2 cache, per clock and SM, assumed
 MATMUL = 0.7                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out that an SM has at a time in it
-DECODED = 1 << 25                                                # weights that runtime/linear.py decodes at a time on a GPU
+DECODED = 1 << 25                                                # weights that runtime/torch/linear.py decodes at a time on a GPU
 KINDS = ("matvec", "gemv", "skinny", "tile_gemm", "decode")
 TABLE = Path(__file__).with_name("costs.json")
 

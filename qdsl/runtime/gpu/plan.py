@@ -16,15 +16,15 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from qdsl.runtime import configure, streams
-from qdsl.runtime.arrays import cdiv
-from qdsl.runtime.gpu import costs
+from qdsl.runtime.gpu import configure, costs
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.devices import Gpu
+from qdsl.runtime.weight import streams
+from qdsl.runtime.weight.arrays import cdiv
 
 if TYPE_CHECKING:
     from qdsl.runtime.gpu.prepared import Prepared
-    from qdsl.runtime.packed import PackedWeight
+    from qdsl.runtime.weight.packed import PackedWeight
 
 HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
 ROWS = 128                                                       # of x: up to these, every number of rows has its own choice

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.call import Call
 
 ALIGNMENT = 16                                                   # bytes; Triton specialises on pointers that it divides
 

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from torch import Size, Tensor
 from torch.nn.functional import linear
 
-from qdsl.runtime import launch
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu import launch
+from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import DECODED, Candidate
 from qdsl.runtime.gpu.dense import dense
 from qdsl.runtime.gpu.plan import Plan, best, invariant, plan_of
 from qdsl.runtime.gpu.prepared import ALIGNMENT, prepare
-from qdsl.runtime.packed import PackedWeight
-from qdsl.runtime.private_apis import launch_stream
-from qdsl.runtime.tiles import row_tiles
+from qdsl.runtime.torch.private_apis import launch_stream
+from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.tiles import row_tiles
 
 MOST = 4096                                                      # prepared products that a plan keeps
 

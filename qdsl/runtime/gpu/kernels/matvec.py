@@ -24,8 +24,7 @@ takes an issue slot for every weight: gemv, whose matrix instructions do without
 the weight is read M times.
 """
 
-from qdsl.runtime import device
-from qdsl.runtime.gpu.kernels import units
+from qdsl.runtime.gpu.kernels import device, units
 from qdsl.runtime.gpu.triton import tl, triton
 
 

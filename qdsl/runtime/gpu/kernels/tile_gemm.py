@@ -25,7 +25,7 @@ Cost for 4 bits, groups of 128 and 16 rows of x, counted on sm_90: 2.3 instructi
 bfloat16; for 128 rows 3.1 and 3.3.
 """
 
-from qdsl.runtime import lanes, many
+from qdsl.runtime.gpu.kernels import lanes, many
 from qdsl.runtime.gpu.triton import tl, triton
 
 
