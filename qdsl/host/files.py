@@ -32,13 +32,20 @@ def cache_folder() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("QDSL_CACHE") or Path(base) / "qdsl")
-    return folder if _is_writable(folder) else _temporary_cache(folder)
+    return folder if is_writable(folder) else _temporary_cache(folder)
 
 
-def _is_writable(folder: Path) -> bool:
-    """Whether a folder, or the nearest one above it that exists, can be written."""
+@cache
+def is_writable(folder: Path) -> bool:
+    """Whether a folder, or the nearest one above it that exists, takes new files; Windows does not tell that otherwise."""
+    import tempfile
+
     nearest = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
-    return os.access(nearest, os.W_OK | os.X_OK)
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            return True
+    except OSError:
+        return False
 
 
 @cache

@@ -204,6 +204,8 @@ def test_bits_per_weight() -> None:
         found = [8 * sum(tensor.nbytes for tensor in tensors.values()) / patterns.size
                  for tensors in (df11.encode([patterns.reshape(-1)]), HLANE.encode(patterns), FIX4.encode(patterns))]
         assert found == pytest.approx(wanted[name], rel=0.003), name
+    for coding, size in (("huffman_windows", wanted["gauss"][0]), ("huffman_lanes", wanted["gauss"][1])):
+        assert 8 + CODECS[coding].normal == pytest.approx(size, rel=0.003)
 
 
 # Damage

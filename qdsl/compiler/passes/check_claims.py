@@ -43,10 +43,17 @@ def _check_seen(program: Program, problems: Problems) -> None:
 
 
 def bits_text(program: Program) -> str:
-    """Bits per weight as a phrase, which says where a code adds to them as weights are."""
-    coded = [tensor.name for tensor in program.tensors if tensor.stream and not CODECS[tensor.stream.coding].bits]
-    more = f", and what the code of {coded[0]} takes" if coded else ""
-    return f"{float(bits_per_weight(program)):.6g} bits per weight{more}"
+    """Bits per weight as a phrase; of an entropy code those of normally distributed weights."""
+    return f"{typical_bits(program):.6g} bits per weight{' where weights are normal' if _coded_bits(program) else ''}"
+
+
+def typical_bits(program: Program) -> float:
+    """Stored bits per weight; what depends on the weights is that of normally distributed ones."""
+    return float(bits_per_weight(program)) + _coded_bits(program)
+
+
+def _coded_bits(program: Program) -> float:
+    return sum(CODECS[tensor.stream.coding].normal for tensor in program.tensors if tensor.stream)
 
 
 def bits_per_weight(program: Program) -> Fraction:

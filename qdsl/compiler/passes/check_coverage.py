@@ -22,9 +22,9 @@ from qdsl.core.layout import Clash, coverage, walk
 def check_coverage(program: Program, problems: Problems) -> Program:
     stored: dict[str, set[int]] = {}
     for tensor in program.tensors:
-        _check_words(tensor, problems)
+        is_whole = _check_words(tensor, problems)
         for placement in tensor.placements:
-            _check_tile(program, tensor, placement, stored, problems)
+            _check_tile(program, tensor, placement, stored, problems if is_whole else Problems())
     storage = next(s for s in program.spec.storages if s.name.value == program.storage)
     for field in program.fields:
         bits = stored.get(field.name, set())
@@ -41,7 +41,8 @@ def check_coverage(program: Program, problems: Problems) -> Program:
     return replace(program, tensors=tuple(_check_extents(program, tensor, problems) for tensor in program.tensors))
 
 
-def _check_words(tensor: Tensor, problems: Problems) -> None:
+def _check_words(tensor: Tensor, problems: Problems) -> bool:
+    """Whether a record is whole elements; where it is not, errors about its elements would follow from that."""
     span = tensor.record_span
     if tensor.record_bits % tensor.element.bits:
         problems.add(span, f"the record of '{tensor.name}' has {tensor.record_bits} bits, which is not a whole number of "
@@ -55,6 +56,7 @@ def _check_words(tensor: Tensor, problems: Problems) -> None:
         if tensor.words > 1 and "" in axis.digits[:-1]:
             problems.add(tensor.span, f"the {tensor.words} elements of a record of '{tensor.name}' lie together: "
                                       "'word' is the last digit of its axis")
+    return not tensor.record_bits % tensor.element.bits
 
 
 def _check_tile(program: Program, tensor: Tensor, placement: Placement, stored: dict[str, set[int]], problems: Problems) -> None:

@@ -15,6 +15,7 @@ from math import gcd
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Program
+from qdsl.compiler.passes.factor_decode import why_not_affine
 from qdsl.compiler.passes.samples import divisor_of
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Storage, Tensor
@@ -45,28 +46,54 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
 
     programs: the format's other storages, with one choice of params.  Blocks that are whole in all of them are whole here.
     """
-    missing = {key: value for other in programs for key, value in (*other.where.items(), *other.defaults.items())}
-    program = replace(programs[-1], defaults=missing)
-    whole = gcd(*(divisor_of("K", [var.extent for tensor in other.tensors for var in tensor.vars]) for other in programs))
+    program = _with_defaults(programs)
     affine = program.affine
-    if affine is None:
+    if affine is None or _obstacle(program):
         return None
+    whole = gcd(*(divisor_of("K", [var.extent for tensor in other.tensors for var in tensor.vars]) for other in programs))
     code = program.field(affine.code)
     groups = [program.field(name) for name in affine.fields]
-    if not is_code(code.number, affine.table) or not all(_is_group(program, field) for field in groups):
-        return None
-    if {field.name for field in program.fields if field.number} != {affine.code, *affine.fields}:
-        return None
     span = program.spec.span
     tensors = [*_planes(code, affine.table, span), *(_plain(program, field, whole, span) for field in groups)]
     where = [(_text(field.name, span), g.expression(_text(str(index), span)))
              for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
-    if len(where) < sum(field.number is None for field in program.fields):
-        return None
     fixed = [(_text(key, span), g.expression(_text(str(value), span))) for key, value in program.params.items()]
     storage = Storage(_text(PLANAR, span), (*fixed, *where), tuple(tensors))
     spec = replace(program.spec, storages=(storage,), claims=())
     return Program(spec, PLANAR, program.params, program.sizes)
+
+
+def why_no_planar(programs: Sequence[Program]) -> str:
+    """Why a format has no planar storage, in one line; '' where it has one for some choice of params."""
+    if any(program.storage == PLANAR for program in programs):
+        return ""
+    return _obstacle(_with_defaults([program for program in programs if program.params == programs[0].params]))
+
+
+def _with_defaults(programs: Sequence[Program]) -> Program:
+    """The last program, with the values of fields that some storage of the format does not hold."""
+    missing = {key: value for other in programs for key, value in (*other.where.items(), *other.defaults.items())}
+    return replace(programs[-1], defaults=missing)
+
+
+def _obstacle(program: Program) -> str:
+    """The first condition of the planar storage that a format does not meet; '' where it meets all."""
+    affine = program.affine
+    if affine is None:
+        return why_not_affine(program)
+    code = program.field(affine.code)
+    if not is_code(code.number, affine.table):
+        types = LOOKED_UP if affine.table else f"u1 to u8, i1 to i8, {', '.join(FLOAT_CODES)}"
+        return f"code '{code.name}' is {code.number.name if code.number else 'an index'}, and matrix units take {types}"
+    for name in affine.fields:
+        if not _is_group(program, program.field(name)):
+            return f"kernels cannot read '{name}' by rows and columns: its type or its subscript is not one that they load"
+    for field in program.fields:
+        if field.number and field.name not in (affine.code, *affine.fields):
+            return f"field '{field.name}' is stored, and decode does not read it"
+        if field.number is None and (field.groups is None or _in_order(program, field) is None):
+            return f"no storage says what '{field.name}' is for columns in order ('optional:' or 'where:')"
+    return ""
 
 
 def _text(value: str, span: Span) -> Text:

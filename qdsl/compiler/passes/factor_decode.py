@@ -23,33 +23,41 @@ _Sum = Mapping[tuple[str, ...], Fraction]                        # coefficient b
 
 def factor_decode(program: Program, problems: Problems) -> Program:
     """Never finds problems: a formula of another kind is computed weight by weight."""
-    return replace(program, affine=_affine(program))
+    affine = _affine(program)
+    return replace(program, affine=None if isinstance(affine, str) else affine)
 
 
-def _affine(program: Program) -> Affine | None:
-    every = (ix.name("n"), ix.name("k"))
-    codes = [field.name for field in program.fields if field.index == every]
-    whole = _expanded(program)
-    if len(codes) != 1 or whole is None:
-        return None
-    read = {name for product in whole for name in product if name == codes[0] or "[" in name}
-    if len(read) != 1 or any(sum(name in read for name in product) > 1 for product in whole):
-        return None
+def why_not_affine(program: Program) -> str:
+    """Why decode is no line in a code; '' where it is one."""
+    affine = _affine(program)
+    return affine if isinstance(affine, str) else ""
+
+
+def _affine(program: Program) -> Affine | str:
+    """The line, or why there is none."""
+    codes = [field.name for field in program.fields if field.index == (ix.name("n"), ix.name("k"))]
+    if len(codes) != 1:
+        return f"decode needs one field with a value per weight, [n, k]; here: {', '.join(codes) or 'none'}"
+    sums = _expanded(program)
+    if sums is None:
+        return ("decode is no sum of products: it divides by a sum or by a number that is no power of two, or reads rows of a "
+                "table")
+    factors = {name for product in sums for name in product}
+    read = {name for name in factors if name == codes[0] or "[" in name}
+    if len(read) != 1 or any(sum(name in read for name in product) > 1 for product in sums):
+        return f"decode must read '{codes[0]}' once and linearly, by itself or in one table"
     code = read.pop()
-    names = {name for product in whole for name in product}
-    if any(name[0] == "/" and (name[1:] == codes[0] or name[1:] in names) for name in names):
-        return None
-    scale = {tuple(f for f in product if f != code): c for product, c in whole.items() if code in product}
-    constant = {product: c for product, c in whole.items() if code not in product}
+    if any(name[0] == "/" and (name[1:] == codes[0] or name[1:] in factors) for name in factors):
+        return "decode multiplies and divides by the same field, or divides by the code"
+    scale = {tuple(f for f in product if f != code): c for product, c in sums.items() if code in product}
+    others = {product: c for product, c in sums.items() if code not in product}
     if not scale:
-        return None
-    zero = _quotient(constant, scale)
-    terms = [_terms(part) for part in (scale, zero or {}, constant if zero is None else {})]
-    if None in terms:
-        return None
-    first, second, third = terms
-    assert first is not None and second is not None and third is not None
-    return Affine(codes[0], first, second, third, code.partition("[")[0] if code != codes[0] else "")
+        return f"decode does not depend on '{codes[0]}'"
+    zero = _quotient(others, scale)
+    terms = [kept for part in (scale, zero or {}, others if zero is None else {}) if (kept := _terms(part)) is not None]
+    if len(terms) < 3:
+        return "decode has a constant that float32 does not hold"
+    return Affine(codes[0], terms[0], terms[1], terms[2], code.partition("[")[0] if code != codes[0] else "")
 
 
 def _expanded(program: Program) -> _Sum | None:

@@ -214,8 +214,9 @@ class _TensorReader:
         dense = self.dense_loop()
         if dense is not None and element is not None and words:
             return self.dense(element, tuple(variables), tuple(axes), *dense)
-        lines = self.records.lines(self.item.record, {var.name for var in variables})
-        if element is None or lines is None:
+        names = {digit.name for axis in shape.axes for digit in axis.digits if digit is not None}
+        lines = self.records.lines(self.item.record, names)              # a variable whose extent is wrong is known, too
+        if element is None or lines is None or len(variables) < len(names):
             return None
         return element, tuple(variables), tuple(axes), lines
 

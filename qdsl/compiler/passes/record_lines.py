@@ -13,7 +13,7 @@ from math import prod
 from qdsl.compiler.ir.index import Atom, Index, name
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.scope import Scope
-from qdsl.compiler.passes.type_fields import parameters
+from qdsl.compiler.passes.type_fields import AXES, parameters
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
 from qdsl.compiler.spec.source import Problems, Span, did_you_mean
@@ -73,6 +73,10 @@ class RecordReader:
     def loops(self, loops: tuple[g.Loop, ...], taken: set[str]) -> list[tuple[str, int]] | None:
         extents: list[tuple[str, int]] = []
         for loop in loops:
+            if set(AXES.values()) & set(g.names(loop.extent)):
+                self.problems.add(loop.span, "a loop over a whole axis stands alone: as the first loop of the only line of "
+                                             f"{self.what}, of a tensor with the axis 'word'")
+                return None
             extent = Scope(self.constants, self.what, self.problems).const(loop.extent, "a loop's extent")
             if loop.name in taken | {seen for seen, _ in extents} | self.constants.keys():
                 self.problems.add(loop.span, f"loop '{loop.name}' has the name of something else")

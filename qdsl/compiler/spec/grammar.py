@@ -403,8 +403,16 @@ class _Parser:
                 self.at += 1
                 digits.append(None)
             else:
-                digits.append(self.loop("a dimension such as 'n<N', 'word' or 1"))
+                digits.append(self.digit())
         return Axis(tuple(digits), self.span(begin))
+
+    def digit(self) -> Loop:
+        """A dimension, which names the variable that counts along it: `[n<N, j<K/2]`, not `[N, K/2]`."""
+        if self.token.kind == "name" and self.tokens[self.at + 1].text != "<":
+            wanted = "an axis is a variable and its extent, such as 'n<N' or 'j<K/2'"
+            span = self.text.at(self.token.begin, self.token.end)
+            raise GrammarError(Problem(f"'{self.token.text}' has no extent: {wanted}", span))
+        return self.loop("a dimension such as 'n<N', 'word' or 1")
 
     def loop(self, what: str) -> Loop:
         begin = self.at

@@ -192,8 +192,9 @@ class _Reader:
         if name is not None:
             self.name(name, "format")
         weight = parts.get("weight")
-        if weight is not None and [t.value for t in self.texts(weight, "weight")] != ["N", "K"]:
-            self.problems.add(weight.span, "weight is [N, K]")
+        if weight is not None and (texts := self.texts(weight, "weight")) and [text.value for text in texts] != ["N", "K"]:
+            self.problems.add(weight.span, "weight is [N, K], the shape of the decoded matrix; packed tensors have theirs under "
+                                           "'storage'")
         decode_text = self.text(parts.get("decode"), "decode")
         decode = self.parsed(grammar.expression, decode_text)
         params = tuple(self.params(parts.get("params")))
