@@ -11,7 +11,7 @@ from qdsl.core.numbers import number
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.numbers import to_minifloat
-from qdsl.runtime.weight.packed import Misfit
+from qdsl.runtime.weight.packed import UnrepresentableValue
 
 
 def cut_blocks(weight: Tensor, rows: int, columns: int, filled: str = "zeros") -> Tensor:
@@ -39,14 +39,15 @@ def arithmetic(weight: Tensor, scale: str) -> Tensor:
 
 
 def stored_scale(exact: Tensor, scale: str) -> Tensor:
-    """A scale as it is stored.  Raises Misfit where it becomes infinite."""
+    """A scale as it is stored.  Raises UnrepresentableValue where it becomes infinite."""
     stored = exact.to(FLOATS[scale])
     if scale == "e8m0":
         return stored                                            # exact is one of its powers of two
     bad = ~torch.isfinite(stored)
     if bool(bad.any()):
         where = tuple(int(i) for i in torch.nonzero(bad)[0])
-        raise Misfit(f"the scale {float(exact[where]):g} of block [{{row}}, {where[2]}] does not fit {scale}", where[0])
+        text = f"the scale {float(exact[where]):g} of block [{{row}}, {where[2]}] does not fit {scale}"
+        raise UnrepresentableValue(text, where[0])
     return stored
 
 
@@ -59,14 +60,14 @@ def powers(largest: Tensor, exact: Tensor, divisor: float, code: str, rule: str)
     """
     fraction, exponent = torch.frexp(largest)                    # largest = fraction * 2^exponent, 0.5 <= fraction < 1
     if rule == "up":
-        found = exact.log2().ceil()
+        exponents = exact.log2().ceil()
     else:
         kind = number(code)
         assert kind is not None
         bits = 1 if rule == "half" else kind.mantissa
         more = {"floor": 1.0, "ceil": 0.5 + 2.0 ** -24, "even": 1 - 2.0 ** -(bits + 2), "half": 1 - 2.0 ** -(bits + 2)}[rule]
-        found = exponent - math.frexp(divisor)[1] + (fraction >= more)
-    return torch.where(largest > 0, found, -127).clamp_(-127, 127).to(torch.int32)
+        exponents = exponent - math.frexp(divisor)[1] + (fraction >= more)
+    return torch.where(largest > 0, exponents, -127).clamp_(-127, 127).to(torch.int32)
 
 
 def quotients(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.encode.blocks import codes, cut_blocks, join_blocks, quotients, shaped
+from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.match import torch_dtype
-from qdsl.runtime.weight.packed import Misfit
+from qdsl.runtime.weight.packed import UnrepresentableValue
 
 
+@scheme
 def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, rows: int, columns: int, axes: int,
                   divisor: float, empty: float, least: float = 0, amax: float | None = None, by: str = "stored",
                   ties: str = "even", zeros: str = "signed", precision: str = "f32", divided: bool = False,
@@ -19,7 +21,8 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
 
     The super-scale brings the largest magnitude of all, / divisor, to the largest number of the scale's type; a scale is the
     largest magnitude of the block / divisor in its units, not below `least`, and where that is 0 it is `empty`.
-    amax: the largest magnitude of all weights that share the super-scale, where others do.  Raises Misfit where it is too small.
+    amax: the largest magnitude of all weights that share the super-scale, where others do.  Raises UnrepresentableValue where
+    it is too small.
     by 'stored': codes are w / (scale * super_scale) (ModelOpt, compressed-tensors); 'inverse': w * (1 / super_scale / scale),
     and the block's magnitude is divided by the two one after the other (torchao).
     precision 'own': both magnitudes / divisor are found in the weight's own dtype (compressed-tensors), 'f32': in float32.
@@ -32,7 +35,7 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
     whole = largest.amax() if amax is None else largest.new_tensor(amax)
     if amax is not None and bool((largest > whole).any()):
         row, column = (int(i) for i in torch.nonzero((largest > whole)[:, 0, :, 0])[0])
-        raise Misfit(f"block [{{row}}, {column}] has a magnitude above amax = {amax:g}", row)
+        raise UnrepresentableValue(f"block [{{row}}, {column}] has a magnitude above amax = {amax:g}", row)
     if divided:
         above = (divisor * kind.largest / whole).float()
         above = torch.where(torch.isfinite(above), above, 1)
@@ -42,12 +45,12 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
         exact = largest / divisor / above if by == "inverse" else largest / (divisor * above)
     exact = torch.where(largest > 0, exact.clamp(least, kind.largest), 0)
     stored = exact.to(torch_dtype(scale))
-    found = stored.float()
-    found = torch.where(found == 0, empty, found)
+    unit_scale = stored.float()
+    unit_scale = torch.where(unit_scale == 0, empty, unit_scale)
     if by == "inverse":
-        factor = (above if divided else 1 / above) / found
+        factor = (above if divided else 1 / above) / unit_scale
         scaled = blocks * torch.where(torch.isfinite(factor), factor, 0)
     else:
-        scaled = quotients(blocks, found / above if divided else found * above)
+        scaled = quotients(blocks, unit_scale / above if divided else unit_scale * above)
     return join_blocks(codes(scaled, code, ties, zeros=zeros), *weight.shape), \
-        shaped(found.to(torch_dtype(scale)), axes).contiguous(), above.to(torch_dtype(super_scale))
+        shaped(unit_scale.to(torch_dtype(scale)), axes).contiguous(), above.to(torch_dtype(super_scale))

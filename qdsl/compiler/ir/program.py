@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qdsl.compiler.ir.index import Facts, Index
+from qdsl.compiler.ir.index import Domain, Index
 from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.source import Span, Text
 from qdsl.core.layout import Line, Slice
@@ -106,10 +106,10 @@ class Placement:
     @property
     def cuts(self) -> tuple[tuple[Slice, ...], ...]:
         """The slices of the same bits together, in all ranges of elements."""
-        found: dict[int, tuple[Slice, ...]] = {}
+        slices_by_bit: dict[int, tuple[Slice, ...]] = {}
         for part in self.slices:
-            found[part.lo] = (*found.get(part.lo, ()), part)
-        return tuple(found.values())
+            slices_by_bit[part.lo] = (*slices_by_bit.get(part.lo, ()), part)
+        return tuple(slices_by_bit.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The entropy code that holds a tensor's elements (passes/streams.py); tensors: what the storage calls those of the code."""
+    """The entropy code that holds a tensor's elements (core/codecs.py); tensors: what the storage calls those of the code."""
 
     coding: str
     tensors: Mapping[str, str]
@@ -261,7 +261,7 @@ class Program:
     params: Mapping[str, int | str]
     sizes: tuple[str, ...]
     dims: Mapping[str, Index] = field(default_factory=dict)
-    facts: Facts = field(default_factory=Facts)
+    domain: Domain = field(default_factory=Domain)
     fields: tuple[Field, ...] = ()
     where: Mapping[str, Index] = field(default_factory=dict)
     defaults: Mapping[str, Index] = field(default_factory=dict)

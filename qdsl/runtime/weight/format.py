@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.core.overflowed_zeros import LOST, is_spilled
+from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.shapes import Axis, extents
-from qdsl.core.stored import OF_X, Description, meant
+from qdsl.core.stored import OF_X, Description, resolve_default
 from qdsl.runtime.cpu import int4
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
@@ -84,7 +85,7 @@ class Format:
         self.spec = Spec(name, title, source, formula, self.params, self.storages, self.variants, dict(detect or {}))
         written = next(iter(self.variants.values())).decode.__module__
         self.__module__ = written.rpartition(".")[0] if self.by else written
-        self.key = ops.register(self, digest)
+        self.key = ops.register_format(self, digest)
 
     def __reduce__(self) -> str:
         """A format is copied and pickled as what it is: the FORMAT of its generated module."""
@@ -146,7 +147,7 @@ class Format:
         for key, value in match.params.items():
             others = list(dict.fromkeys(str(other.params[key]) for other in found if other.params[key] != value))
             notes += [f"{key} = {value} by default; the tensors fit {' and '.join(others)} too"] if others else []
-        notes += [f"tensor '{name}': {LOST}" for name in self._spilled(match)]
+        notes += [f"tensor '{name}': {OVERFLOWED_ZEROS}" for name in self._spilled(match)]
         names = {name: keys[0] for name, keys in given.items() if keys[0] != name}
         empty = self.unfilled(match)
         notes += [f"tensor '{name}' has one value for all columns and tells no groups apart: taken for missing" for name in empty]
@@ -189,7 +190,7 @@ class Format:
         found = {name: rule[name] for rule in self.spec.detect.get("spills", []) if rule.get("storage") == match.storage
                  for name in rule if name in match.tensors and not match.tensors[name].is_meta}
         return [name for name, bits in found.items()
-                if is_spilled(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
+                if has_overflowed_zeros(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
 
     def _choose(self, found: Sequence[Match]) -> Match:
         """The only match; of several of one storage and shape the one with default parameters where they are open."""
@@ -203,7 +204,7 @@ class Format:
             listed = " or ".join(f"{list(shape)} with {params}" for shape, params in reversed(shapes.items()))
             raise FormatError(f"{self.name}: the tensors fit {listed}; give parameters or shape=(N, K)")
         fits = {name: list(dict.fromkeys(match.params[name] for match in found)) for name in self.params}
-        wanted = {name: meant(fit, self.params[name][0]) for name, fit in fits.items()}
+        wanted = {name: resolve_default(fit, self.params[name][0]) for name, fit in fits.items()}
         for match in found:
             if match.params == wanted:
                 return match
@@ -571,19 +572,26 @@ class Format:
         is_own = packed.format is self and packed.params == {**packed.params, **params}
         if storage == packed.storage and is_own:
             return packed
-        try:
+        with self._offering_requantize(storage):
             if not is_own:
                 tensors, chosen = adopt(self, packed, storage, params)
                 return self._packed(storage, tensors, packed.shape, chosen)
             self.storage(storage, packed.params)
-            missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
-            self._check_shape(storage, packed.variant.storages[storage].opened, packed.shape, packed.sizes,
-                              packed.variant.fields.keys() - missing - {*packed.layout.where})
+        missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
+        self._check_shape(storage, packed.variant.storages[storage].opened, packed.shape, packed.sizes,
+                          packed.variant.fields.keys() - missing - {*packed.layout.where})
+        with self._offering_requantize(storage):
             return self._packed(storage, convert.convert(self, packed, storage), packed.shape, packed.params)
+
+    @contextmanager
+    def _offering_requantize(self, storage: str) -> Iterator[None]:
+        """Errors of a conversion name `requantize`, where this format has the storage and quantizes."""
+        try:
+            yield
         except FormatError as error:
-            offer = "; requantize makes another weight, and says how far it is off"
-            encode = next(iter(self.variants.values())).encode
-            raise FormatError(str(error) + (offer if encode is not None else "")) from None
+            helps = any(storage in variant.storages and variant.encode is not None for variant in self.variants.values())
+            offer = "; requantize quantizes the decoded weight anew, and reports the error" if helps else ""
+            raise FormatError(f"{error}{offer}") from None
 
     def requantize(self, packed: PackedWeight, other: Format | None = None, storage: str | None = None, **options: Any,
                    ) -> tuple[PackedWeight, Report]:

@@ -24,15 +24,13 @@ from qdsl.compiler.emit.triton.kernels import kernels
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.check_claims import bits_text
 from qdsl.compiler.passes.samples import size_axis
-from qdsl.compiler.passes.schemes import SCHEMES
 from qdsl.compiler.spec.model import Spec
+from qdsl.compiler.spec.reserved import KERNELS, RUNTIME
 from qdsl.compiler.spec.source import Problem, SpecError
 from qdsl.core.numbers import FLOATS
+from qdsl.core.schemes import SCHEMES
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Pairs", "Records", "Storage", "Stored", "Stream", "Table", "Variant",
-           "as_float", "as_type", "base3", "cdiv", "empty", "entries", "integer", "joined", "pad", "spread", "trit", "workspace")
-KERNELS = ("codebook", "device", "gemv", "gemv_records", "lanes", "records", "skinny", "tile_gemm", "w8a8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +94,12 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
             choices.append((program.params, [program]))
         else:
             group.append(program)
-    made = [Part(params, tuple(group), tuple(_body(group)), decode(group)) for params, group in choices]
+    variants = [Part(params, tuple(group), tuple(_body(group)), decode(group)) for params, group in choices]
     by = tuple(key for key in programs[0].params if any(
-        a.body != b.body for a in made for b in made
+        a.body != b.body for a in variants for b in variants
         if all(a.params[other] == b.params[other] for other in a.params if other != key)))
     parts: dict[tuple[int | str, ...], Part] = {}
-    for part in made:
+    for part in variants:
         parts.setdefault(tuple(part.params[key] for key in by), part)
     return by, list(parts.values())
 
