@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.gpu import probe_kernels as kernels
+from bench.gpu import regimes
 from bench.gpu.plan import product_calls
 from bench.gpu.weights import DTYPES, Weight
 from qdsl.runtime.gpu.call import Call
@@ -107,7 +108,9 @@ class Launched:
     stages: tuple[tuple[int, int], ...] = ()
 
     def calls(self) -> Iterator[Call]:
-        found = list(product_calls(self.weight.meta(), self.rows, DTYPES[self.x]))
+        packed = self.weight.meta()
+        x = torch.empty(self.rows, packed.shape[1], dtype=DTYPES[self.x], device="meta")
+        found = list(product_calls(packed, self.rows, x.dtype, candidate=regimes.candidate(x, packed) if self.stages else None))
         yield from found
         yield from (along_k(found[0], warps) for warps in self.warps)
         yield from (staged(found[0], stages, r) for stages, r in self.stages)
