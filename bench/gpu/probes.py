@@ -110,7 +110,7 @@ class Launched:
     def calls(self) -> Iterator[Call]:
         packed = self.weight.meta()
         x = torch.empty(self.rows, packed.shape[1], dtype=DTYPES[self.x], device="meta")
-        found = list(product_calls(packed, self.rows, x.dtype, candidate=regimes.candidate(x, packed) if self.stages else None))
-        yield from found
-        yield from (along_k(found[0], warps) for warps in self.warps)
-        yield from (staged(found[0], stages, r) for stages, r in self.stages)
+        launches = list(product_calls(packed, self.rows, x.dtype, candidate=regimes.candidate(x, packed) if self.stages else None))
+        yield from launches
+        yield from (along_k(launches[0], warps) for warps in self.warps)
+        yield from (staged(launches[0], stages, r) for stages, r in self.stages)
