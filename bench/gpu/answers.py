@@ -218,11 +218,11 @@ def overlap(asked: Asked) -> Answer:
 def parts(asked: Asked) -> Answer:
     """How many programs should share K in the kernel for many rows, 4096 x 4096 at 4 bits."""
     held = large(weight((4096, 4096), GROUPED), "cuda")
-    copies = clones(held, clock.copies(held.nbytes, asked.facts.l2))
+    copies = clones(held, clock.copies(held.nbytes, asked.info.l2))
     values: dict[str, float] = {}
     for rows in (16, 64):
         x, out = (torch.randn(rows, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        chosen = plan.best(held, rows, x.dtype, x.device)
+        chosen = plan.fused(held, rows, x.dtype, x.device)
         rule = next(each for each in plan.candidates(held, rows, x.dtype, x.device) if each.kind == "tile_gemm")
         ways = [chosen, *(Candidate("tile_gemm", {**rule.config, "SPLIT": split}) for split in SPLITS)]
         graphs = [clock.Graph([call.run for each in copies for call in launch.linear_calls(x, each, None, out, candidate=way)])

@@ -110,7 +110,8 @@ class Launched:
     def calls(self) -> Iterator[Call]:
         packed = self.weight.meta()
         x = torch.empty(self.rows, packed.shape[1], dtype=DTYPES[self.x], device="meta")
-        launches = list(product_calls(packed, self.rows, x.dtype, candidate=regimes.candidate(x, packed) if self.stages else None))
+        candidate = regimes.candidate(x, packed) if self.stages else None
+        launches = list(product_calls(packed, self.rows, x.dtype, candidate=candidate))
         yield from launches
         yield from (along_k(launches[0], warps) for warps in self.warps)
         yield from (staged(launches[0], stages, r) for stages, r in self.stages)
