@@ -22,7 +22,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report import worker
 from qdsl.host.files import check_output
-from qdsl.host.processes import results
+from qdsl.host.processes import affordable, needed, results
 from qdsl.jobs.convert import encoded
 from qdsl.jobs.convert.aim import Aim, aimed
 from qdsl.jobs.convert.config import readers, rewritten, stale
@@ -48,7 +48,7 @@ class _Model:
     left: Mapping[str, str] = field(default_factory=dict)
 
 
-def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None,
+def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None,
             force: bool = False, tell: Telling = quiet) -> dict[str, Any]:
     """Write a checkpoint whose quantized layers have become what is aimed at, and all else is as it was.
 
@@ -56,6 +56,7 @@ def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1
     force: whether a checkpoint in `out` is replaced.
     What was done by an earlier call is not done again, where it was made of the same files by the same version; bytes do not
     depend on jobs, parts or interruptions.
+    jobs: processes; None, as many as there are processors and memory for.
     tell: what, given the bytes of all tensors, is told how many are written.
     Memory: twice the largest tensor for each process, beside torch; to requantize some float32 weights as large as the largest.
     Raises RewriteError, CheckpointError and OSError.
@@ -64,7 +65,7 @@ def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1
     return _rewrite(folder.path, [_Model("", folder, known, plan(folder, known, aim))], aim, out, jobs, part, force, tell)
 
 
-def quantize(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None, force: bool = False,
+def quantize(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None, force: bool = False,
              tell: Telling = quiet) -> dict[str, Any]:
     """Write a checkpoint whose plain Linear layers are quantized, and all else is as it was.
 
@@ -103,9 +104,10 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
     return found
 
 
-def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int, part: tuple[int, int] | None, force: bool,
-             tell: Telling) -> dict[str, Any]:
+def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int | None,
+             part: tuple[int, int] | None, force: bool, tell: Telling) -> dict[str, Any]:
     shards = [shard for model in models for shard in model.plan.shards]
+    jobs = jobs or _default_jobs(shards)
     what = f"a quantization to {aim.label}" if aim.is_from_plain else f"a conversion to {aim.label}"
     request = {"command": "convert", "work": what, "from": str(path.resolve()), **aim.data()}
     if stage.was_ended(out, request):
@@ -124,6 +126,12 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
     costs = stage.said(mine, out)
     notes = [] if part else _complete(path, models, shards, out)
     return _report(models, aim, out, mine, written, notes, costs)
+
+
+def _default_jobs(shards: Sequence[Shard]) -> int:
+    """As many processes as there are processors, and memory for the largest layer in each."""
+    weights = (math.prod(step.layer.shape) for shard in shards for step in shard.steps if isinstance(step, Change))
+    return affordable(needed(2 * max(weights, default=0)))
 
 
 def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:
