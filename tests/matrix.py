@@ -42,10 +42,11 @@ ROWS = (Row("3.11", "2.9", "1.26"), Row("3.11", "2.13", "1.26"), Row("3.12", "2.
 
 def main(numbers: list[int]) -> None:
     """Run the rows that are asked for and keep their results."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else [None] * len(ROWS)
     for number in numbers or range(1, len(ROWS) + 1):
-        results[number - 1] = run(ROWS[number - 1])
-        print(*results[number - 1].values(), sep=" | ", flush=True)
+        row = run(ROWS[number - 1])
+        print(*row.values(), sep=" | ", flush=True)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else [None] * len(ROWS)
+        results[number - 1] = row
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
