@@ -36,9 +36,11 @@ def test_a_format(case: Case) -> None:
 
 
 @without_triton
-def test_what_needs_kernels_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_kernels_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     result = command("analyze", "q4_0")
     assert result.exit_code == 1 and "GPU kernels need Triton, which is not installed: pip install triton" in result.output
+    monkeypatch.setattr(sys, "argv", ["bench.gpu"])
+    assert bench_gpu.main() == 2 and "bench.gpu: GPU kernels need Triton" in capsys.readouterr().err
     packed = q4_0.quantize(torch.ones(32, 32))
     with pytest.raises(MissingTriton, match="GPU kernels need Triton"):
         tune.tune(packed)
