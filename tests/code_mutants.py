@@ -30,7 +30,8 @@ from select import select
 from types import CodeType, FunctionType
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
+
 PER_MODULE = 10
 PER_KIND = 3
 # Core modules, and the test files that matter for each.
@@ -41,6 +42,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "qdsl/compiler/ir/index.py": ("test_index", "test_program"),
     "qdsl/compiler/spec/grammar.py": ("test_bad_specs", "test_program"),
     "qdsl/compiler/passes/read_records.py": ("test_records", "test_bad_specs", "test_program"),
+    "qdsl/compiler/passes/record_lines.py": ("test_records", "test_bad_specs", "test_program"),
     "qdsl/encode/absmax.py": ("test_goldens", "test_encode"),
     "qdsl/checkpoint/files/safetensors.py": ("test_safetensors", "test_jobs"),
     "qdsl/checkpoint/files/gguf.py": ("test_gguf", "test_verify_gguf"),
@@ -58,7 +60,7 @@ NAMED: dict[str, tuple[str, ...]] = {
 EQUAL: dict[str, dict[str, str]] = {
     "qdsl/core/layout.py": {"_ranges: 0 -> 1": "an element without coordinates is the only one of its field: no line follows"},
     "qdsl/encode/absmax.py": {"signmax: -low > high -> -low >= high": "where both are equal, the next statements choose"},
-    "qdsl/compiler/passes/read_records.py": {"_TensorReader.part: 0 -> 1": "the width of a gap that fits is never 0"},
+    "qdsl/compiler/passes/record_lines.py": {"RecordReader.part: 0 -> 1": "the width of a gap that fits is never 0"},
 }
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -317,7 +319,8 @@ def run_module(name: str) -> int:
 
     trial = Trial(name)
     options = ["-p", "no:cacheprovider", "-p", "no:terminal", "-s", "-o", "addopts="]
-    code = pytest.main([*options, *(f"tests/{test}.py" for test in TESTS[name])], plugins=[trial])
+    paths = [str(path) for test in TESTS[name] for path in (ROOT / "tests").glob(f"*/{test}.py")]
+    code = pytest.main([*options, *paths], plugins=[trial])
     print(f"{name}: {trial.results.total()} mutants, "
           f"{', '.join(f'{count} {result}' for result, count in sorted(trial.results.items()))}", flush=True)
     return int(bool(code) or bool(trial.results["SURVIVED"]) or not trial.results)

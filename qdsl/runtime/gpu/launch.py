@@ -13,7 +13,9 @@ from qdsl.core.shapes import axis
 from qdsl.runtime.gpu import configure, plan
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.gpu.kernels import narrow
+from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
+from qdsl.runtime.gpu.kernels import matvec, narrow
+from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import tl
 from qdsl.runtime.torch import eight
 from qdsl.runtime.weight import streams
@@ -55,8 +57,8 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
         bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
-    yield Call(kernels.dequantize, (*_read(packed), out, *packed.shape, *packed.sizes.values()),
-               _constants(kernels.dequantize, packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
+    yield Call(dequantize_kernel, (_read(packed), out, *packed.shape, tuple(packed.sizes.values()), rows, units),
+               _constants(packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
                {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
 
 
@@ -81,10 +83,11 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     if candidate.kind != "matvec":
         yield _lane_call(x, packed, bias, out, candidate.kind, candidate.config)
         return
-    kernels, (bn, bk) = packed.layout.kernels, (candidate.config["BN"], candidate.config["BK"])
+    bn, bk = candidate.config["BN"], candidate.config["BK"]
+    constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides}
     for part, result in _parts(x, out, 1):
-        yield Call(kernels.linear, (*_read(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
-                   _constants(kernels.linear, packed, bn, bk), (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
+        yield Call(matvec, (_read(packed), part, bias, result, *packed.shape, tuple(packed.sizes.values()), rows, units),
+                   constants, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
                    weights=_weights(packed, bn, units), step=_weights(packed, bn, bk))
 
 
@@ -197,10 +200,13 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     tensors = _lane_tensors(packed)
     constants = {**lanes.constants(which, x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]}
     if which == "tile_gemm":
-        rows = 16 * config["R"] * config["W"]
-        return Call(lanes.tile_gemm, (tensors, x, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, config["BM"])),
+        rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
+        grid = (cdiv(n, rows), cdiv(m, config["BM"]))
+        scratch = scratch_of(grid[0] * grid[1], split * rows * config["BM"], x.device) if split > 1 else ()
+        return Call(lanes.tile_gemm, (tensors, x, bias, out, *(scratch or (None, None)), m, n, k), constants,
+                    (*grid, split) if split > 1 else grid,
                     {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
-                    weights=min(rows, n) * k, step=rows * 128 * config["UNROLL"])
+                    weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
     if which == "gemv":
         return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
                     _lane_options(config), **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
@@ -234,7 +240,7 @@ def _lane_options(config: Mapping[str, int]) -> dict[str, Any]:
     return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
 
 
-def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[str, int]:
+def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[str, Any]:
     return {"weights": min(_lane_rows(config), n) * k, "step": _lane_rows(config) * trip * config["WK"]}
 
 
@@ -245,10 +251,17 @@ def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(torch.split(x, rows * SECOND_AXIS), torch.split(out, rows * SECOND_AXIS), strict=True))
 
 
-def _constants(kernel: Any, packed: PackedWeight, bn: int, bk: int) -> dict[str, int]:
-    """The tile of a kernel that decodes weight by weight, and whether positions of weights take 64 bits, where it asks."""
-    large = {"LARGE": math.prod(packed.shape) >= 1 << 31} if "LARGE" in kernel.arg_names else {}
-    return {"BN": bn, "BK": bk, **large}
+def _constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
+    """What completes a kernel that decodes unit by unit: the storage's function, the tile, and the width of positions."""
+    return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk)}
+
+
+def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:
+    """Whether some position takes 64 bits: of a weight or an element of a tensor, those past the ends of the last tiles too."""
+    rows, units = configure.grid_axes(packed)
+    n, k = packed.shape
+    beyond = cdiv(rows, bn) * bn * cdiv(units, bk) * bk / max(1, rows * units)
+    return max((n * k, *(tensor.numel() for tensor in packed.tensors.values()))) * beyond >= 1 << 31
 
 
 def _weights(packed: PackedWeight, rows: int, units: int) -> int:
@@ -259,9 +272,9 @@ def _weights(packed: PackedWeight, rows: int, units: int) -> int:
                      for each, count in along)
 
 
-def _read(packed: PackedWeight) -> list[Tensor | None]:
-    """What kernels that decode weight by weight read: the tensors, and tables."""
-    return [*_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)]
+def _read(packed: PackedWeight) -> tuple[Tensor | None, ...]:
+    """What kernels that decode unit by unit read: the tensors, and tables."""
+    return *_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
 
 
 def _tensors(packed: PackedWeight) -> list[Tensor | None]:

@@ -19,10 +19,10 @@ from qdsl.compiler.emit.triton.pairs import paired
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Placement, Program, Stream, Tensor
 from qdsl.compiler.passes.derive_planar import order_name
-from qdsl.compiler.passes.schemes import SCHEMES
-from qdsl.compiler.passes.streams import STREAMS
 from qdsl.compiler.spec import model
 from qdsl.compiler.spec.tables import is_number
+from qdsl.core.codecs import CODECS
+from qdsl.core.schemes import SCHEMES
 
 
 def variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
@@ -111,14 +111,24 @@ def _kernels(program: Program) -> list[str]:
     """The kernels of a storage, and into what tiles they cut a weight."""
     at = tile(program)
     sums = prod(lane.extent for lane in at.lanes if lane.axis == "n")
-    found = [f"_dequantize_{program.storage}", f"_linear_{program.storage}", f'rows="{axis_text(at.row_count)}"',
+    found = [f"_decode_{program.storage}", f'rows="{axis_text(at.row_count)}"',
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
+    found += ["divides=True"] if _divides(program) else []
     found += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
     if (made := plan(program)) is not None:
         found.append(f"lanes=Lanes({', '.join(constants(made))})")
     if (two := paired(program)) is not None:
         found.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.rest}")')
     return found
+
+
+def _divides(program: Program) -> bool:
+    """Whether decode divides by what is stored."""
+    def is_stored(number: int) -> bool:
+        value = program.values[number]
+        return value.op != "const" if not value.args else any(map(is_stored, value.args))
+
+    return any(value.op == "/" and is_stored(value.args[1]) for value in program.values)
 
 
 def _option(word: str) -> str:
@@ -171,7 +181,7 @@ def _stream(program: Program, tensor: Tensor, stream: Stream) -> str:
 def _coded(stream: Stream) -> list[str]:
     """The tensors of an entropy code."""
     return [f'        "{stream.tensors[role]}": Stored({", ".join(map(quoted, (kind, *axes)))}),'
-            for role, (kind, axes) in STREAMS[stream.coding].tensors.items()]
+            for role, (kind, axes) in CODECS[stream.coding].tensors.items()]
 
 
 def _authored(program: Program) -> model.Storage:
