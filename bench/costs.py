@@ -14,7 +14,6 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
-import triton
 
 from qdsl.analyze import AnalyzeError, report
 from qdsl.analyze.gpus import ARCHS as EVERY_ARCH
@@ -24,6 +23,7 @@ from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
 from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.triton import triton
 from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 8192)                                             # several trips of every loop
