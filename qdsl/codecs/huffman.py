@@ -44,6 +44,7 @@ class Code:
 
     @property
     def longest(self) -> int:
+        """The bits of the longest code."""
         return max(bits for bits, _ in self.words.values())
 
 

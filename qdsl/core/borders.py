@@ -29,6 +29,7 @@ class Span:
 
     @property
     def is_padded(self) -> bool:
+        """Whether more rows or columns are stored than are needed."""
         return (self.start, self.stop) != (self.first, self.last)
 
     @property

@@ -35,6 +35,7 @@ class Layout:
 
     @property
     def size(self) -> int:
+        """How many indices the layout maps."""
         return prod(extent for extent, _ in self.modes)
 
     @property
@@ -162,13 +163,16 @@ class Slice:
     places: tuple[Layout, ...] = ()
 
     def bit(self, index: Sequence[int]) -> int:
+        """The bit of the record at which the slice of an element begins."""
         return self.offset + sum(layout(i) for layout, i in zip(self.dims, index, strict=True))
 
     def place(self, index: Sequence[int]) -> int:
+        """The place of an element's base-3 digit in its byte."""
         return sum(layout(i) for layout, i in zip(self.places, index, strict=True))
 
     @property
     def extents(self) -> tuple[int, ...]:
+        """How many elements each coordinate has."""
         return tuple(layout.size for layout in self.dims)
 
     @property
@@ -212,6 +216,7 @@ class Affine:
         return self.const + sum(coefficient * values[name] for name, coefficient in self.terms)
 
     def coefficient(self, name: str) -> int:
+        """The coefficient of a variable; 0 where it is in no term."""
         return dict(self.terms).get(name, 0)
 
 

@@ -62,6 +62,7 @@ class Scheme:
 
     @property
     def patterns(self) -> tuple[str, ...]:
+        """The decode expressions that the scheme inverts, as a tuple."""
         return (self.inverts,) if isinstance(self.inverts, str) else self.inverts
 
     @property

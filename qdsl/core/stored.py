@@ -77,6 +77,7 @@ class Stored:
 
     @property
     def text(self) -> str:
+        """The axes as a text: 'N, 18*K/32'."""
         return ", ".join(axis.text for axis in self.axes)
 
 

@@ -47,6 +47,7 @@ def wrapped(values: Floats) -> Floats:
 
 
 def clip(values: Floats, low: float, high: float) -> Floats:
+    """The values cut to [low, high], in place."""
     return np.clip(values, np.float32(low), np.float32(high), out=values)
 
 

@@ -17,6 +17,7 @@ from qdsl.compiler.spec import tables
 from qdsl.compiler.spec.model import Param, Spec, Storage, Stored, Table, Tensor
 from qdsl.compiler.spec.schema import load
 from qdsl.compiler.spec.source import Source, Span, Text
+from qdsl.compiler.spec.tokens import GrammarError
 from qdsl.core import numbers
 from qdsl.core.schemes import SCHEMES
 
@@ -94,7 +95,7 @@ def recomputed(spec: Spec) -> Spec | None:
     for table in spec.tables:
         try:
             made[table.name.value] = table if table.formula is None else tables.evaluated(table, made)
-        except g.GrammarError:
+        except GrammarError:
             return None
     return replace(spec, tables=tuple(made.values()))
 

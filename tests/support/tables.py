@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.compiler.emit.show.page import summary
-from qdsl.compiler.passes import PASSES, choose_variants, compile_spec, record_lines
+from qdsl.compiler.passes import PASSES, choose_variants, compile_spec
 from qdsl.compiler.passes.derive_planar import why_no_planar
-from qdsl.compiler.spec import grammar, marked, schema
+from qdsl.compiler.passes.record_lines import MAX_PIECES
+from qdsl.compiler.spec import grammar, marked, schema, tokens
 from qdsl.compiler.spec.schema import load
 from qdsl.core import places
 from qdsl.core.codecs import CODECS, Codec
@@ -81,9 +82,9 @@ def limits() -> list[str]:
         ["entries of a mapping or a list", str(schema.MAX_ENTRIES)],
         ["entries of a table", str(schema.MAX_TABLE)],
         ["characters, names and numbers, levels of an expression",
-         f"{grammar.MAX_LENGTH}, {grammar.MAX_ATOMS}, {grammar.MAX_DEPTH}"],
+         f"{tokens.MAX_LENGTH}, {grammar.MAX_ATOMS}, {grammar.MAX_DEPTH}"],
         ["lines of a record", str(grammar.MAX_LINES)],
-        ["items of a record, its loops written out", str(record_lines.MAX_PIECES)],
+        ["items of a record, its loops written out", str(MAX_PIECES)],
         ["storages times values of the parameters that shape bits", str(sys.modules[choose_variants.__module__].MAX_PROGRAMS)],
     ])
 

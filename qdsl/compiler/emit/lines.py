@@ -8,6 +8,7 @@ WIDTH = 120
 
 
 def indent(lines: Iterable[str], levels: int = 1) -> list[str]:
+    """The lines, indented by four spaces a level."""
     return [" " * 4 * levels + line if line else line for line in lines]
 
 

@@ -8,16 +8,19 @@ from qdsl.compiler.spec.model import Data
 
 
 def literal(value: str | int | float) -> str:
+    """A word or a number as Python text."""
     if value in ("true", "false"):
         return str(value == "true")
     return quoted(value) if isinstance(value, str) else repr(value)
 
 
 def quoted(word: str) -> str:
+    """A text in double quotes."""
     return f'"{word}"'
 
 
 def tupled(values: Sequence[int | str]) -> str:
+    """Values as the text of a tuple."""
     shown = ", ".join(quoted(value) if isinstance(value, str) else str(value) for value in values)
     return f"({shown},)" if len(values) == 1 else f"({shown})"
 

@@ -46,6 +46,7 @@ def type_text(field: Field, tensor: Tensor, source: str, default: str) -> str:
 
 
 def is_signed(field: Field) -> bool:
+    """Whether a field is a signed integer."""
     return field.number is not None and field.number.kind == "signed"
 
 
@@ -109,6 +110,7 @@ def sizes(labels: list[Label]) -> list[int]:
 
 
 def cut_slice(tensor: Tensor, placement: Placement, part: Slice) -> Cut:
+    """How containers of up to 8 bytes cut a slice out of a record.  Raises Unsupported where they cannot."""
     containers = cut(part)
     if containers is None:
         raise Unsupported(f"the bits of '{placement.field}' in '{tensor.name}' do not fit containers of up to 8 bytes")

@@ -17,10 +17,13 @@ Label = str | Digit
 
 @dataclass(frozen=True, slots=True)
 class Chain:
+    """Torch text for a tensor, and what each of its axes is."""
+
     text: str
     labels: tuple[Label, ...]
 
     def call(self, method: str) -> Chain:
+        """The chain with a method called on it, which leaves the axes as they are."""
         return replace(self, text=f"{self.text}.{method}")
 
     def permute(self, order: Sequence[Label]) -> Chain:

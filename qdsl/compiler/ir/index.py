@@ -40,6 +40,8 @@ class Atom:
 
 @dataclass(frozen=True, slots=True)
 class Index:
+    """A constant plus integer multiples of atoms, in normal form."""
+
     const: int = 0
     terms: tuple[tuple[Atom, int], ...] = ()
 
@@ -48,6 +50,7 @@ class Index:
 
     @property
     def is_const(self) -> bool:
+        """Whether it has no names."""
         return not self.terms
 
     @property
@@ -83,10 +86,12 @@ def flat_of(index: Index) -> Atom | None:
 
 
 def as_index(value: Index | int) -> Index:
+    """An integer as an Index; an Index as it is."""
     return Index(value) if isinstance(value, int) else value
 
 
 def name(word: str) -> Index:
+    """The index that is a name."""
     return Index(0, ((Atom("name", word), 1),))
 
 
@@ -105,6 +110,7 @@ def combine(parts: list[tuple[Index, int]]) -> Index:
 
 
 def multiply(left: Index, right: Index) -> Index:
+    """The product, distributed over sums where one side allows it."""
     if left.is_const:
         return combine([(right, left.const)])
     if right.is_const:

@@ -159,6 +159,7 @@ class Tensor:
         return self.record_bits // self.element.bits
 
     def var(self, name: str) -> Var:
+        """The variable of a name."""
         return next(var for var in self.vars if var.name == name)
 
 
@@ -181,6 +182,7 @@ class Value:
 
     @property
     def is_int(self) -> bool:
+        """Whether the value is an integer, whose range is known."""
         return self.range is not None
 
 
@@ -277,7 +279,9 @@ class Program:
         return {**self.defaults, **self.where}
 
     def field(self, name: str) -> Field:
+        """The field of a name."""
         return next(field for field in self.fields if field.name == name)
 
     def tensor(self, name: str) -> Tensor:
+        """The stored tensor of a name."""
         return next(tensor for tensor in self.tensors if tensor.name == name)

@@ -13,6 +13,7 @@ from qdsl.core.shapes import axis, seen_shape
 
 
 def check_claims(program: Program, problems: Problems) -> Program:
+    """The program; adds a problem for each claim that its layout does not meet."""
     for claim in program.spec.claims:
         if claim.name.value == "bytes":
             records = [tensor.record_bits // 8 for tensor in program.tensors if tensor.words > 1]

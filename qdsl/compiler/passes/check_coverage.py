@@ -20,6 +20,7 @@ from qdsl.core.layout import Clash, coverage, walk
 
 
 def check_coverage(program: Program, problems: Problems) -> Program:
+    """The program, its variables marked exact or padded; adds a problem for bits that are missing or stored twice."""
     stored: dict[str, set[int]] = {}
     for tensor in program.tensors:
         is_whole = _check_words(tensor, problems)

@@ -14,6 +14,7 @@ from qdsl.core.layout import BYTE, gather, split, walk
 
 
 def infer_layouts(program: Program, problems: Problems) -> Program:
+    """The program with slices, the strided layouts of every field's bits."""
     return replace(program, tensors=tuple(_infer(tensor, problems) for tensor in program.tensors))
 
 

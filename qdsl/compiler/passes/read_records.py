@@ -27,6 +27,7 @@ from qdsl.core.numbers import Number, number
 
 
 def read_records(program: Program, problems: Problems) -> Program:
+    """The program with the tensors of its storage, and the values of fields that it does not store."""
     storage = next(s for s in program.spec.storages if s.name.value == program.storage)
     where = _fixed_values(program, storage, problems)
     tensors: list[Tensor] = []

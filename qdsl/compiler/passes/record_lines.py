@@ -71,6 +71,7 @@ class RecordReader:
         return tuple(lines)
 
     def loops(self, loops: tuple[g.Loop, ...], taken: set[str]) -> list[tuple[str, int]] | None:
+        """Name and extent of each loop; None, with a problem, where an extent is not a constant in range."""
         extents: list[tuple[str, int]] = []
         for loop in loops:
             if set(AXES.values()) & set(g.names(loop.extent)):
@@ -128,10 +129,12 @@ class RecordReader:
         return None
 
     def bits(self, item: g.Item, names: set[str], local: bool) -> list[RecordItem] | None:
+        """The one item that is no byte of digits; None where it has a problem."""
         read = self.part(item, names, local)
         return None if read is None else [read]
 
     def part(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
+        """An item with its subscripts, lowest bit and width; None, with a problem, where one is wrong."""
         scope = Scope({**self.constants, **{word: name(word) for word in names}}, self.what, self.problems)
         if item.field is None:
             width = scope.const(item.width, "a width") if item.width is not None else None
@@ -162,6 +165,7 @@ class RecordReader:
         return RecordItem(field.name, (Affine(), *forms) if local else forms, lo, width)
 
     def fits(self, width: int | None, most: int, span: Span) -> bool:
+        """Whether a width is from 1 to `most` bits; adds a problem where it is not."""
         if width is not None and not 1 <= width <= most:
             self.problems.add(span, f"a width of {width} bits: expected 1 to {most}")
             return False

@@ -21,6 +21,7 @@ INT32 = 1 << 31
 
 
 def type_decode(program: Program, problems: Problems) -> Program:
+    """The program with its decode expression as typed values."""
     builder = _Builder(program, problems)
     root = builder.value(program.spec.decode)
     if root is None:

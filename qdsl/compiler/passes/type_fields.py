@@ -23,6 +23,7 @@ AXES = {"n": "N", "k": "K"}
 
 
 def type_fields(program: Program, problems: Problems) -> Program:
+    """The program with dims, and fields with their number types, subscripts and extents."""
     domain = _domain(program)
     names = {**{axis: name(axis) for axis in ("N", "K")}, **parameters(program)}
     dims: dict[str, Index] = {}

@@ -6,31 +6,32 @@ Everything is parsed into the dataclasses below, each with its span; nothing of 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from qdsl.compiler.spec.source import Problem, Span, Text
+from qdsl.compiler.spec.tokens import GrammarError, Token, tokens
 
 _T = TypeVar("_T")
 
-MAX_LENGTH = 2000
 MAX_DEPTH = 40
 MAX_ATOMS = 200
 MAX_LINES = 256
-_TOKEN = re.compile(r"[ \t]*(?:(?P<float>\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)|(?P<int>\d+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
-                    r"|(?P<op>\*\*|//|[-+*/%()\[\]{},<:=.;]))")
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
+    """A number as written."""
+
     value: int | float
     span: Span
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
+    """A name as written."""
+
     name: str
     span: Span
 
@@ -56,6 +57,8 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Negate:
+    """Minus an expression."""
+
     value: Expr
     span: Span
 
@@ -114,6 +117,8 @@ class Digits:
 
 @dataclass(frozen=True, slots=True)
 class Line:
+    """A line of a record: loops, and items in storage order."""
+
     loops: tuple[Loop, ...]
     items: tuple[Item | Digits, ...]
     span: Span
@@ -177,22 +182,6 @@ def names(expr: Expr | None) -> Iterator[str]:
             yield from names(right)
 
 
-class GrammarError(Exception):
-    """A scalar that does not parse; `problem` says where and what was expected."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        super().__init__(problem.message)
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    kind: str
-    text: str
-    begin: int
-    end: int
-
-
 def expression(text: Text) -> Expr:
     """`d * (q - 8)`"""
     return _whole(text, _Parser.expression)
@@ -245,13 +234,13 @@ class _Parser:
 
     def __init__(self, text: Text, begin: int, end: int) -> None:
         self.text = text
-        self.tokens = _tokens(text, begin, end)
+        self.tokens = tokens(text, begin, end)
         self.at = 0
         self.depth = 0
         self.atoms = 0
 
     @property
-    def token(self) -> _Token:
+    def token(self) -> Token:
         return self.tokens[self.at]
 
     def fail(self, expected: str) -> NoReturn:
@@ -486,20 +475,3 @@ class _Parser:
         if self.token.kind not in ("int", "name") and self.token.text != "(":
             self.fail("a number of bits")
         return self.atom()
-
-
-def _tokens(text: Text, begin: int, end: int) -> list[_Token]:
-    if end - begin > MAX_LENGTH:
-        raise GrammarError(Problem(f"longer than {MAX_LENGTH} characters", text.at(begin, begin + 1)))
-    tokens: list[_Token] = []
-    at = begin
-    stop = begin + len(text.value[begin:end].rstrip(" \t\n"))
-    while at < stop:
-        match = _TOKEN.match(text.value, at, stop)
-        if match is None:
-            at += len(text.value[at:stop]) - len(text.value[at:stop].lstrip(" \t"))
-            raise GrammarError(Problem(f"unexpected character {text.value[at]!r}", text.at(at, at + 1)))
-        kind = match.lastgroup or "op"
-        tokens.append(_Token(kind, match.group(kind), match.start(kind), match.end()))
-        at = match.end()
-    return [*tokens, _Token("end", "", stop, stop)]

@@ -23,12 +23,16 @@ _YAML_1_1_BOOLEANS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
+    """A YAML mapping: keys and nodes in the order of the file."""
+
     span: Span
     items: tuple[tuple[Text, Node], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
+    """A YAML list."""
+
     span: Span
     items: tuple[Node, ...]
 

@@ -42,11 +42,14 @@ class Table:
 
     @property
     def is_int(self) -> bool:
+        """Whether all numbers are integers."""
         return isinstance(self.values[0], int)
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
+    """A field's name, type and subscripts."""
+
     name: Text
     typed: Typed
 
@@ -102,12 +105,16 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
+    """A number that the author claims of the layout."""
+
     name: Text
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
+    """A spec, checked for its shape alone."""
+
     source: Source
     name: Text
     title: str
@@ -125,7 +132,9 @@ class Spec:
 
     @property
     def span(self) -> Span:
+        """Where the spec names its format."""
         return self.name.span
 
     def table(self, name: str) -> Table:
+        """The table of a name."""
         return next(table for table in self.tables if table.name.value == name)

@@ -14,6 +14,7 @@ from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, Spec, Stora
 from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.compiler.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
 from qdsl.compiler.spec.tables import MAX_TABLE, computed, from_file, is_number, numbers
+from qdsl.compiler.spec.tokens import GrammarError
 from qdsl.core.shapes import is_axis
 
 _T = TypeVar("_T")
@@ -147,7 +148,7 @@ class _Reader:
             return None
         try:
             return rule(text)
-        except grammar.GrammarError as error:
+        except GrammarError as error:
             self.problems.add(error.problem.span, error.problem.message)
             return None
 

@@ -104,6 +104,7 @@ class Problems:
         return bool(self._problems)
 
     def add(self, span: Span, message: str, *notes: str) -> None:
+        """Adds a problem at a place of the spec, with notes."""
         self._problems.append(Problem(message, span, notes))
 
     def stop(self) -> None:

@@ -17,6 +17,7 @@ from typing import NoReturn
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Table
 from qdsl.compiler.spec.source import Problem, Span, Text, did_you_mean
+from qdsl.compiler.spec.tokens import GrammarError
 from qdsl.core.numbers import round_to_f32
 
 MAX_TABLE = 1 << 14             # numbers of a table: the largest codebook of a format in use has 2048 rows of 8
@@ -154,4 +155,4 @@ class _Reader:
 
 
 def _fail(span: Span, message: str) -> NoReturn:
-    raise g.GrammarError(Problem(message, span))
+    raise GrammarError(Problem(message, span))

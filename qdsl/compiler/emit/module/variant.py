@@ -27,6 +27,7 @@ from qdsl.core.schemes import SCHEMES
 
 
 def variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
+    """Lines of `VARIANT = Variant(...)`: fields, storages, and how decode and encode are called."""
     first = programs[0]
     lines = ["VARIANT = Variant(", "    fields={"]
     for field in first.fields:

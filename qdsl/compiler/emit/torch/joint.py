@@ -30,6 +30,7 @@ class Joint:
 
     @property
     def name(self) -> str:
+        """The name of the joint table."""
         return f"{self.table}_{self.field}"
 
     def has(self, table: str, row: str) -> bool:

@@ -20,6 +20,7 @@ from qdsl.core.schemes import SCHEMES
 
 
 def unpack_function(program: Program) -> list[str]:
+    """Lines of `unpack_STORAGE`, from stored tensors to fields."""
     optional = {tensor.name for tensor in program.tensors if tensor.optional}
     arguments = [f"{t.name}: Tensor{' | None' if t.name in optional else ''}" for t in program.tensors]
     extents = unpack_extents(program)
@@ -31,6 +32,7 @@ def unpack_function(program: Program) -> list[str]:
 
 
 def pack_function(program: Program) -> list[str]:
+    """Lines of `pack_STORAGE`, from fields to stored tensors."""
     stored = [f for f in program.fields if f.name not in program.where]
     optional = set(program.defaults)
     arguments = [f"{f.name}: Tensor{' | None' if f.name in optional else ''}" for f in stored]
@@ -59,6 +61,7 @@ def _read(program: Program, body: list[str]) -> list[str]:
 
 
 def decode_function(programs: Sequence[Program], decoded: Decode) -> list[str]:
+    """Lines of `decode`, from fields to weights."""
     fields = sorted(decoded.fields, key=lambda f: f.name in decoded.optional)
     arguments = [f"{f.name}: Tensor{' | None = None' if f.name in decoded.optional else ''}" for f in fields]
     arguments.append("out: Tensor | None = None")
@@ -68,6 +71,7 @@ def decode_function(programs: Sequence[Program], decoded: Decode) -> list[str]:
 
 
 def encode_function(program: Program) -> list[str]:
+    """Lines of `encode`, from weights to fields by the spec's scheme."""
     encode = program.encode
     assert encode is not None
     scheme = SCHEMES[encode.scheme]

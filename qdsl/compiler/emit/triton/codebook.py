@@ -25,6 +25,7 @@ class Codebook:
 
     @property
     def is_int(self) -> bool:
+        """Whether all numbers of the table are integers."""
         return all(isinstance(number, int) for number in self.numbers) and max(self.numbers) - min(self.numbers) < 256
 
     @property

@@ -115,6 +115,7 @@ def _units_per(records: Index, count: int) -> Index:
 
 
 def shown(index: Index, tight: int = 0) -> str:
+    """An index as Triton text."""
     return ix.text(index, tight, "tl.cdiv")
 
 
@@ -157,6 +158,7 @@ class Decoder:
         return self.load_at(field, [*map(Index, before), name(row), name(self.column(columns))], "")
 
     def coordinate(self, axis: str) -> Index:
+        """The row ('n') or the column ('k') of a weight in the loops of a unit."""
         return self.tile.n if axis == "n" else self.tile.k
 
     def level(self, *indices: Index, guard: str = "") -> int:

@@ -79,6 +79,7 @@ class Plan:
 
     @property
     def smallest(self) -> int:
+        """The smallest block of columns that the kernels serve; 2^30 without any."""
         return min((v for sizes in self.sizes.values() for v in sizes if v >= self.least), default=1 << 30)
 
     @property
@@ -88,6 +89,7 @@ class Plan:
 
     @property
     def supported(self) -> bool:
+        """Whether the kernels serve the sizes of all blocks."""
         every = [v for sizes in self.sizes.values() for v in sizes if v >= self.least]
         return all(max(sizes) >= self.least for sizes in self.sizes.values()) and \
             all(v in (16, 32, 64) or v % CHUNK == 0 for v in every)
@@ -133,10 +135,12 @@ class Plan:
 
     @property
     def exponent(self) -> int:
+        """The exponent bits of codes that are floats."""
         return int(self.code.name[1])
 
     @property
     def mantissa(self) -> int:
+        """The mantissa bits of codes that are floats."""
         return int(self.code.name[3])
 
     @cached_property
@@ -154,14 +158,17 @@ class Plan:
 
     @property
     def has_few(self) -> bool:
+        """Whether there is a kernel `skinny`, for few rows of x."""
         return self.record is None
 
     @property
     def has_row(self) -> bool:
+        """Whether there is a kernel `gemv` or `gemv_records`, for one row of x."""
         return not self.stored and not self.late
 
     @property
     def has_tile_gemm(self) -> bool:
+        """Whether there is a kernel `tile_gemm`, for many rows of x."""
         return self.has_few and not self.stored and self.smallest >= 32
 
     @property
@@ -208,6 +215,7 @@ class Plan:
 
     @property
     def sums_in_tile_gemm(self) -> bool:
+        """Whether `tile_gemm` needs sums of x, for zeros or offsets that its operands do not have."""
         return (self.exact_zero is None and self.point is None) or bool(self.affine.offset)
 
     @property
