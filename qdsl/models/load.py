@@ -92,7 +92,8 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     _know_shapes(checkpoint, names, rename, stacks)
     plan = plan_load(names, checkpoint.source, rename, format, skip, plain, stacks)
     if plan.problems:
-        raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *(f"  {each}" for each in plan.problems)]))
+        problems = [f"  {problem}" for problem in plan.problems]
+        raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *problems]))
     weights = _read_weights(checkpoint, plan, verify)
     loader = _Loader(model, names, checkpoint, plan, weights, device, dtype, copy)
     loader.fill_plain(format, options, plain)
@@ -115,7 +116,7 @@ def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, st
             continue
         own = renamed(name, rename)
         tensors = [] if own is None else [names.tensor(key) for key in (f"{own}.weight".lstrip("."), own)]
-        tensor = next((each for each in tensors if each is not None), None)
+        tensor = next((candidate for candidate in tensors if candidate is not None), None)
         numbers = math.prod(layer.shape) * (layer.experts or 1)
         if tensor is not None and tensor.dim() in (2, 3) and (layer.why or numbers != tensor.numel()):
             shapes[name] = tuple(tensor.shape)
@@ -141,9 +142,9 @@ def _check_arguments(device: torch.device | str | None, dtype: torch.dtype | Non
         raise LoadError(f"device {str(device)!r} cannot be used: {error}") from None
     if format is None and options:
         raise LoadError(f"{', '.join(options)}: options of a quantizer need format=")
-    known = [each.name for each in descriptions()]
-    if format is not None and format not in known:
-        raise LoadError(f"no format {format!r}; there are {', '.join(known)}")
+    names = [form.name for form in descriptions()]
+    if format is not None and format not in names:
+        raise LoadError(f"no format {format!r}; there are {', '.join(names)}")
     if format is not None:
         import_module(f"qdsl.generated.{format}").FORMAT.chosen(options)
 
@@ -477,7 +478,7 @@ def held_bytes(model: nn.Module) -> dict[str, int]:
     sizes: dict[str, dict[tuple[int, int], int]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         sizes.setdefault(str(tensor.device), {})[tensor.data_ptr(), tensor.nbytes] = tensor.nbytes
-    return {device: sum(each.values()) for device, each in sizes.items()}
+    return {device: sum(per_tensor.values()) for device, per_tensor in sizes.items()}
 
 
 def _dense_bytes(names: Names, dtype: torch.dtype | None) -> int:

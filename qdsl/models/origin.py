@@ -1,4 +1,4 @@
-"""What a model remembers of the checkpoint that filled it, so that it can be saved as the same files."""
+"""What a model records about the checkpoint that filled it, so that it can be saved as the same files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTRIBUTE = "_qdsl_origin"                                       # of the model
 
 @dataclass(frozen=True, slots=True)
 class GgufOrigin:
-    """A GGUF file: its metadata, and of each tensor its type and the shape that is stored, in order."""
+    """A GGUF file: its metadata, and the type and stored shape of each tensor, in order."""
 
     metadata: Mapping[str, Value]
     tensors: Mapping[str, tuple[GgmlType, tuple[int, ...]]]
@@ -73,7 +73,7 @@ class Origin:
 
 
 def origin_of(source: Source) -> Origin:
-    """What is known of a checkpoint before a model takes its weights."""
+    """The origin of a checkpoint, before a model takes its weights."""
     origin = Origin(source.path)
     if isinstance(source, GgufSource):
         tensors = {name: (entry.type, entry.shape) for name, entry in source.file.tensors.items()}
@@ -93,11 +93,11 @@ def _text(path: Path) -> str | None:
 
 
 def remember(model: nn.Module, origin: Origin) -> None:
-    """Keep a model's origin with it."""
+    """Store a model's origin in it."""
     setattr(model, ATTRIBUTE, origin)
 
 
 def origin_in(model: nn.Module) -> Origin | None:
-    """The checkpoint that filled a model; None for one that was filled otherwise."""
+    """The checkpoint that filled a model; None for a model filled in another way."""
     origin = getattr(model, ATTRIBUTE, None)
     return origin if isinstance(origin, Origin) else None

@@ -243,8 +243,8 @@ class _Planner:
 
     def add_stack(self, name: str, experts: Sequence[Sequence[str]]) -> None:
         """Fill a parameter with the layers of experts that the checkpoint has one by one; not if all of them are plain."""
-        known = [layer for pieces in experts for piece in pieces if (layer := self.source.layers.get(piece)) is not None]
-        if not known:
+        packed = [layer for pieces in experts for piece in pieces if (layer := self.source.layers.get(piece)) is not None]
+        if not packed:
             self._add_plain_stack(name, tuple(f"{piece}.weight" for pieces in experts for piece in pieces))
             return
         self._fill(name)
@@ -252,13 +252,13 @@ class _Planner:
             self.plan.problems.append(f"{shown(name)}: {why}")
             return
         shape = tuple(self.names.parameters[name].shape)
-        scaled = next((leaf for layer in known for leaf in layer.others if leaf in OF_X), None)
+        scaled = next((leaf for layer in packed for leaf in layer.others if leaf in OF_X), None)
         why = f"'{scaled}' multiplies its input" if scaled is not None else SKIP if is_skipped(name, self.skip) else ""
         self.names.untied.add(name)
-        self.plan.packed.append(PackedStep(known[0], name, "dense" if why else "experts", shape, why, len(experts),
-                                           parts=tuple(known)))
-        self._add_biases(f"{name}_bias", known)
-        for layer in known:
+        self.plan.packed.append(PackedStep(packed[0], name, "dense" if why else "experts", shape, why, len(experts),
+                                           parts=tuple(packed)))
+        self._add_biases(f"{name}_bias", packed)
+        for layer in packed:
             self.plan.unused += [full for leaf, full in layer.others.items() if leaf not in OF_X and not (
                 leaf == "bias" and f"{name}_bias" in self.plan.biases)]
 
@@ -329,7 +329,7 @@ class _Planner:
             elif tensor.numel() != numbers:
                 wrong.append(f"{shown(own)} is {list(tensor.shape)} in the model, and has {numbers} numbers here")
         if wrong:
-            self.plan.problems += [f"group {shown(group.name)}: {each}" for each in wrong]
+            self.plan.problems += [f"group {shown(group.name)}: {problem}" for problem in wrong]
         others = [own for own in members if not self._is_inside(name, own)]
         why = f"{shown(others[0])} is not decoded when the module {shown(name)} runs" if others else ""
         self.plan.groups.append(GroupStep(group, name, members, why))

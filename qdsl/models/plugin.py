@@ -27,8 +27,8 @@ def missing_part(used: Mapping[Any, str]) -> str:
         for name, *parameters in map(str.split, attributes.split(", ")):
             if not hasattr(owner, name):
                 return f"has no {owner.__name__}.{name}"
-            known = inspect.signature(getattr(owner, name)).parameters if parameters else {}
-            if missing := [own for own in parameters if own not in known]:
+            accepted = inspect.signature(getattr(owner, name)).parameters if parameters else {}
+            if missing := [own for own in parameters if own not in accepted]:
                 return f"has {owner.__name__}.{name} without {', '.join(missing)}"
     return ""
 

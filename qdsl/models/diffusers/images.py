@@ -112,10 +112,10 @@ def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tupl
     width, height = size or (None, None)
     options = {"width": width, "height": height, "num_inference_steps": steps, "guidance_scale": guidance}
     options = {name: value for name, value in options.items() if value is not None}
-    known = inspect.signature(pipeline.__call__).parameters
-    if "num_frames" in known:
+    accepted = inspect.signature(pipeline.__call__).parameters
+    if "num_frames" in accepted:
         raise LoadError(f"{loaded.name}: {kind} generates videos, not images")
-    if unknown := [name for name in ("prompt", *options) if name not in known]:
+    if unknown := [name for name in ("prompt", *options) if name not in accepted]:
         raise LoadError(f"{loaded.name}: {kind} takes no {unknown[0]}")
     latents: list[Tensor] = []
 
@@ -125,7 +125,7 @@ def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tupl
         return {}
 
     steps_taken: list[int] = []
-    callback = {"callback_on_step_end": keep} if "callback_on_step_end" in known else {}
+    callback = {"callback_on_step_end": keep} if "callback_on_step_end" in accepted else {}
     began = time.perf_counter()
     try:
         image = pipeline(prompt=prompt, generator=torch.Generator().manual_seed(seed), **options, **callback).images[0]

@@ -66,12 +66,12 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
 
 def pipeline_folder(ref: str | Path) -> Path:
     """The folder of a pipeline, which is downloaded where it is a repository.  Raises LoadError for another path."""
-    meant = parsed(ref)
-    if isinstance(meant, Repository) and meant.file is None and meant.quant is None:
-        return Path(DiffusionPipeline.download(meant.name, revision=meant.revision))
-    if not isinstance(meant, Path) or not (meant / "model_index.json").is_file():
+    target = parsed(ref)
+    if isinstance(target, Repository) and target.file is None and target.quant is None:
+        return Path(DiffusionPipeline.download(target.name, revision=target.revision))
+    if not isinstance(target, Path) or not (target / "model_index.json").is_file():
         raise LoadError(f"{ref}: no pipeline of diffusers: it has no model_index.json")
-    return meant
+    return target
 
 
 def _model_sources(ref: str | Path, folder: Path, index: Mapping[str, Any],

@@ -39,7 +39,7 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
     path, options, dtype = local_path(ref), quantization_config or QdslConfig(), hub.pop("torch_dtype", dtype)
     if options.verify:
         checksums.check(path, is_optional=True)
-    with _opened(path) as file:
+    with _open_file(path) as file:
         if config is None and path.is_dir():
             config = path
         settings = config if isinstance(config, Mapping) else _config(cls, file, config, subfolder, hub)
@@ -52,7 +52,7 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Source]:
+def _open_file(path: Path) -> Iterator[Source]:
     file: Source = GgufSource(path) if path.suffix == ".gguf" else FolderSource(Folder(path))
     try:
         if isinstance(file, GgufSource):

@@ -146,8 +146,8 @@ def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) ->
 
 def gguf_path(ref: str | Path) -> Path | None:
     """The local path of a reference to a GGUF file, which is downloaded where it is on a server; None for a folder."""
-    meant = parsed(ref)
-    if isinstance(meant, Repository) and meant.file is None and meant.quant is None:
+    target = parsed(ref)
+    if isinstance(target, Repository) and target.file is None and target.quant is None:
         return None
     path = local_path(ref)
     return path if path.suffix == ".gguf" else None

@@ -55,7 +55,7 @@ class QdslHfQuantizer(HfQuantizer):
         self.report: LoadReport | None = None
         self._files: list[Path] = []
         self._device_map: Any = None
-        self._stated = ""                                        # the config from which the model is built
+        self._initial_config = ""                                        # the config from which the model is built
         self._loaded: list[str] = []                             # the model's configs as they were loaded
 
     # -- before the model is built ------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class QdslHfQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config: Any) -> Any:
         """The config, unchanged: it is noted before a model adds to it, to tell whether the caller has edited it."""
-        self._stated = config.to_json_string()
+        self._initial_config = config.to_json_string()
         return config
 
     # -- before weights are loaded ------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class QdslHfQuantizer(HfQuantizer):
             return False
         folder = type(config).from_dict(stored)
         _strip(folder)
-        return _settings(json.loads(folder.to_json_string())) != _settings(json.loads(self._stated))
+        return _settings(json.loads(folder.to_json_string())) != _settings(json.loads(self._initial_config))
 
     # -- what the model can do ----------------------------------------------------------------------------------------
 
@@ -182,6 +182,7 @@ class QdslHfQuantizer(HfQuantizer):
             model.generation_config.save_pretrained(folder)
 
     def is_serializable(self) -> bool:
+        """Whether models can be saved: yes."""
         return True
 
     @property
@@ -191,6 +192,7 @@ class QdslHfQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
+        """Whether models can be compiled: yes."""
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:

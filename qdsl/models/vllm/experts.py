@@ -122,6 +122,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         self.loaded = {}
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """None, as vLLM's own kernels of experts are not used."""
         return None
 
     def apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None,
