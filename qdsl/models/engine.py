@@ -41,13 +41,13 @@ class EngineConfig:
     """Serves packed checkpoints of any producer, and quantizes plain ones on the way.
 
     A folder whose config names `quant_method: qdsl` is served without an option, all others with `--quantization qdsl`.
-    settings: the config's `quantization_config`.  Of those of qdsl, `format` and its options say in what plain Linear layers are
-    quantized, `ignore` which stay plain, by patterns, `quantize_x` that products take x in 8 bits, `gguf_model` names a GGUF
-    file, and `verify` has files compared with their checksums.
+    settings: the config's `quantization_config`.  Keys of qdsl: `format` and its options, to quantize plain Linear layers;
+    `ignore`, patterns of layers that stay plain; `quantize_x`, to quantize x to 8 bits in matmuls; `gguf_model`, a GGUF file;
+    `verify`, to compare files with their checksums.
 
-    layers: the packed layers by the names that the engine has for their modules, those to be encoded among them.  plain: matrices
-    of numbers, which may be parts of a layer whose other parts are packed.  served: the names of layers that modules have asked
-    for.  encoded: layers that are plain in the checkpoint, by its names for them, and packed once they are loaded.
+    layers: the packed layers by the engine's module names, those to be quantized included.  plain: unquantized matrices, which
+    may be parts of a layer whose other parts are packed.  served: names of layers that modules have asked for.
+    encoded: names of plain layers of the checkpoint that are quantized while they are loaded.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
@@ -111,7 +111,7 @@ class EngineConfig:
     def plan(self, checkpoint: Served, model: str) -> None:
         """Take a checkpoint's layers, and choose those to be quantized.  model: its name, for messages.
 
-        Raises ShardError for none of both, and for settings that exclude one another.
+        Raises ShardError for a checkpoint without packed layers where no format is set, and for contradictory settings.
         """
         if self.batch_invariant and self.quantize_x and self.quantize_x != AUTO:
             raise ShardError(f"{model}: products that take x in 8 bits are not batch-invariant; leave \"quantize_x\" out of the "
@@ -177,7 +177,7 @@ class EngineConfig:
 def register_counters(layer: nn.Module, collectors: Sequence[Collector], load: Callable[..., Any], stem: str = "") -> None:
     """Register a parameter for every tensor name that vLLM's loader brings for a module; `load` takes the tensors.
 
-    It counts the tensors that have come, one element for each; the weights are registered once all are there.
+    The parameter has one element for each tensor, so that the loader counts them; weights are registered once all have come.
     """
     counts: Counter[str] = Counter()
     dtypes: dict[str, torch.dtype] = {}                          # vLLM warns of others

@@ -90,7 +90,7 @@ def evaluate(language: LanguageModel, chunks: Sequence[Tensor], base: Base | Non
 def chunks(tokenizer: Any, content: str, context: int) -> list[Tensor]:
     """Divides a text into chunks of tokens [context]; each begins with the BOS token if the tokenizer adds one.
 
-    What is left at the end is not scored.  Raises LoadError for a text shorter than one chunk.
+    An incomplete last chunk is not scored.  Raises LoadError for a text shorter than one chunk.
     """
     tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"])
     if len(tokens) < context:

@@ -20,10 +20,10 @@ def routed_sum(x: Tensor, run: Callable[[Tensor, Tensor, Tensor | None], Tensor]
                topk_ids: Tensor, expert_map: Tensor | None = None, is_input_weighted: bool = False) -> Tensor:
     """The weighted sums of the outputs of a router's experts for tokens x [T, K]: [T, N] in x's dtype.
 
-    run: takes x, the E + 1 offsets of experts' rows, and which row of x each row is (None: they are the rows of x), sorted by
-    expert; it returns as many rows.  Those behind the last offset count as 0.  topk_weights, topk_ids: [T, k].  expert_map: the
-    number of each expert among the `experts` that are here, -1 for others.  is_input_weighted: rows of x are weighted, not
-    results.  The sums' order is that of the ids.
+    run: computes experts' outputs from x, the E + 1 offsets of experts' rows, and the row of x of each row, sorted by expert
+    (None: the rows of x in order).  Outputs behind the last offset count as 0.  topk_weights, topk_ids: [T, k].  expert_map: the
+    local number of each expert among `experts`, -1 for experts of other ranks.  is_input_weighted: weight rows of x instead of
+    outputs.  Sums are in the order of the ids.
     """
     ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
     ids, order = torch.sort(torch.where(ids < 0, experts, ids).reshape(-1), stable=True)

@@ -1,6 +1,6 @@
 """A folder of a language model as the source of a GGUF file: its tensors and metadata, as llama.cpp's converter writes them.
 
-Tensors come by the recorded maps, the other way round; settings by gguf_settings.json, which has the converter's rules.
+The recorded maps, inverted, give the tensors; gguf_settings.json, with the converter's rules, the settings.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Assembly:
 class LanguageFolder:
     """A language model of transformers, to be written as a GGUF file: a `Source` of qdsl.jobs.gguf.
 
-    Nothing but headers, config and tokenizer is read before `rows`.  Raises QuantizeError for what cannot be written exactly.
+    Only headers, config and tokenizer are read before `rows`.  Raises QuantizeError for models that cannot be written exactly.
     """
 
     def __init__(self, path: Path) -> None:

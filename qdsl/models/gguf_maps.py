@@ -195,7 +195,7 @@ def joined_shape(shapes: Sequence[tuple[int, ...]], elements: bool) -> tuple[int
 
 
 
-# -- the other way round: tensors of files of parameters -----------------------------------------------------------------
+# -- the inverse: tensors of files from parameters -----------------------------------------------------------------------
 
 
 def is_row_wise(rule: TensorRule) -> bool:

@@ -19,7 +19,7 @@ DTYPE = "decoded_dtype"                                          # a buffer with
 class HiddenWeight(NoWeight):
     """A weight while its block is not running: torch functions that read it decode its group.
 
-    So a layer that is called outside of its block, or again for gradients, gets its numbers; what would change them is an error.
+    So a layer works outside of its block, and when it is recomputed for gradients.  Writing to the weight is an error.
     """
 
     def __init__(self, group: GroupedBlock, member: Member) -> None:

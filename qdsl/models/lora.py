@@ -1,7 +1,7 @@
 """LoRA layers of the peft package over packed weights, which peft creates once this module is imported.
 
-Plain LoRA trains without them.  DoRA and MiCA read the base weight, which these layers decode for them; options that change the
-base weight, and merging in place, become errors that name the remedy.
+Plain LoRA needs none of them.  For DoRA and MiCA these layers decode the base weight.  Options that change the base weight, and
+merging in place, raise errors that name the remedy.
 """
 
 from __future__ import annotations

@@ -29,12 +29,12 @@ RUNS = 4                                                         # runs of conse
 class MappedSource:
     """A file as a checkpoint with the names and shapes of a model: a `Source`.
 
-    file: a GGUF file, or safetensors.  rules: by the names of the model's parameters and buffers.  origin: who recorded the
-    rules, for messages.  unused: tensors of the file that the model does not take.  has_experts: whether tensors [E, N, K] are
-    those of experts.
+    file: a GGUF file, or safetensors.  rules: by the names of the model's parameters and buffers.  origin: the source of the
+    rules, for messages.  unused: tensors of the file that the model does not use.  has_experts: whether tensors [E, N, K] are
+    experts' weights.
 
-    Layers whose rows come as they are stay mapped from the file; others are gathered when they are read.  Raises LoadError,
-    which lists all problems, for parameters without a tensor and sizes that differ.
+    Layers with unchanged rows stay mapped from the file; rows of others are gathered on access.  Raises LoadError, which lists
+    all problems, for parameters without a tensor and for different sizes.
     """
 
     def __init__(self, file: Source, rules: Mapping[str, TensorRule], model: nn.Module, config: object = None, *,

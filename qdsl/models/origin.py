@@ -36,13 +36,12 @@ class GgufOrigin:
 class Origin:
     """The checkpoint that filled a model.
 
-    files: of each safetensors file its bytes before the tensors, and what those state.  config: the text of config.json, None
-    where there is none.  index: the name of the index and its text, None where there is none.  layers, groups: by the names of
-    modules.  stacks: layers of experts that the checkpoint has one by one, by the parameters that they filled.  plain: tensors of
-    the checkpoint by the parameters and buffers that they filled.  biases: as in LoadPlan.  settings: small tensors that
-    belong to layers, and that no module holds; unused: those for which the model has no use.  decoded: packed layers that
-    became plain numbers, by their parameters; changed: others did, too.  revert: gives the tensors of files for plain tensors
-    of the model that a library made of several, or cut; both by name.
+    files: the bytes before the tensors and the header of each safetensors file.  config: the text of config.json, or None.
+    index: the name of the index and its text, or None.  layers, groups: by module name.  stacks: single experts of the
+    checkpoint by the parameter that they filled.  plain: tensors of the checkpoint by the parameter or buffer that they filled.
+    biases: as in LoadPlan.  settings: small tensors of layers that no module stores.  unused: tensors that the model does not
+    use.  decoded: packed layers that were decoded, by parameter; changed: whether others were decoded too.  revert: a function
+    that restores the tensors of files from plain tensors of the model that a library merged or divided; both by name.
     """
 
     path: Path

@@ -1,7 +1,7 @@
-"""Blocks of weights that are coded together, decoded one block ahead on a second stream of a GPU.
+"""Decodes blocks of grouped weights (DF11) one block ahead, on a second stream of a GPU.
 
-The order of blocks is learned as they run.  Two buffers take turns: one has the weights of the block that runs, the other those
-of the next one.  Speed has not been measured yet.
+The order of blocks is recorded while they run.  Of two buffers, one has the weights of the running block, the other those of the
+next one.  Speed has not been measured yet.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             work()
         for tensor in tensors:
-            tensor.record_stream(self._stream)                   # their memory is taken by nobody before this is done
+            tensor.record_stream(self._stream)                   # keeps their memory until the work is done
 
     def join(self) -> None:
         """Make the computing stream wait for all work queued here."""

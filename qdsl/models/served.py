@@ -1,6 +1,6 @@
 """The tensors of a checkpoint as serving engines take them, one weight at a time.
 
-Files may have them otherwise: experts in a stack, weights that are coded together, blocks of a GGUF file.
+Files may store them in other ways: experts in a stack, weights in DF11 groups, blocks of a GGUF file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Arrived(dict[str, Tensor]):
 class Assembly:
     """Tensors of a checkpoint that are converted to others once all of them have been loaded.
 
-    names: theirs.  make: the others, with their names.  unused: names of tensors of which nothing is made.
+    names: of the loaded tensors.  make: returns the converted ones, with their names.  unused: names of tensors to drop.
     """
 
     names: frozenset[str]
@@ -57,9 +57,9 @@ class Assembly:
 class Served:
     """The layers of a checkpoint under the names of engines, read from headers.
 
-    packed: by name; those of weights that are coded together are of plain numbers, to be encoded by themselves.  plain: other
-    matrices of numbers.  assemblies: how tensors of the files become those of the layers.  narrow: names of layers of which the
-    checkpoint states that products take x in 8 bits, by its settings or by a static scale.
+    packed: by name; weights of groups (DF11) are plain layers here, to be quantized one by one.  plain: other unquantized
+    matrices.  assemblies: how tensors of the files are converted to those of the layers.  narrow: names of layers whose x the
+    checkpoint wants quantized to 8 bits, by its settings or by a static scale.
     """
 
     packed: dict[str, Layer] = field(default_factory=dict)

@@ -76,7 +76,7 @@ def _rules(cls: Any, names: set[str], shapes: Mapping[str, tuple[int, ...]], con
 
 
 def shapes(file: Source) -> dict[str, tuple[int, ...]]:
-    """The shapes of a file's tensors; without those of layers that nobody recognises and that state none, and markers."""
+    """The shapes of a file's tensors, without markers and layers of unknown shapes."""
     sizes = {}
     for name, layer in tensor_names(file).items():
         if name.endswith(MARKER):

@@ -19,7 +19,7 @@ def usual_stacks(parameters: Mapping[str, Tensor], source: Source, rename: Calla
     """Stacks by the usual names: for unfilled parameters of three axes, the packed experts next to them.
 
     'experts.up' takes 'experts.0.up', 'experts.1.up', ...; 'experts.gate_up_proj' takes gate_proj and up_proj, or w1 and w3.
-    format: that in which plain weights are quantized, too.
+    format: where plain weights are quantized on loading, their format.
     """
     packed = [*source.layers, *(part.removesuffix(".weight") for group in source.groups for part in group.parts)]
     packed += [full.removesuffix(".weight") for full in source.plain if format is not None and full.endswith(".weight")]

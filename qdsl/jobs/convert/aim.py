@@ -87,7 +87,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
 
     ignore, only: as of Aim, for plain layers that are quantized.  skip, keep_misfits: for layers that are quantized already.
 
-    Raises RewriteError for a format or parameters that there are not, and for plain numbers in entropy codes.
+    Raises RewriteError for an unknown format or parameter, and for entropy codes of plain numbers.
     """
     if not requantize:
         format, _, storage = to.rpartition(".")

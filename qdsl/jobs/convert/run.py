@@ -1,6 +1,6 @@
 """Converts or quantizes the layers of a checkpoint folder, shard by shard.  Re-run to resume, on one machine or many.
 
-A shard is written into the stage (qdsl/jobs/engine); when all are there, they are made a checkpoint.
+Shards are written into the stage (qdsl/jobs/engine), and moved into the checkpoint when all are complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is registered with diffusers, once for a process."""
+"""Registers qdsl's quantizer and config with diffusers, once per process."""
 
 from __future__ import annotations
 

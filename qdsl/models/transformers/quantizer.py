@@ -1,4 +1,4 @@
-"""transformers' quantizer of packed weights: layers are placed before the library loads what is plain."""
+"""The quantizer plug-in for transformers: places packed layers in a model before the library loads plain tensors."""
 
 from __future__ import annotations
 

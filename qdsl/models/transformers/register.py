@@ -1,4 +1,4 @@
-"""What is registered with transformers, once for a process."""
+"""Registers qdsl's quantizer and config with transformers, once per process."""
 
 from __future__ import annotations
 
