@@ -187,7 +187,7 @@ class _Loader:
         self.report = LoadReport(dense=dict(plan.dense), unused=list(plan.unused), bytes_before=_dense_bytes(names, dtype))
 
     def finished(self) -> LoadReport:
-        sizes = held_bytes(self.model)
+        sizes = bytes_by_device(self.model)
         self.report.device_bytes, self.report.bytes_after = sizes, sum(sizes.values())
         self.report.resident_bytes = resident_bytes()
         return self.report
@@ -299,8 +299,8 @@ class _Loader:
         """Fill a parameter of experts with plain numbers."""
         old, owner = self.names.parameters[name], self.names.modules[name.rpartition(".")[0]]
         rows = torch.cat([self.source.tensor(full) for full in tensors])
-        is_turned = len(tensors) > 1 and is_transposed(owner, old)
-        self._fill(name, rows.view(old.shape[0], -1, rows.shape[-1]).transpose(1, 2) if is_turned else rows)
+        needs_transpose = len(tensors) > 1 and is_transposed(owner, old)
+        self._fill(name, rows.view(old.shape[0], -1, rows.shape[-1]).transpose(1, 2) if needs_transpose else rows)
 
     def _hold_experts(self, name: str, experts: Experts) -> None:
         """Put experts in place of a parameter."""
@@ -473,7 +473,7 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if is_small and tensor.data_ptr() % 16 else tensor
 
 
-def held_bytes(model: nn.Module) -> dict[str, int]:
+def bytes_by_device(model: nn.Module) -> dict[str, int]:
     """Bytes of a model's parameters and buffers by device, shared ones once."""
     sizes: dict[str, dict[tuple[int, int], int]] = {}
     for tensor in (*model.parameters(), *model.buffers()):

@@ -95,7 +95,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     from qdsl.runtime.weight.packed import FormatError
 
     name, _, storage = to.partition(".")
-    if name not in [known_format.name for known_format in descriptions()]:
+    if name not in [form.name for form in descriptions()]:
         raise RewriteError(f"no format {shown(name)}")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:

@@ -15,7 +15,7 @@ from torch import nn
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.ignored import SKIPPED
 from qdsl.models.dense import make_dense
-from qdsl.models.load import LoadReport, fill_model, held_bytes
+from qdsl.models.load import LoadReport, bytes_by_device, fill_model
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import origin_in
 from qdsl.models.plan import LoadError
@@ -85,7 +85,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
             raise RuntimeError("qdsl.models.diffusers: this release of diffusers loads weights in another way; "
                                "install a tested one: pip install 'diffusers>=0.42,<0.43'")
         del self._model
-        self.report.device_bytes = held_bytes(model)
+        self.report.device_bytes = bytes_by_device(model)
         return model
 
     # -- filling -------------------------------------------------------------------------------------------------------

@@ -66,9 +66,9 @@ def _choosing(merge: Any) -> Any:
         own, settings = quantization_config_from_args, quantization_config
         if not isinstance(settings, dict):
             return merge(cls, quantization_config, quantization_config_from_args)
-        is_known = settings.get("quant_method") in auto.AUTO_QUANTIZATION_CONFIG_MAPPING or any(
+        is_supported = settings.get("quant_method") in auto.AUTO_QUANTIZATION_CONFIG_MAPPING or any(
             settings.get(key) for key in ("load_in_8bit", "load_in_4bit"))
-        if own is None and (not is_known or settings.get("quant_method") == OWN):
+        if own is None and (not is_supported or settings.get("quant_method") == OWN):
             own = QdslConfig()
         if isinstance(own, QdslConfig):
             return own.with_settings(settings)

@@ -24,7 +24,7 @@ from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
-from qdsl.models.load import LoadReport, fill_model, held_bytes
+from qdsl.models.load import LoadReport, bytes_by_device, fill_model
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import Origin, origin_in
 from qdsl.models.plan import LoadError, listed
@@ -152,7 +152,7 @@ class QdslHfQuantizer(HfQuantizer):
         self._loaded = _configs(model)
         if self._is_edited(model.config, origin):
             self._loaded[0] = ""
-        self.report.device_bytes = held_bytes(model)             # of all weights
+        self.report.device_bytes = bytes_by_device(model)             # of all weights
         self.report.bytes_after = sum(self.report.device_bytes.values())
         if any(isinstance(module, PackedModule) for module in embeddings(model)):
             model.resize_token_embeddings = _refuse_resize
