@@ -1,4 +1,4 @@
-"""Models of diffusers from one file: GGUF, and safetensors with the names of the model's authors or of ComfyUI."""
+"""Loads models of diffusers from a single file: GGUF, or safetensors with the tensor names of the authors or of ComfyUI."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qdsl.models.transformers.config import QdslConfig
 def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str, Any] | None = None, *,
                      subfolder: str | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
                      quantization_config: QdslConfig | None = None, **hub: Any) -> Any:
-    """Load a GGUF or safetensors file as a model of diffusers, with its weights packed as they are in the file.
+    """Loads a GGUF or safetensors file as a model of diffusers, with its weights packed as in the file.
 
     cls: a class of diffusers.  ref: the file, a reference to one as `qdsl.open` takes it, or a folder with the names of
     diffusers, whatever its files are called.
@@ -64,7 +64,7 @@ def _open_file(path: Path) -> Iterator[Source]:
 
 
 def _config(cls: Any, file: Source, config: str | Path | None, subfolder: str | None, hub: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a model, without settings of a quantization."""
+    """The config of a model, without quantization settings."""
     mapping = single_file_model.SINGLE_FILE_LOADABLE_CLASSES.get(single_file_class(cls), {})
     if config is None:
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes(file).items()}

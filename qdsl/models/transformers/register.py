@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def _choosing(get: Any) -> Any:
-    """The library's choice of a quantizer; a QdslConfig takes a folder of any producer."""
+    """The library's function that chooses a quantizer, extended to a QdslConfig for any producer."""
     @wraps(get)
     def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
         return get(config, handed_over(config, quantization_config), *args, **kwargs)

@@ -37,7 +37,7 @@ class QdslConfig(EngineConfig, QuantizationConfig):
         return AssemblingMapper(config=self)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Read headers, of a repository once it is downloaded.  Raises CheckpointError, LoadError for a GGUF file of others."""
+        """Read the headers of the model.  Raises CheckpointError, and LoadError for a GGUF file of another model."""
         self.plan(self.read(model_name, hf_config, revision), model_name)
         if getattr(hf_config, "model_type", "") == STREAMED:     # else its loader asks for tensors of MXFP4
             hf_config.quantization_config = {"quant_method": OWN}
