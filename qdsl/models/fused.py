@@ -214,7 +214,7 @@ def _terms(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum in float32 of tensors, in order."""
+    """The sum in float32 of tensors, or over the first axis of a tensor, in order."""
     total = terms[0].float()
     for term in terms[1:]:
         total = total + term.float()
