@@ -87,7 +87,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
 
     ignore, only: as of Aim, for plain layers that are quantized.  skip, keep_misfits: for layers that are quantized already.
 
-    Raises RewriteError for a format or parameters that there are not, and for plain numbers in entropy codes.
+    Raises RewriteError for an unknown format or parameter, and for entropy codes of plain numbers.
     """
     if not requantize:
         format, _, storage = to.rpartition(".")
@@ -95,7 +95,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     from qdsl.runtime.weight.packed import FormatError
 
     name, _, storage = to.partition(".")
-    if name not in [known_format.name for known_format in descriptions()]:
+    if name not in [form.name for form in descriptions()]:
         raise RewriteError(f"no format {shown(name)}")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:
