@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Other people's packages, in function bodies too.
 PACKAGES: dict[str, set[str]] = {
-    "compiler/spec": {"yaml"}, "compiler/emit": {"jinja2"}, "codecs": {"numpy"}, "encode": {"torch", "numpy"},
+    "compiler/spec": {"yaml"}, "core": {"yaml"}, "compiler/emit": {"jinja2"}, "codecs": {"numpy"}, "encode": {"torch", "numpy"},
     **{part: {"torch", "numpy", "triton"} for part in RUNTIME},
     "checkpoint/files": {"torch", "numpy", "huggingface_hub"}, "checkpoint/detect": {"torch", "numpy"},
     "checkpoint/report": {"torch", "numpy"}, "checkpoint": {"torch"}, "": {"torch"},

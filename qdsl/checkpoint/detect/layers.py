@@ -17,7 +17,7 @@ from typing import Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import Group, groups
-from qdsl.checkpoint.detect.header_claims import LAYER, Stated, flat
+from qdsl.checkpoint.detect.header_claims import Stated, flat, layer_tensors, scale_markers
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, OWN, Reading, from_tensors, is_block, own_rule, readings, same
 from qdsl.checkpoint.detect.tensor_names import Leaves
@@ -40,7 +40,6 @@ BESIDE = ("bias", "input_scale", "output_scale", "input_global_scale", "input_ze
 NOT_KNOWN = "quantized in a way that is not known"
 PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
 FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}                        # and those that are plain in a cast of a model, without scales
-MARKER = "scaled_fp8"                                            # a tensor by which ComfyUI knows FP8 files with scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +162,9 @@ class _Finder:
                             for leaf, stored in layout.items() if stored.dtype == "shape"}
         self.saying: dict[str, object] = dict.fromkeys(self.shapes_said)
         self.saying |= {leaf: rule for each in formats for leaf, rule in each.detect.get("tensors", {}).items()}
-        self.is_scaled = any(name.rpartition(".")[2] == MARKER for name in folder.names())
+        self.layer_tensors = layer_tensors()
+        markers = scale_markers()
+        self.is_scaled = any(name.rpartition(".")[2] in markers for name in folder.names())
         self.agreeing: dict[tuple[int, int], tuple[Sequence[_Candidate], Mapping[str, Any],
                                                    tuple[list[_Candidate], list[_Candidate]]]] = {}
         self.fitting: dict[tuple[object, ...], list[_Candidate] | Misfit] = {}
@@ -312,7 +313,7 @@ class _Finder:
                     is_complete: bool) -> list[_Candidate] | Misfit | None:
         """Every way to read a module's tensors, or why there is none; None where they are plain.
 
-        8-bit floats without any scale are casts, unless settings or ComfyUI's marker state scales, or files are missing.
+        8-bit floats without any scale are casts, unless settings or a marker state scales, or files are missing.
         """
         given = self._given(tensors)
         if turned:
@@ -320,7 +321,7 @@ class _Finder:
                      for leaf, each in given.items()}
         coded = [tensor for leaf, tensor in given.items() if tensor.dtype not in PLAIN and leaf in self.leaves.names]
         is_cast = (self.says is None or self.says.method == OWN) and is_complete and bool(coded) \
-            and coded[0].dtype in FLOAT8 and len({*given} & {*self.leaves.names, LAYER}) == 1
+            and coded[0].dtype in FLOAT8 and len({*given} & {*self.leaves.names, *self.layer_tensors}) == 1
         if stated is None and (not coded or (is_cast and len(coded[0].shape) not in (2, 3))):
             return None
         contents = self._contents(tensors)
@@ -425,7 +426,7 @@ class _Finder:
         if scheme.settings is None and not _needs_no_settings(best.format):
             problems = [f"its config leaves it as it is, by {scheme.by}"]
         problems += [f"{full}: {LOST}" for full in self._spilled(best, uses)]
-        settle = tuple(tensors[leaf] for leaf in (*best.format.detect.get("tensors", {}), LAYER)
+        settle = tuple(tensors[leaf] for leaf in (*best.format.detect.get("tensors", {}), *self.layer_tensors)
                        if leaf in tensors and tensors[leaf] not in uses.values())
         others = {leaf: full for leaf, full in tensors.items() if full not in (*uses.values(), *settle)}
         return Layer(name, best.format.name, best.fit.storage, best.fit.params, best.fit.shape, best.experts, uses,
@@ -555,8 +556,8 @@ class _Finder:
 
 def _needs_no_settings(format: Description) -> bool:
     """Whether qdsl alone writes the format: its tensors are recognised beside settings of other layers."""
-    rule = format.detect.get("config")
-    return isinstance(rule, Mapping) and same(rule.get("quant_method"), OWN)
+    rules = format.detect.get("config", [])
+    return bool(rules) and all(same(rule["quant_method"], OWN) for rule in rules)
 
 
 def _words(candidate: _Candidate) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What settings mean for a format, by the rules that its spec lists under `detect`.
+"""What settings mean for a format, by the rules of producers for it, and of its spec for small tensors.
 
 Settings are those of a checkpoint's config, of a header's metadata, or numbers in small tensors beside a weight.
 """
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qdsl.core.producer import ABOUT_RULE
 from qdsl.core.stored import Description
 
 EXTENTS = ("N", "K")
 EXPERTS = "E"                                                    # how many such weights there are, in front of N and K
 OWN = "qdsl"                                                     # the quant_method of settings that are no producer's
-SPOKEN = ("storage", "where", "with")                            # what a rule itself says, no setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
     fronts: dict[str, Any] = {}
     weak = False
     for key, wanted in rule.items():
-        if key in SPOKEN or isinstance(wanted, Mapping):
+        if key in ABOUT_RULE or isinstance(wanted, Mapping):
             continue
         value = at(settings, key)
         words = wanted if isinstance(wanted, list) else [wanted]
@@ -87,7 +87,7 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
         given = {word: each for word, each in zip(words, many, strict=True) if word in names}
         values |= given
         keys |= dict.fromkeys(given, key)
-    follows = {key: wanted for key, wanted in rule.items() if key not in SPOKEN and isinstance(wanted, Mapping)}
+    follows = {key: wanted for key, wanted in rule.items() if key not in ABOUT_RULE and isinstance(wanted, Mapping)}
     facts = {key: word for key, word in rule.get("with", {}).items() if type(word) is int}
     return Reading(str(rule.get("storage", "")), values, keys, weak, fronts, follows, facts)
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.format import Format
     from qdsl.runtime.weight.packed import PackedWeight
 
-PACKED = "pack-quantized"                                        # compressed-tensors, whose readers want no zero points
-
 
 @dataclass(frozen=True, slots=True)
 class Aim:
@@ -62,11 +60,9 @@ class Aim:
 
     @property
     def options(self) -> dict[str, int | str]:
-        """What weights are quantized with: the parameters, and symmetric codes where readers of the storage take those alone."""
-        rules = description(self.format).detect.get("config", [])
-        is_packed = any(rule.get("format") == PACKED and rule.get("storage") == self.storage and rule.get("symmetric")
-                        for rule in (rules if isinstance(rules, list) else [rules]))
-        return {**({"symmetric": True} if is_packed else {}), **self.params}
+        """What weights are quantized with: the parameters, and what readers of the storage need, such as symmetric codes."""
+        rules = [rule for rule in description(self.format).detect.get("config", []) if rule.get("storage") == self.storage]
+        return {**next((rule["quantize"] for rule in rules if "quantize" in rule), {}), **self.params}
 
     def meant(self, layer: Layer) -> bool:
         return (self.requantize or self.format in ("", layer.format)) and not is_skipped(layer.name, self.skip)

@@ -1,6 +1,6 @@
-"""What the metadata of headers say of a checkpoint's weights, in another storage: by the rules for them on the format's page.
+"""What the metadata of headers say of a checkpoint's weights, in another storage: by the rules of its producer.
 
-A page says it under `with` where no rule reads it.  Producers of such metadata list all weights there, plain ones too.
+A rule has under `with` what no reader checks.  Producers of such metadata list all weights there, plain ones too.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from math import prod
 from typing import Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
-from qdsl.checkpoint.detect.header_claims import LAYERS, PREFIX, Stated
+from qdsl.checkpoint.detect.header_claims import PREFIX, Stated
 from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import METADATA
-from qdsl.checkpoint.detect.rules import SPOKEN, is_block
+from qdsl.checkpoint.detect.rules import is_block
+from qdsl.core.producer import ABOUT_RULE
 from qdsl.core.shapes import seen_shape
 from qdsl.core.stored import Description, Stored
 
-LIST = "tensor_names"                                            # the key of the list of all weights
-PLAIN = json.dumps({"_type": "Tensor"})                          # what stands under the name of one that is not quantized
-FLAT = ("Int4PlainInt32Tensor", "Int4TilePackedTo4dTensor")      # types that torchao has for weights of two axes alone
 TENSORS = "tensors"                                              # in a rule: the names that a storage's tensors have there
 
 
@@ -54,11 +53,11 @@ def unsaid(layer: Layer, format: str, storage: str, params: Mapping[str, int | s
     found = rule(format, storage, params)
     if layer.experts is None or found is None:
         return ""
-    if found["_type"] in FLAT:
-        return f"torchao has no {found['_type']} of experts in one tensor"
+    if not found.get("experts", True):
+        return f"{found['producer']} has no {found['_type']} of experts in one tensor"
     stored = {name: _stored(format, storage, name) for name in tensors}
     if any(each is not None and each.seen for each in stored.values()):
-        return "torchao has no scales of experts in tiles"
+        return f"{found['producer']} has no scales of experts in tiles"
     single = next((name for name, each in stored.items() if each is not None and not each.axes), None)
     return f"'{single}' is one number for all experts there" if single else ""
 
@@ -78,7 +77,7 @@ def said(layer: Layer, format: str, storage: str, params: Mapping[str, int | str
     values = _values(page, params, layer.shape)
     made = _written(found["with"], {TENSORS: sorted(tensors)})
     for key, wanted in found.items():
-        if key not in SPOKEN:
+        if key not in ABOUT_RULE:
             words = wanted if isinstance(wanted, list) and any(word in values for word in wanted) else None
             front = [] if words is None or layer.experts is None else [1 if is_block(key) else layer.experts]
             place = made
@@ -115,13 +114,16 @@ def texts(stated: Stated, changed: Mapping[str, str | None], kept: Sequence[Laye
     """
     found = {name: text for name, text in changed.items() if text is not None}
     found |= {name: stated.text(name) for layer in kept if (name := stated.name(layer.name)) is not None}
-    if found:
-        found |= {name: PLAIN for name in plain if "." in name}  # what is in no module cannot be listed
-        found[LIST] = json.dumps([*found])
+    for header in producers().headers if found else []:
+        if header.weights:
+            found |= {name: json.dumps(header.plain) for name in plain if "." in name}    # what is in no module cannot be listed
+            found[header.weights] = json.dumps([*found])
     return found
 
 
 def renewed(old: Mapping[str, str], new: Mapping[str, str], changed: Sequence[str], plain: Sequence[str]) -> dict[str, str]:
     """A file's metadata with what is now to be said of weights in place of what was.  changed: names that weights have had."""
-    gone = {LIST, *changed, *(name for name in plain if "." in name), *((METADATA, LAYERS) if changed else ())}
+    headers = producers().headers
+    gone = {*(header.weights for header in headers), *changed, *(name for name in plain if "." in name),
+            *((METADATA, *(header.layers for header in headers)) if changed else ())}
     return {**{key: text for key, text in old.items() if key not in gone}, **new}

@@ -17,6 +17,7 @@ from qdsl.checkpoint.detect.header_claims import Stated
 from qdsl.checkpoint.detect.ignored import is_skipped
 from qdsl.checkpoint.detect.layer_weights import module_of, unread
 from qdsl.checkpoint.detect.layers import Layer, Layers
+from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.rules import EXPERTS, choices, numbers, saying, says_extents, says_numbers
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.checkpoint.files.components import within
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 
 _Named = list[tuple[str, str, tuple[str, tuple[int, ...]]]]       # new tensors: names in the storage and in files, dtypes, shapes
-WHOLE = ("modelopt",)                                            # storages with 'down_proj_weight_scale', not 'down_proj_scale'
-OF_LINEARS = "compressed-tensors"                                # whose settings are of Linear modules alone
 SAID = 8                                                         # problems, of those that there are
 LONGEST = -1.1754943508222875e-38                                # a float32 with as many letters as any
 
@@ -158,7 +157,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     problems: list[tuple[Layer, str]] = []
     for layer in changed:
         try:
-            named[layer.name] = _named(folder, layer, aim)
+            named[layer.name] = _named(folder, layer, aim, layers.quantizations[0].method if layers.quantizations else "")
         except RewriteError as error:
             problems.append((layer, str(error)))
     if not aim.is_from_plain and not (aim.keep_misfits and named):
@@ -226,10 +225,10 @@ def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], *advice: str)
     raise RewriteError("\n".join([*lines[:SAID], *more, *advice]))
 
 
-def _named(folder: Folder, layer: Layer, aim: Aim) -> _Named:
+def _named(folder: Folder, layer: Layer, aim: Aim, method: str) -> _Named:
     """A layer's new tensors: their names in the storage and in files, dtypes and shapes.
 
-    Raises RewriteError where the storage cannot hold the layer.
+    method: the quant_method of the folder's settings.  Raises RewriteError where the storage cannot hold the layer.
     """
     dtypes = {dtype: name for name, dtype in torch_dtypes().items()}
     storages = [item for variant in description(target(layer, aim).name).variants.values() for item in variant.items()]
@@ -237,16 +236,21 @@ def _named(folder: Folder, layer: Layer, aim: Aim) -> _Named:
     aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
     format, params = target(layer, aim).name, params_in(layer, aim)
     stated = header.rule(format, aim.storage, params) is not None
-    if aim.is_from_plain and layer.experts is not None and producer(format, aim.storage) == OF_LINEARS:
-        raise RewriteError(f"{OF_LINEARS} has no names for experts in one tensor")
+    writer = producers().of(producer(format, aim.storage, "" if aim.requantize else method))
+    usual = producers().of(producer(format, aim.storage))
+    if aim.is_from_plain and layer.experts is not None and usual.experts == "none":
+        raise RewriteError(f"{usual.name} has no names for experts in one tensor")
     tensors = tensors_in(folder, layer, aim)
     if wrong := header.unsaid(layer, format, aim.storage, params, list(tensors)):
         raise RewriteError(wrong)
-    named = []
+    named, foreign = [], producers().tensor_names(format)
+    base = layer if layer.stacked else replace(layer, tensors={name: full for name, full in layer.tensors.items()
+                                                               if full.rpartition(".")[2] not in foreign})
     for name, (dtype, shape) in tensors.items():
+        own = producers().tensor_name(writer.name, format, aim.storage, name)
         shape = header.seen(format, aim.storage, name, layer.shape, params, shape) or shape
         full = header.called(layer, format, aim.storage, name) if stated else \
-            full_name(layer, name, aliases.get(name, ()), aim.storage in WHOLE)
+            full_name(base, own or name, () if own else aliases.get(name, ()), usual.experts == "joined")
         named.append((name, full, (dtypes[dtype], shape)))
     return named
 
@@ -307,11 +311,11 @@ def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> No
         raise RewriteError(f"experts of {layer.shape[0]} rows would share blocks, which begin every {step} rows")
 
 
-def producer(format: str, storage: str) -> str:
-    """Whose settings state a storage, '' where no page knows any."""
-    rules = description(format).detect.get("config", [])
-    return next((rule["quant_method"] for rule in (rules if isinstance(rules, list) else [rules])
-                 if rule.get("storage", storage) == storage and "quant_method" in rule), "")
+def producer(format: str, storage: str, method: str = "") -> str:
+    """Whose settings are written for a storage: those of `method` where it has words for it, '' where no producer has."""
+    names = [rule["quant_method"] for rule in description(format).detect.get("config", [])
+             if rule.get("storage", storage) == storage]
+    return method if method in names else next(iter(names), "")
 
 
 def _settings(folder: Folder, format: Format) -> dict[str, Any]:
