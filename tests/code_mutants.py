@@ -30,7 +30,8 @@ from select import select
 from types import CodeType, FunctionType
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
+
 PER_MODULE = 10
 PER_KIND = 3
 # Core modules, and the test files that matter for each.
@@ -317,7 +318,8 @@ def run_module(name: str) -> int:
 
     trial = Trial(name)
     options = ["-p", "no:cacheprovider", "-p", "no:terminal", "-s", "-o", "addopts="]
-    code = pytest.main([*options, *(f"tests/{test}.py" for test in TESTS[name])], plugins=[trial])
+    paths = [str(path) for test in TESTS[name] for path in (ROOT / "tests").glob(f"*/{test}.py")]
+    code = pytest.main([*options, *paths], plugins=[trial])
     print(f"{name}: {trial.results.total()} mutants, "
           f"{', '.join(f'{count} {result}' for result, count in sorted(trial.results.items()))}", flush=True)
     return int(bool(code) or bool(trial.results["SURVIVED"]) or not trial.results)

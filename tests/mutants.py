@@ -269,7 +269,7 @@ def text_of(found: Spec) -> Mapping[str, str]:
 
 
 def names_of_kernels(program: Program) -> list[str]:
-    return [f"_{kind}_{program.storage} = None" for kind in ("dequantize", "linear", "pairs", *FUNCTIONS)]
+    return [f"_{kind}_{program.storage} = None" for kind in ("decode", "pairs", *FUNCTIONS)]
 
 
 def built(files: Mapping[str, str]) -> Format:

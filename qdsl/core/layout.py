@@ -5,7 +5,7 @@ A `Layout` sends a mixed-radix index to a bit position: `(32,2,4):(8,4,256)@128`
 from the least significant bit of byte 0.  A record (the author's nested loops in storage order) is walked into placed
 pieces, the pieces of a field are gathered into `Slice`s, and from there on every width, shift, proof and picture is
 arithmetic on layouts.  Up to five base-3 digits may share a byte; such a piece has a place in its byte instead of bits.
-Each operation states its post-condition (`@post`), which tests/test_layout.py checks by brute force.
+Each operation states its post-condition (`@post`), which tests/unit/test_layout.py checks by brute force.
 
 This module uses the standard library only and knows nothing of formats.
 """

@@ -25,9 +25,9 @@ from qdsl.core.shapes import axis
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.weight.match import torch_dtype
 from tests.support import oracle
+from tests.support.paths import ROOT
 from tests.support.slow_reading import Reading
 
-ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "specs").glob("*.yaml"))
 EXTRA = sorted((ROOT / "tests" / "specs").glob("*.yaml"))
 MOST_ENTRIES = 1 << 14                                           # of a stored table, which tests go through one by one

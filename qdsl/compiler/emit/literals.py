@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from qdsl.compiler.spec.model import Data
 
@@ -20,6 +20,12 @@ def quoted(word: str) -> str:
 def tupled(values: Sequence[int | str]) -> str:
     shown = ", ".join(quoted(value) if isinstance(value, str) else str(value) for value in values)
     return f"({shown},)" if len(values) == 1 else f"({shown})"
+
+
+def bare_tuple(texts: Iterable[str]) -> str:
+    """Expressions as a tuple is returned or unpacked, without brackets."""
+    items = list(texts)
+    return ", ".join(items) + ("," if len(items) == 1 else "")
 
 
 def data(value: Data) -> str:

@@ -82,12 +82,6 @@ def flat_of(index: Index) -> Atom | None:
     return atom if atom is not None and coefficient == 1 and atom.op in ("div", "mod") and atom.args[0] == FLAT else None
 
 
-def divides_product(index: Index) -> bool:
-    """Whether the expression has a quotient or a remainder of a product of two names."""
-    return any(divides_product(inner) or (atom.op != "mul" and any(term.op == "mul" for term, _ in inner.terms))
-               for atom, _ in index.terms for inner in atom.args)
-
-
 def as_index(value: Index | int) -> Index:
     return Index(value) if isinstance(value, int) else value
 

@@ -13,7 +13,8 @@ from qdsl.core.shapes import axis
 from qdsl.runtime.gpu import configure, plan
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.gpu.kernels import narrow
+from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
+from qdsl.runtime.gpu.kernels import matvec, narrow
 from qdsl.runtime.gpu.triton import tl
 from qdsl.runtime.torch import eight
 from qdsl.runtime.weight import streams
@@ -55,8 +56,8 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
         bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
-    yield Call(kernels.dequantize, (*_read(packed), out, *packed.shape, *packed.sizes.values()),
-               _constants(kernels.dequantize, packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
+    yield Call(dequantize_kernel, (_read(packed), out, *packed.shape, tuple(packed.sizes.values()), rows, units),
+               _constants(packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
                {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
 
 
@@ -81,10 +82,11 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     if candidate.kind != "matvec":
         yield _lane_call(x, packed, bias, out, candidate.kind, candidate.config)
         return
-    kernels, (bn, bk) = packed.layout.kernels, (candidate.config["BN"], candidate.config["BK"])
+    bn, bk = candidate.config["BN"], candidate.config["BK"]
+    constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides}
     for part, result in _parts(x, out, 1):
-        yield Call(kernels.linear, (*_read(packed), part, bias, result, *packed.shape, *packed.sizes.values()),
-                   _constants(kernels.linear, packed, bn, bk), (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
+        yield Call(matvec, (_read(packed), part, bias, result, *packed.shape, tuple(packed.sizes.values()), rows, units),
+                   constants, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
                    weights=_weights(packed, bn, units), step=_weights(packed, bn, bk))
 
 
@@ -245,10 +247,17 @@ def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(torch.split(x, rows * SECOND_AXIS), torch.split(out, rows * SECOND_AXIS), strict=True))
 
 
-def _constants(kernel: Any, packed: PackedWeight, bn: int, bk: int) -> dict[str, int]:
-    """The tile of a kernel that decodes weight by weight, and whether positions of weights take 64 bits, where it asks."""
-    large = {"LARGE": math.prod(packed.shape) >= 1 << 31} if "LARGE" in kernel.arg_names else {}
-    return {"BN": bn, "BK": bk, **large}
+def _constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
+    """What completes a kernel that decodes unit by unit: the storage's function, the tile, and the width of positions."""
+    return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk)}
+
+
+def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:
+    """Whether some position takes 64 bits: of a weight or an element of a tensor, those past the ends of the last tiles too."""
+    rows, units = configure.grid_axes(packed)
+    n, k = packed.shape
+    beyond = cdiv(rows, bn) * bn * cdiv(units, bk) * bk / max(1, rows * units)
+    return max((n * k, *(tensor.numel() for tensor in packed.tensors.values()))) * beyond >= 1 << 31
 
 
 def _weights(packed: PackedWeight, rows: int, units: int) -> int:
@@ -259,9 +268,9 @@ def _weights(packed: PackedWeight, rows: int, units: int) -> int:
                      for each, count in along)
 
 
-def _read(packed: PackedWeight) -> list[Tensor | None]:
-    """What kernels that decode weight by weight read: the tensors, and tables."""
-    return [*_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)]
+def _read(packed: PackedWeight) -> tuple[Tensor | None, ...]:
+    """What kernels that decode unit by unit read: the tensors, and tables."""
+    return *_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
 
 
 def _tensors(packed: PackedWeight) -> list[Tensor | None]:

@@ -1,6 +1,6 @@
 """What qdsl uses of torch and Triton beyond their documented interfaces; nothing else names it.
 
-tests/test_private_apis.py checks what each part is relied on for, on the torch and the Triton that are installed.
+tests/unit/test_private_apis.py checks what each part is relied on for, on the torch and the Triton that are installed.
 """
 
 from __future__ import annotations

@@ -165,22 +165,28 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The Triton kernels of a storage, and how their grid covers a weight.
+    """What completes the kernels for a storage, and how their grids cover a weight.
 
-    rows, units: how many rows of tiles and units along K there are, as axes.  last: 'n' or 'k', the tile's last axis.
-    sums: accumulators per unit of rows.  tables: what decode looks up, which the first two kernels take after the tensors.
+    decode: the function of `dequantize` and `matvec` (runtime/gpu/kernels), which decodes a unit.  rows, units: how many rows of
+    tiles and units along K there are, as axes.  last: 'n' or 'k', along which units neighbour in memory.
+    sums: rows of a unit.  divides: decode divides by what is stored.  tables: what decode looks up, behind the tensors.
     pairs: what kernels of the storage's stream (codecs) make weights with, where it can be done in registers.
     """
 
-    dequantize: Any
-    linear: Any
+    decode: Any
     rows: str
     units: str
     last: str
     sums: int = 1
+    divides: bool = False
     tables: tuple[Table, ...] = ()
     lanes: Lanes | None = None
     pairs: Pairs | None = None
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What completes `dequantize` and `matvec`."""
+        return {"decode": self.decode, "ROWS": self.sums, "AXIS": int(self.last == "k")}
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Whether kernels for matrix units round weights: to x's dtype, where that does not hold all numbers of a table."""

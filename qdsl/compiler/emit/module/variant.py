@@ -111,14 +111,24 @@ def _kernels(program: Program) -> list[str]:
     """The kernels of a storage, and into what tiles they cut a weight."""
     at = tile(program)
     sums = prod(lane.extent for lane in at.lanes if lane.axis == "n")
-    found = [f"_dequantize_{program.storage}", f"_linear_{program.storage}", f'rows="{axis_text(at.row_count)}"',
+    found = [f"_decode_{program.storage}", f'rows="{axis_text(at.row_count)}"',
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
+    found += ["divides=True"] if _divides(program) else []
     found += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
     if (made := plan(program)) is not None:
         found.append(f"lanes=Lanes({', '.join(constants(made))})")
     if (two := paired(program)) is not None:
         found.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.rest}")')
     return found
+
+
+def _divides(program: Program) -> bool:
+    """Whether decode divides by what is stored."""
+    def is_stored(number: int) -> bool:
+        value = program.values[number]
+        return value.op != "const" if not value.args else any(map(is_stored, value.args))
+
+    return any(value.op == "/" and is_stored(value.args[1]) for value in program.values)
 
 
 def _option(word: str) -> str:

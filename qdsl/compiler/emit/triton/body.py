@@ -13,15 +13,11 @@ AND = " and "                                                    # between the c
 
 @dataclass(slots=True)
 class Body:
-    """Lines by loop, each under conditions or '': level 0 stands ahead of the units, level 1 in a unit, then the lanes.
-
-    is_flat: some line divides a position n * K + k, which may need 64 bits.
-    """
+    """Lines by loop, each under conditions or '': level 0 stands ahead of the units, level 1 in a unit, then the lanes."""
 
     levels: list[list[tuple[str, str]]] = field(default_factory=list)
     arguments: frozenset[str] = frozenset()
     at: dict[tuple[str, str], int] = field(default_factory=dict)
-    is_flat: bool = False
 
     def add(self, level: int, target: str, text: str, guard: str = "") -> str:
         """`target = text` under conditions; the same text at the same place is computed once."""

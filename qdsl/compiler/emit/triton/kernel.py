@@ -7,19 +7,19 @@ loop in which it does not change: a word is loaded once and cut once per lane.  
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 
 from qdsl.compiler.emit.formula import TRITON, formula, integer_fields, step_name, tables
 from qdsl.compiler.emit.tensors import is_read_by_dtype
 from qdsl.compiler.emit.triton.body import Body, both
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.index import Atom, Facts, Index, name
+from qdsl.compiler.ir.index import Facts, Index, name
 from qdsl.compiler.ir.program import Field, Lane, Placement, Program, Tensor, Units, Value
 from qdsl.core.layout import Layout, Slice, split
 
+PARAMETERS = ("tensors", "live", "N", "K", "sizes", "use", "state")
 TRITON_FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
@@ -36,7 +36,6 @@ class Tile:
     lanes: tuple[Lane, ...]
     row_count: Index
     unit_count: Index
-    unit_bound: str
     ragged: bool
     facts: Facts
 
@@ -44,8 +43,7 @@ class Tile:
 def tile(program: Program) -> Tile:
     """Names and coordinates of a program's kernels."""
     units = program.units or _weight_by_weight()
-    taken = {"n", "k", "x", "out", "bias", "acc", "live", "inside", "w", "N", "K", *program.sizes,
-             *arguments(program), *(f.name for f in program.fields)}
+    taken = {*PARAMETERS, "n", "k", "inside", *program.sizes, *arguments(program), *(f.name for f in program.fields)}
     fresh = _fresh(taken)
     lanes = tuple(replace(lane, name=next(fresh)) for lane in units.lanes)
     rows_lanes = [lane for lane in lanes if lane.axis == "n"]
@@ -71,9 +69,8 @@ def tile(program: Program) -> Tile:
     n = _sum([(name(rows), units.tiles["n"])] + [(name(lane.name), lane.weight) for lane in rows_lanes])
     row_count, row_exact = _records(program, units, "n")
     records, exact = _records(program, units, "k")
-    bound = f"{record} < {shown(records)}"
     return Tile(units.last, rows, unit, n, k, tuple(digits), lanes, row_count,
-                _units_per(records, per_record), bound, not (exact and row_exact), facts)
+                _units_per(records, per_record), not (exact and row_exact), facts)
 
 
 def arguments(program: Program) -> list[str]:
@@ -124,19 +121,18 @@ def shown(index: Index, tight: int = 0) -> str:
 class Decoder:
     """Fills a Body with the loads and cuts that make the fields of one weight.
 
-    copies: of a weight that is one field, its bits as they are, where they have a type.
+    A weight that is one field keeps its type, where Triton has that.
     """
 
-    def __init__(self, program: Program, tile: Tile, body: Body, fixed: Mapping[str, int], copies: bool = False) -> None:
-        self.copies = copies and len(program.values) == 1
+    def __init__(self, program: Program, tile: Tile, body: Body) -> None:
+        self.copies = len(program.values) == 1
         self.program = program
         self.tile = tile
         self.body = body
-        self.fixed = {lane: Index(value) for lane, value in fixed.items()}
-        self.lanes = [lane.name for lane in tile.lanes if lane.name not in fixed]
+        self.lanes = [lane.name for lane in tile.lanes]
         self.whole: dict[str, str] = {}
 
-    def weight(self, around: int = 0) -> str:
+    def weight(self) -> str:
         """The formula over variables that hold the fields."""
         names = {field.name: self.field(field) for field in self.program.fields
                  if any(value.op == "field" and value.name == field.name for value in self.program.values)}
@@ -145,7 +141,7 @@ class Decoder:
                 names[f"k % {shape[1]}"] = self.column(shape[1])
         entries = {step_name(number): self.entry(value, names) for number, value in enumerate(self.program.values)
                    if value.op == "entry"}
-        return formula(self.program, TRITON, names | entries, around)
+        return formula(self.program, TRITON, names | entries, 0)
 
     def column(self, columns: int) -> str:
         """A variable that holds k modulo the length of a table's row."""
@@ -161,25 +157,21 @@ class Decoder:
         return self.load_at(field, [*map(Index, before), name(row), name(self.column(columns))], "")
 
     def coordinate(self, axis: str) -> Index:
-        index = self.tile.n if axis == "n" else self.tile.k
-        return ix.substitute(index, self.fixed, self.tile.facts)
+        return self.tile.n if axis == "n" else self.tile.k
 
     def level(self, *indices: Index, guard: str = "") -> int:
         """The innermost loop whose lane, or whose variable, an expression reads."""
         read = set().union(*(index.names() for index in indices))
-        fixed = {self.tile.rows, "N", "K", *self.program.sizes, *self.lanes} | {v for v, _ in self.body.at}
-        depth = max([i + 2 for i, lane in enumerate(self.lanes) if lane in read] + ([1] if read - fixed else [])
+        outside = {self.tile.rows, "N", "K", *self.program.sizes, *self.lanes} | {v for v, _ in self.body.at}
+        depth = max([i + 2 for i, lane in enumerate(self.lanes) if lane in read] + ([1] if read - outside else [])
                     + [self.body.level(variable, guard) for variable in read if self.body.sees(variable, guard)], default=0)
         return len(self.lanes) + 1 if depth > 1 and self.tile.ragged else depth
 
-    def mask(self, level: int, rows: bool = True) -> str:
-        """What must hold where a value of this level is loaded; `rows`: also that an unrolled row is one of the weight's."""
-        found = f"{self.tile.rows} < {shown(self.tile.row_count)}"
-        if level > 0:
-            found = "inside" if self.tile.ragged and level == len(self.lanes) + 1 and self.lanes else "live"
-        if rows and self.fixed and self.tile.ragged:
-            return f"{found if level > 0 else f'({found})'} & ({shown(self.coordinate('n'))} < N)"
-        return found
+    def mask(self, level: int) -> str:
+        """What must hold where a value of this level is loaded."""
+        if level == 0:
+            return f"{self.tile.rows} < {shown(self.tile.row_count)}"
+        return "inside" if self.tile.ragged and level == len(self.lanes) + 1 and self.lanes else "live"
 
     # -- fields -------------------------------------------------------------------------------------------------------
 
@@ -291,7 +283,6 @@ class Decoder:
             found = _digits(i, [tensor.var(digit).extent if digit else Index(size) for digit in digits], facts)
             records |= {digit: each for digit, each in zip(digits, found, strict=True) if digit}
             local.append(found[digits.index("")])
-        self.body.is_flat |= any(map(ix.divides_product, [*index, *records.values(), *local]))
         if not ranges[0].places:
             return self.cut_bits(field, tensor, ranges, records, local, guard)
         whole = [replace(part, width=part.room, places=()) for part in ranges]
@@ -333,7 +324,7 @@ class Decoder:
             if number is not None and number.kind == "unsigned" and tensor.element.kind == "signed" and bits < 32:
                 return level, f"{loaded}.to(tl.uint{bits}, bitcast=True)"
             return level, loaded
-        if self.level(shift, guard=guard) > level or self.fixed or tensor.stored is not None:
+        if self.level(shift, guard=guard) > level or tensor.stored is not None:
             loaded = self.body.add(level, f"{field.name}_word", self.restored(tensor, loaded), guard)
             bits = 32 if tensor.stored is not None and tensor.stored.field is None else bits
         text = f"{loaded} >> {shown(shift, 1)}" if shift != Index(0) else loaded
@@ -378,7 +369,7 @@ class Decoder:
         self.ahead(tensor, f"{pointer} = {tensor.name}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
         level = self.level(*records.values(), step, guard=guard)
         offset = self.offset(tensor, records, step, size)
-        return level, f"tl.load({pointer} + {self.text(offset)}, {self.mask(level)}, 0)"
+        return level, f"tl.load({pointer} + {shown(offset)}, {self.mask(level)}, 0)"
 
     def straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], bit: Index,
                    guard: str) -> tuple[int, str]:
@@ -394,7 +385,7 @@ class Decoder:
         level = self.level(*records.values(), bit, guard=guard)
         start = self.offset(tensor, records, Index(0), 1)
         step = self.stride(tensor)
-        text = (f"device.stream({tensor.name} + {self.text(start)}, {shown(step)}, {shown(bit)}, {part.width}, "
+        text = (f"device.stream({tensor.name} + {shown(start)}, {shown(step)}, {shown(bit)}, {part.width}, "
                 f"{tensor.element.bits}, {self.mask(level)})")
         return level, self.stored_field(tensor, field, text)
 
@@ -410,7 +401,7 @@ class Decoder:
         self.base(tensor, records)
         offset = self.offset(tensor, records, step, 1)
         level = self.level(*records.values(), step, guard=guard)
-        place = f"{tensor.name} + {self.text(offset)}" if offset != Index(0) else tensor.name
+        place = f"{tensor.name} + {shown(offset)}" if offset != Index(0) else tensor.name
         if not tensor.vars:
             return f"tl.load({tensor.name})"
         return f"tl.load({place}, {self.mask(level)}{self.end(tensor, records, step)}, 0)"
@@ -439,7 +430,7 @@ class Decoder:
         """Advance the tensor's pointer to its rows once, ahead of the loop."""
         rows = self.rows_part(self.address(tensor, records, Index(0)))
         if rows != Index(0):
-            self.ahead(tensor, f"{tensor.name} += {self.text(rows)}")
+            self.ahead(tensor, f"{tensor.name} += {shown(rows)}")
 
     def ahead(self, tensor: Tensor, line: str) -> None:
         """A line ahead of the units, once, where the tensor is there at all."""
@@ -447,16 +438,12 @@ class Decoder:
         if entry not in self.body.levels[0]:
             self.body.levels[0].append(entry)
 
-    def text(self, offset: Index) -> str:
-        return offset_text(offset, (*self.lanes, *self.program.sizes))
-
     def rows_part(self, address: Index) -> Index:
-        """The terms that move with the rows of the tile alone; of kernels that unroll rows, those that all rows share."""
+        """The terms that move with the rows of the tile alone."""
         rows = {self.tile.rows}
         fixed = {"N", "K", *self.program.sizes}
         return Index(0, tuple((atom, c) for atom, c in address.terms
-                              if rows <= (read := Index(0, ((atom, 1),)).names()) and read <= rows | fixed
-                              and (not self.fixed or _is_product(atom))))
+                              if rows <= (read := Index(0, ((atom, 1),)).names()) and read <= rows | fixed))
 
     def offset(self, tensor: Tensor, records: Mapping[str, Index], step: Index, size: int) -> Index:
         """The rest of the address, in elements of `size` elements of the tensor."""
@@ -494,33 +481,3 @@ def _times(index: Index, extent: Index) -> Index:
     """The product, multiplied out."""
     terms = [(Index(0, ((atom, 1),)) * extent, coefficient) for atom, coefficient in index.terms]
     return ix.combine([*terms, (extent, index.const)])
-
-
-def _is_product(atom: Atom) -> bool:
-    """A name, or names times extents: linear in each."""
-    if atom.op != "mul":
-        return atom.op in ("name", "ceil", "exact")
-    return all(not side.const and len(side.terms) == 1 and _is_product(side.terms[0][0]) for side in atom.args)
-
-
-def offset_text(index: Index, small: Collection[str] = ()) -> str:
-    """An address: products of a variable with an extent are 64 bits wide, but for the lanes in `small`, which are numbers."""
-    parts: list[str] = []
-    for atom, coefficient in index.terms:
-        if atom.op == "mul" and not Index(0, ((atom, 1),)).names() <= {"N", "K", *small}:
-            left, right = atom.args
-            wide, by = (left, right) if not left.names() <= {"N", "K"} else (right, left)
-            text = f"{shown(wide, 3)}.to(tl.int64) * {shown(by, 3)}"
-            parts.append(f"{coefficient} * {text}" if coefficient != 1 else text)
-        else:
-            parts.append(shown(Index(0, ((atom, coefficient),)), 1))
-    if index.const or not parts:
-        parts.append(str(index.const))
-    return " + ".join(parts)
-
-
-def unrolled(lanes: tuple[Lane, ...]) -> Iterator[dict[str, int]]:
-    """Every value of the lanes that move rows, for kernels that keep one accumulator per row."""
-    rows = [lane for lane in lanes if lane.axis == "n"]
-    for values in product(*(range(lane.extent) for lane in rows)):
-        yield {lane.name: value for lane, value in zip(rows, values, strict=True)}

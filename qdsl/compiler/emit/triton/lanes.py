@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from qdsl.compiler.emit.literals import tupled
+from qdsl.compiler.emit.literals import bare_tuple, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.tensors import is_read_by_dtype
 from qdsl.compiler.emit.triton import records
@@ -310,7 +310,7 @@ def lanes(program: Program) -> list[str]:
         "lanes", storage=program.storage, code=_code(made.affine), tensors=_unpacked(program), words=_words(made),
         numbers=_numbers(made), table=_table(made), line=_line(made), late=late,
         point=_body(made, [f"return {_read(made.point)}"]) if made.point else [],
-        fields=[] if late else _body(made, _fields(made)), values=_tuple(group.name for group in _inner(made)),
+        fields=[] if late else _body(made, _fields(made)), values=bare_tuple(group.name for group in _inner(made)),
         scale=_line_of(made, made.outer), finish=_body(made, _finish(made)))
 
 
@@ -320,13 +320,13 @@ def _of_record(made: Plan, record: Record) -> list[str]:
              for line in records.field_lines(record, made.program.field(name), f"{argument(name)}_g")]
     names = [group.name for group in made.groups]
     return render("records", storage=made.program.storage, code=_code(made.affine), line=_line(made), numbers=_numbers(made),
-                  start=records.start_text(record), fields=[*loads, f"return {_tuple(f'{name}_g' for name in names)}"],
-                  values=_tuple(names), scale=_line_of(made, []))
+                  start=records.start_text(record), fields=[*loads, f"return {bare_tuple(f'{name}_g' for name in names)}"],
+                  values=bare_tuple(names), scale=_line_of(made, []))
 
 
 def _unpacked(program: Program) -> str:
     """The tensors of a storage, as a tuple is unpacked."""
-    return _tuple(argument(tensor.name) for tensor in program.tensors)
+    return bare_tuple(argument(tensor.name) for tensor in program.tensors)
 
 
 def _body(made: Plan, lines: list[str]) -> list[str]:
@@ -480,12 +480,7 @@ def _fields(made: Plan) -> list[str]:
     """Lines that return their numbers as a tuple."""
     optional = [group for group in _inner(made) if group.optional is not None]
     texts = (f"{group.name}_g" if group in optional else _read(group) for group in _inner(made))
-    return [*_loads(optional), f"return {_tuple(texts)}"]
-
-
-def _tuple(texts: Iterable[str]) -> str:
-    items = list(texts)
-    return ", ".join(items) + ("," if len(items) == 1 else "")
+    return [*_loads(optional), f"return {bare_tuple(texts)}"]
 
 
 def _finish(made: Plan) -> list[str]:
