@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
-from qdsl.checkpoint.detect.layers import Layer
 from qdsl.checkpoint.detect.rules import numbers, says_numbers
 from qdsl.checkpoint.files.safetensors import shown, torch_dtypes
 from qdsl.jobs.convert.plan import beside, full_name
@@ -152,9 +152,9 @@ class Collector:
         weight = self._convert(name, first, storage, record)
         for tensor, value in weight.tensors.items():
             full = self._full_name(layer, weight, tensor)
-            own = (stack.experts, *(value.t().shape if layer.turned else value.shape))
+            own = (stack.experts, *(value.t().shape if layer.transposed else value.shape))
             shape = self._stored_shape(full, value.dtype, own)
-            self._add(full, value.dtype, shape, partial(self._stacked, name, stack, tensor, layer.turned, storage, shape))
+            self._add(full, value.dtype, shape, partial(self._stacked, name, stack, tensor, layer.transposed, storage, shape))
         self._add_settings(layer, weight)
 
     def _stacked(self, name: str, stack: Experts, tensor: str, turned: bool, storage: str, shape: tuple[int, ...]) -> Tensor:

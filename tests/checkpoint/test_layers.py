@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 import qdsl
 from qdsl.checkpoint.detect.descriptions import described, descriptions
+from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.layer_weights import weights
-from qdsl.checkpoint.detect.layers import Layer, Layers, layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.checkpoint.report.contents import contents

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.guard import guarded
-from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.rules import numbers
 from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import write

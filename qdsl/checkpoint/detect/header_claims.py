@@ -19,7 +19,7 @@ DEPTH = 16
 PREFIX = "_weight_"                                                 # what names of a weight's tensors begin with, in aliases
 
 
-class Stated:
+class HeaderClaims:
     """The texts of a folder's files by the names of weights, which are names of no tensor; read when they are asked for."""
 
     def __init__(self, folder: Folder) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import Stored
@@ -56,7 +56,7 @@ def stacked(folder: Folder, layer: Layer) -> PackedWeight:
     if layer.experts is None:
         return weights(folder, layer)[0]
     n, k = layer.shape
-    if not layer.turned and all(axis.dim in ("N", "N*K") for stored in layout_of(layer).values() for axis in stored.axes[:1]):
+    if not layer.transposed and all(axis.dim in ("N", "N*K") for stored in layout_of(layer).values() for axis in stored.axes[:1]):
         whole = {name: _read(folder, layer, name) for name in layer.tensors} | _numbers(layer)
         with suppress(FormatError):
             weight: PackedWeight = module_of(layer).wrap(whole, (layer.experts * n, k), layer.storage, **layer.params)
@@ -98,7 +98,7 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
 def tensors(folder: Tensors, layer: Layer) -> list[dict[str, Tensor]]:
     """A layer's tensors, named as in its storage, for each of its experts."""
     whole, numbers = {name: _read(folder, layer, name) for name in layer.tensors}, _numbers(layer)
-    if layer.turned:
+    if layer.transposed:
         whole = {name: tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for name, tensor in whole.items()}
     return [{name: _of_one(tensor, layer.experts, expert) for name, tensor in whole.items()} | numbers
             for expert in range(1 if layer.experts is None else layer.experts)]

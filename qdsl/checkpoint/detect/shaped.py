@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.detect.layer import Layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 
 Shapes = Callable[[Folder], Mapping[str, tuple[int, ...]]]       # of modules by name; nothing where the model is not known

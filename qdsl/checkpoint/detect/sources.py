@@ -12,7 +12,8 @@ from qdsl.checkpoint.detect import layer_weights
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from qdsl.checkpoint.detect.header_claims import PREFIX, Stated
+from qdsl.checkpoint.detect.header_claims import PREFIX, HeaderClaims
 from qdsl.core.stored import Description
 
 WEIGHT = "weight"                                                # what a module's weight is called, if nothing else
 
 
-class Leaves:
+class TensorNames:
     """The last parts of names by which tensors belong to a module, such as 'weight_scale' or 'weight.absmax'.
 
     names: all.  heads: the first parts of those that have several.  tails: those that begin with '_', the ends of a last part,
@@ -21,8 +21,8 @@ class Leaves:
     firsts: what makes such a weight's own name of it.  ends: what makes the names of those beside it.
     """
 
-    def __init__(self, formats: Iterable[Description], stated: Stated) -> None:
-        self.stated = stated
+    def __init__(self, formats: Iterable[Description], claims: HeaderClaims) -> None:
+        self.claims = claims
         layouts = [layout for each in formats for storages in each.variants.values() for layout in storages.values()]
         self.names = {name for layout in layouts for key, stored in layout.items() for name in (key, *stored.aliases)}
         self.names |= {name for each in formats for name in each.detect.get("tensors", {})}
@@ -69,7 +69,7 @@ class Leaves:
             if parts[place] in self.heads:
                 return ".".join(parts[:place]), ".".join(parts[place:])
         module, _, leaf = name.rpartition(".")
-        if (cut := self.stated.cut(module, leaf)) is not None:
+        if (cut := self.claims.cut(module, leaf)) is not None:
             return cut
         is_own = leaf in self.names and leaf.startswith(WEIGHT)    # 'weight_scales' is no tail '_scales' of 'weight'
         if leaf.endswith(self.tails) and leaf not in self.tails and not is_own:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.ignored import is_skipped
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
-from qdsl.checkpoint.detect.layers import Layer
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.stored import Description
 from qdsl.jobs.engine import RewriteError

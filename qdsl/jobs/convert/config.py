@@ -14,7 +14,7 @@ from typing import Any
 
 from qdsl.checkpoint.detect.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.detect.ignored import rules
-from qdsl.checkpoint.detect.layers import Layers
+from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import LEFT_ALONE, dialects, in_headers, quantization
 from qdsl.checkpoint.detect.rules import OWN, same

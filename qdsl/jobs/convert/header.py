@@ -11,8 +11,8 @@ from math import prod
 from typing import Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
-from qdsl.checkpoint.detect.header_claims import PREFIX, Stated
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.header_claims import PREFIX, HeaderClaims
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import METADATA
 from qdsl.checkpoint.detect.rules import is_block
@@ -107,13 +107,13 @@ def weight(layer: Layer) -> str:
     return layer.name if layer.stacked else f"{layer.name}.weight".lstrip(".")
 
 
-def texts(stated: Stated, changed: Mapping[str, str | None], kept: Sequence[Layer], plain: Sequence[str]) -> dict[str, str]:
+def texts(claims: HeaderClaims, changed: Mapping[str, str | None], kept: Sequence[Layer], plain: Sequence[str]) -> dict[str, str]:
     """What metadata are to say of weights, in every file of a checkpoint; nothing where nothing is to be said of a quantized one.
 
     changed: by the weights that change, what is to be said of each.  kept: layers that stay.  plain: all other tensors.
     """
     found = {name: text for name, text in changed.items() if text is not None}
-    found |= {name: stated.text(name) for layer in kept if (name := stated.name(layer.name)) is not None}
+    found |= {name: claims.text(name) for layer in kept if (name := claims.name(layer.name)) is not None}
     for header in producers().headers if found else []:
         if header.weights:
             found |= {name: json.dumps(header.plain) for name in plain if "." in name}    # what is in no module cannot be listed

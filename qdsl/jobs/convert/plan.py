@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from qdsl.checkpoint.detect.groups import refuse_groups
-from qdsl.checkpoint.detect.header_claims import Stated
+from qdsl.checkpoint.detect.header_claims import HeaderClaims
 from qdsl.checkpoint.detect.ignored import is_skipped
+from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.layer_weights import module_of, unread
-from qdsl.checkpoint.detect.layers import Layer, Layers
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.rules import EXPERTS, choices, numbers, saying, says_extents, says_numbers
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
@@ -207,7 +207,7 @@ def _stated(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim
     ours = {full for layer in kept for full in layer.tensors.values()}
     ours |= {full for file in files for _, names in file.layers for full in names.values()}
     plain = [name for file in files for name in file.tensors if name not in ours]
-    new = header.texts(Stated(folder), changed, kept, plain)
+    new = header.texts(HeaderClaims(folder), changed, kept, plain)
     gone = [*changed, *(layer.name for file in files for layer, _ in file.layers)]
     return {file.old.path: header.renewed(file.old.header.metadata, new, gone, plain) for file in files}
 
@@ -279,12 +279,12 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
         raise RewriteError(str(error)) from None
     if any(each != stored[0] for each in stored):
         raise RewriteError("some of its experts need other tensors there")
-    if layer.turned:
+    if layer.transposed:
         _check_turned(stored[0], known, header.rule(format.name, aim.storage, params) is not None)
     if layer.experts is not None and says_numbers(known):
         raise RewriteError("what tensors of numbers say there beside a weight, none says of experts in one tensor")
     if layer.experts is not None and not says_extents(known):
-        return {name: (dtype, (layer.experts, *(shape[::-1] if layer.turned else shape)))
+        return {name: (dtype, (layer.experts, *(shape[::-1] if layer.transposed else shape)))
                 for name, (dtype, shape) in stored[0].items()}
     if layer.experts is not None:
         _check_flat(layer, other, numbers(known))
@@ -432,6 +432,6 @@ def _said(step: Step) -> list[Any]:
     layer = step.layer
     aim = replace(step.aim, ignore=None).data()
     return [module_of(layer).FORMAT.key, target(layer, step.aim).key, aim, layer.storage, dict(layer.params),
-            layer.shape, layer.experts, layer.turned, dict(layer.tensors),
+            layer.shape, layer.experts, layer.transposed, dict(layer.tensors),
             {name: entry.start for name, entry in step.to.items()}, dict(step.settings),
             *([[each.format, each.storage, dict(each.tensors)] for each in step.sharing])]

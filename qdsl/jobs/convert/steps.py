@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 import torch
 
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import weights
-from qdsl.checkpoint.detect.layers import Layer
 from qdsl.checkpoint.detect.rules import numbers, says_extents
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Chunks, bytes_of, shown
@@ -103,7 +103,7 @@ def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], d
     """The tensors of a weight, and the small ones beside it, or beside all experts."""
     layer, known = step.layer, description(weight.format.name)
     if layer.experts is not None and not says_extents(known):
-        return {name: bytes_of(tensor.t().contiguous() if layer.turned else tensor)
+        return {name: bytes_of(tensor.t().contiguous() if layer.transposed else tensor)
                 for name, tensor in weight.tensors.items()}, {}
     told = {name: float(weight.tensors[name]) for name in numbers(known)}
     small = beside(layer, weight.format, weight.params, step.settings, told)
