@@ -15,7 +15,7 @@ from qdsl.core.stored import Description
 # How a list's entries name modules: checkpoint/detect/ignored.py says what a name means in each of them.
 DIALECTS = ("exact", "substring", "transformers", "regex", "glob", "regex_or_glob", "dynamic", "suffix")
 # What a producer calls the scales of experts in one tensor: 'down_proj_scale', 'down_proj_weight_scale', or it has no names.
-EXPERT_NAMES = ("beside", "joined", "none")
+EXPERT_NAMES = ("short", "full", "none")
 NULL = "null"                                                    # in a rule: the setting is absent
 # Keys of a rule that are no settings.
 ABOUT_RULE = ("storage", "where", "with", "preferred", "quantize", "experts", "producer")
@@ -67,7 +67,7 @@ class GroupSettings:
     """How settings of groups of layers are read and written.
 
     key: the setting that has the groups.  weights: the settings of a group's weights.  targets: the dialect of a group's list of
-    layers.  every: the class of modules that means all layers.  name: that of the one group that is written.  beside: what a
+    layers.  every: the class of modules that means all layers.  name: that of the one group that is written.  defaults: what a
     written group has besides, where no rule says it.  repeated: settings of the whole that a written group has too.
     """
 
@@ -76,7 +76,7 @@ class GroupSettings:
     targets: str
     every: str
     name: str
-    beside: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     repeated: tuple[str, ...] = ()
 
 
@@ -149,7 +149,7 @@ class Producer:
     written: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     follows_tensors: bool = False
-    experts: str = "beside"
+    experts: str = "short"
     readers: Readers = field(default_factory=Readers)
     header: Header | None = None
     formats: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
@@ -255,7 +255,7 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
     "patterns": _mapping_of(_record(PatternSettings, {"dialect": _dialect, "under": _word}, ["dialect"])),
     "only": _mapping_of(_dialect),
     "groups": _record(GroupSettings, {"key": _word, "weights": _words, "targets": _dialect, "every": _word, "name": _word,
-                                      "beside": _mapping_of(_any), "repeated": _words},
+                                      "defaults": _mapping_of(_any), "repeated": _words},
                       ["key", "weights", "targets", "every", "name"]),
     "written": _mapping_of(_any),
     "dropped": _words,

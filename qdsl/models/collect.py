@@ -16,7 +16,7 @@ from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
 from qdsl.checkpoint.detect.rules import numbers, says_numbers
 from qdsl.checkpoint.files.safetensors import shown, torch_dtypes
-from qdsl.jobs.convert.plan import beside, full_name
+from qdsl.jobs.convert.plan import full_name, small_tensors
 from qdsl.jobs.engine import RewriteError
 from qdsl.models.experts import Experts
 from qdsl.models.origin import Origin
@@ -236,7 +236,7 @@ class Collector:
         if not kept and not (layer.experts is not None and says_numbers(_description(weight))):
             known = numbers(_description(weight))
             values = {name: float(weight.tensors[name]) for name in known if name in weight.tensors}
-            small = beside(layer, weight.format, weight.params, {}, values)
+            small = small_tensors(layer, weight.format, weight.params, {}, values)
             kept = {full_name(layer, name): torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
                     for name, (dtype, shape, data) in small.items()}
         for full, tensor in kept.items():

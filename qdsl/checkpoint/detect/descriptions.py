@@ -34,11 +34,11 @@ def _shipped() -> tuple[Description, ...]:
 
 
 @cache
-def _with_producers(known: Producers) -> tuple[Description, ...]:
-    for producer in known.every:
+def _with_producers(registry: Producers) -> tuple[Description, ...]:
+    for producer in registry.every:
         check(producer, _shipped())
-    return tuple(replace(format, detect={**known.rules(format.name), **format.detect},
-                         variants=_renamed(format, known.every)) for format in _shipped())
+    return tuple(replace(format, detect={**registry.rules(format.name), **format.detect},
+                         variants=_renamed(format, registry.every)) for format in _shipped())
 
 
 def _renamed(format: Description, every: Sequence[Producer]) -> Variants:

@@ -106,7 +106,7 @@ def _settings(text: bytes, where: str) -> dict[str, Any]:
 
 def flat(settings: Mapping[str, Any], head: str = "") -> dict[str, Any]:
     """Settings within settings as one mapping, their names joined by dots."""
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= flat(value, f"{head}{key}.") if isinstance(value, Mapping) else {head + key: value}
-    return found
+        joined |= flat(value, f"{head}{key}.") if isinstance(value, Mapping) else {head + key: value}
+    return joined

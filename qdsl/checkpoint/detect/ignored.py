@@ -149,13 +149,13 @@ class Rules:
 
 def rules(dialect: str, patterns: object, budget: Budget | None = None) -> Rules:
     """The rules of a list in a config, or of one that stands there by itself; whatever else stands there is a problem."""
-    found = patterns if isinstance(patterns, list) else [patterns]
-    names = [each for each in found if isinstance(each, str)]
-    others = [each for each in found if not isinstance(each, str)]
+    listed = patterns if isinstance(patterns, list) else [patterns]
+    names = [pattern for pattern in listed if isinstance(pattern, str)]
+    others = [pattern for pattern in listed if not isinstance(pattern, str)]
     own = {name: dialect if dialect != "regex_or_glob" else "regex" if name.startswith("re:") else "glob"
            for name in names if name}
     return Rules([Rule(dialect, name) for name, dialect in own.items()],
-                 [f"{shown(str(each))} stands for the name of a layer, and is none" for each in others], budget or Budget())
+                 [f"{shown(str(pattern))} stands for the name of a layer, and is none" for pattern in others], budget or Budget())
 
 
 def is_skipped(name: str, patterns: Sequence[str]) -> bool:

@@ -133,11 +133,11 @@ class Judge:
 
     def _disagreement(self, candidate: Candidate, settings: Mapping[str, Any]) -> str:
         """What settings say that the tensors do not bear out."""
-        stated = ""
+        wrong_settings = ""
         for reading in self._readings(candidate, settings)[:1]:
             wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
-            stated = ", ".join(f"{key} = {settings[key]}" for key in sorted(key for key in wrong if key))
-        return f"{self.source} says {stated or brief(settings)}; the tensors fit {candidate.label}"
+            wrong_settings = ", ".join(f"{key} = {settings[key]}" for key in sorted(key for key in wrong if key))
+        return f"{self.source} says {wrong_settings or brief(settings)}; the tensors fit {candidate.label}"
 
     def _contradictions(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
         """Settings from which no parameter follows, and that the tensors speak against."""
@@ -155,8 +155,8 @@ class Judge:
     def _wrong_settings(self, reading: Reading, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any],
                         ) -> dict[str, str]:
         """Settings of a rule that the tensors speak against, and why."""
-        wrong = {key: f"the tensors fit {best.format.name} of {fact}" for key, fact in reading.facts.items()
-                 if type(settings.get(key)) is int and settings[key] != fact}
+        wrong = {key: f"the tensors fit {best.format.name} of {constant}" for key, constant in reading.constants.items()
+                 if type(settings.get(key)) is int and settings[key] != constant}
         for key, wanted in reading.follows.items():
             [(source, (word, without))] = wanted.items()
             is_stored, observed = self._observed(best, uses, source)

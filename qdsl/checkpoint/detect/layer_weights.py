@@ -43,7 +43,7 @@ def weights(folder: Tensors, layer: Layer) -> list[PackedWeight]:
 
     Raises CheckpointError where its tensors do not fit together.
     """
-    return [_wrapped(folder, layer, each) for each in tensors(folder, layer)]
+    return [_wrapped(folder, layer, one) for one in tensors(folder, layer)]
 
 
 def stacked(folder: Folder, layer: Layer) -> PackedWeight:
@@ -86,13 +86,13 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
     Raises CheckpointError where they have not.
     """
     stored = layout_of(layer)
-    found = []
-    for each in tensors(folder, layer):
-        known = _wrapped(folder, layer, {name: tensor if stored[name].dtype == "index" else tensor.to("meta")
-                                         for name, tensor in each.items()})
-        found.append(known.derive({name: each[name].view(there.dtype).reshape(there.shape)
-                                   for name, there in known.tensors.items()}))
-    return found
+    unread_weights = []
+    for own in tensors(folder, layer):
+        weight = _wrapped(folder, layer, {name: tensor if stored[name].dtype == "index" else tensor.to("meta")
+                                         for name, tensor in own.items()})
+        unread_weights.append(weight.derive({name: own[name].view(stored_tensor.dtype).reshape(stored_tensor.shape)
+                                   for name, stored_tensor in weight.tensors.items()}))
+    return unread_weights
 
 
 def tensors(folder: Tensors, layer: Layer) -> list[dict[str, Tensor]]:
@@ -178,7 +178,7 @@ def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
 
 def layout_of(layer: Layer) -> Mapping[str, Stored]:
     """The tensors of a layer's storage."""
-    return next(each for each in descriptions() if each.name == layer.format).layout(layer.storage, layer.params)
+    return next(format for format in descriptions() if format.name == layer.format).layout(layer.storage, layer.params)
 
 
 def wrapped(layer: Layer, tensors: Mapping[str, Tensor]) -> PackedWeight:

@@ -137,9 +137,9 @@ def quantization(data: Mapping[str, Any], source: str, method: str, budget: Budg
 
 
 def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget) -> Quantization:
-    known = producers()
-    method = str(data.get("quant_method") or method or known.unnamed(data)).lower()
-    names, keys = known.of(method).settings, known.keys(method)
+    registry = producers()
+    method = str(data.get("quant_method") or method or registry.unnamed(data)).lower()
+    names, keys = registry.of(method).settings, registry.keys(method)
     settings = {names.get(key, key): value for key, value in data.items()} | {"quant_method": method}
     read = Quantization(source, method, settings, budget=budget)
     read.lists = [rules(dialect, settings[key], budget) for key, dialects in keys.skipped.items() if settings.get(key)

@@ -143,7 +143,7 @@ class GgufSource:
 
     @cached_property
     def layers(self) -> Mapping[str, Layer]:
-        by_type = {str(each.detect["gguf"]): each for each in descriptions() if "gguf" in each.detect}
+        by_type = {str(spec.detect["gguf"]): spec for spec in descriptions() if "gguf" in spec.detect}
         recognised: dict[str, Layer] = {}
         for name, entry in self.file.tensors.items():
             if entry.type.name in TORCH or name in self._scales:

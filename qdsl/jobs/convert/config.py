@@ -78,11 +78,11 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
     wholes: dict[str, dict[str, Any]] = {}
     touched: list[str] = []
     notes: list[str] = []
-    for known, producer in producers().places:
-        file, keys = known.file, known.at
+    for place, producer in producers().places:
+        file, keys = place.file, place.at
         whole = wholes.setdefault(file, copy.deepcopy(folder.json(file)))
-        place, settings = _at(whole, keys)
-        if place is None:
+        container, settings = _at(whole, keys)
+        if container is None:
             continue
         touched.append(file)
         new, more = _settings(folder, settings, quantization(settings, file, producer).method, plan, layers)
@@ -91,13 +91,13 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
         if not keys:
             wholes[file] = new if stays else {}
         elif stays:
-            place[keys[-1]] = new
+            container[keys[-1]] = new
         else:                                                    # a place of a producer that has nothing to say any more
-            del place[keys[-1]]
+            del container[keys[-1]]
             wholes[file] = whole if file == CONFIG else {}
     headers = [settings for _, settings in in_headers(folder)]
-    there = touched or headers or plan.aim.is_from_plain or (folder.root / CONFIG).exists()
-    if there and all(_at(wholes[CONFIG], known.at)[0] is None for known, _ in producers().places if known.file == CONFIG):
+    has_settings = touched or headers or plan.aim.is_from_plain or (folder.root / CONFIG).exists()
+    if has_settings and all(_at(wholes[CONFIG], place.at)[0] is None for place, _ in producers().places if place.file == CONFIG):
         old = headers[0] if headers else {}
         new, more = _settings(folder, old, quantization(old, CONFIG, "").method, plan, layers)
         notes += more
@@ -105,9 +105,9 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
         touched += [CONFIG] if new else []
     if wholes[CONFIG]:
         settings = wholes[CONFIG].get("quantization_config", {})
-        for known in producers().of(settings.get("quant_method")).places:
-            if known.repeat and known.file == CONFIG:
-                wholes[CONFIG][known.at[0]] = {key: value for key, value in settings.items() if key != "quant_method"}
+        for place in producers().of(settings.get("quant_method")).places:
+            if place.repeat and place.file == CONFIG:
+                wholes[CONFIG][place.at[0]] = {key: value for key, value in settings.items() if key != "quant_method"}
         is_ours = has_own_settings(wholes[CONFIG]) or bool(layers.groups)
         config = (guarded if is_ours else unguarded)(wholes[CONFIG])
         touched += [CONFIG] if config != wholes[CONFIG] else []
@@ -150,10 +150,10 @@ def _present(settings: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 def stale(folder: Folder, plan: Plan) -> list[str]:
     """Notes of what was copied and speaks of the weights as they were."""
     scales = [full for layer in plan.changed for leaf, full in layer.others.items() if leaf.startswith(INPUTS)]
-    said = folder.json(MISTRAL).get("quantization") if plan.changed else None
+    old_quantization = folder.json(MISTRAL).get("quantization") if plan.changed else None
     return [*([f"{len(scales)} tensors such as {scales[0]} scale inputs of the old weights, and were copied"]
               if scales else []),
-            *([f"{MISTRAL} says quantization of the old weights, and was copied"] if said else [])]
+            *([f"{MISTRAL} says quantization of the old weights, and was copied"] if old_quantization else [])]
 
 
 def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers) -> tuple[dict[str, Any], str]:
@@ -300,7 +300,7 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
 
 def _mappings(value: object) -> list[dict[str, Any]]:
     """Those in a mapping; none where it is none."""
-    return [each for each in value.values() if isinstance(each, dict)] if isinstance(value, dict) else []
+    return [entry for entry in value.values() if isinstance(entry, dict)] if isinstance(value, dict) else []
 
 
 def _say(settings: dict[str, Any], names: Iterable[str], words: list[Any]) -> None:
@@ -326,7 +326,7 @@ def _new_settings(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
         return {**flat, **own.written, **skipped}
     weights = {key: flat.pop(key) for key in own.groups.weights if key in flat}
     group = {"targets": [own.groups.every], "weights": weights,
-             **{key: flat.pop(key, default) for key, default in own.groups.beside.items()},
+             **{key: flat.pop(key, default) for key, default in own.groups.defaults.items()},
              **{key: flat[key] for key in own.groups.repeated if key in flat}}
     return {**flat, **own.written, own.groups.key: {own.groups.name: group}, **skipped}
 
@@ -344,8 +344,8 @@ def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], lis
     read = dialects(skip_list, method)
     others = [layer.name for layer in layers.layers]
     text = "\n".join(others)
-    found = {name: _naming(name, read, others if _may_name(name, text) else []) for name in plain}
-    return [word for word, _ in found.values() if word], [name for name, (_, every) in found.items() if not every]
+    words = {name: _naming(name, read, others if _may_name(name, text) else []) for name in plain}
+    return [word for word, _ in words.values() if word], [name for name, (_, every) in words.items() if not every]
 
 
 def _may_name(module: str, text: str) -> bool:
@@ -360,8 +360,8 @@ def _naming(module: str, read: Sequence[str], others: Sequence[str]) -> tuple[st
     To transformers a name may be the end of another: 'head' is 'lm_head' too, where 'head$' is not; to others that is no name.
     """
     for word in (module, f"{re.escape(module)}$"):
-        each = [rules(dialect, word) for dialect in read]
-        named = [rule.first(module) is not None for rule in each]
-        if any(named) and not any(rule.first(other) for rule in each for other in others):
+        readings = [rules(dialect, word) for dialect in read]
+        named = [rule.first(module) is not None for rule in readings]
+        if any(named) and not any(rule.first(other) for rule in readings for other in others):
             return word, all(named)
     return "", False

@@ -24,23 +24,23 @@ TENSORS = "tensors"                                              # in a rule: th
 
 
 def rule(format: str, storage: str, params: Mapping[str, int | str]) -> Mapping[str, Any] | None:
-    """The rule by which a header says a weight; None where no page says all that one must say."""
-    rules = next(each for each in descriptions() if each.name == format).detect.get("header", [])
-    return next((each for each in rules if "with" in each and each.get("storage") == storage
-                 and each.get("where", {}).items() <= params.items()), None)
+    """The rule by which a header says a weight; None where no rule says all that one must say."""
+    rules = next(candidate for candidate in descriptions() if candidate.name == format).detect.get("header", [])
+    return next((candidate for candidate in rules if "with" in candidate and candidate.get("storage") == storage
+                 and candidate.get("where", {}).items() <= params.items()), None)
 
 
-def seen(format: str, storage: str, name: str, layer_shape: tuple[int, int], params: Mapping[str, int | str],
+def file_shape(format: str, storage: str, name: str, layer_shape: tuple[int, int], params: Mapping[str, int | str],
          shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that files give a tensor of a weight [N, K]; None where it is `shape`, that of its axes."""
     stored = _stored(format, storage, name)
     if stored is None or not stored.seen:
         return None
-    page = next(each for each in descriptions() if each.name == format)
-    return seen_shape(stored.seen, *layer_shape, page.numbers(params, layer_shape), prod(shape))
+    spec = next(spec for spec in descriptions() if spec.name == format)
+    return seen_shape(stored.seen, *layer_shape, spec.numbers(params, layer_shape), prod(shape))
 
 
-def called(layer: Layer, format: str, storage: str, name: str) -> str:
+def tensor_name(layer: Layer, format: str, storage: str, name: str) -> str:
     """What a tensor of a storage is called where a header says the layer's weight."""
     stored = _stored(format, storage, name)
     leaf = next((alias for alias in stored.aliases if alias.startswith(PREFIX)), name) if stored else name
@@ -48,45 +48,45 @@ def called(layer: Layer, format: str, storage: str, name: str) -> str:
     return f"{module}._{own}_{leaf.removeprefix(PREFIX)}".lstrip(".")
 
 
-def unsaid(layer: Layer, format: str, storage: str, params: Mapping[str, int | str], tensors: Sequence[str]) -> str:
+def unwritable(layer: Layer, format: str, storage: str, params: Mapping[str, int | str], tensors: Sequence[str]) -> str:
     """Why a header cannot say the weights of experts in one tensor; '' where it can, and for a layer without experts."""
-    found = rule(format, storage, params)
-    if layer.experts is None or found is None:
+    header_rule = rule(format, storage, params)
+    if layer.experts is None or header_rule is None:
         return ""
-    if not found.get("experts", True):
-        return f"{found['producer']} has no {found['_type']} of experts in one tensor"
+    if not header_rule.get("experts", True):
+        return f"{header_rule['producer']} has no {header_rule['_type']} of experts in one tensor"
     stored = {name: _stored(format, storage, name) for name in tensors}
-    if any(each is not None and each.seen for each in stored.values()):
-        return f"{found['producer']} has no scales of experts in tiles"
-    single = next((name for name, each in stored.items() if each is not None and not each.axes), None)
+    if any(tensor is not None and tensor.seen for tensor in stored.values()):
+        return f"{header_rule['producer']} has no scales of experts in tiles"
+    single = next((name for name, tensor in stored.items() if tensor is not None and not tensor.axes), None)
     return f"'{single}' is one number for all experts there" if single else ""
 
 
 def _stored(format: str, storage: str, name: str) -> Stored | None:
     """A tensor of a storage; None for one that is beside it."""
-    variants = next(each for each in descriptions() if each.name == format).variants
+    variants = next(spec for spec in descriptions() if spec.name == format).variants
     return next(storages[storage].get(name) for storages in variants.values() if storage in storages)
 
 
-def said(layer: Layer, format: str, storage: str, params: Mapping[str, int | str], tensors: Sequence[str]) -> str | None:
-    """The JSON for a layer's weight in a storage; None where no page says how.  tensors: their names there."""
-    found = rule(format, storage, params)
-    if found is None:
+def weight_json(layer: Layer, format: str, storage: str, params: Mapping[str, int | str], tensors: Sequence[str]) -> str | None:
+    """The JSON for a layer's weight in a storage; None where no rule says how.  tensors: their names there."""
+    header_rule = rule(format, storage, params)
+    if header_rule is None:
         return None
-    page = next(each for each in descriptions() if each.name == format)
-    values = _values(page, params, layer.shape)
-    made = _written(found["with"], {TENSORS: sorted(tensors)})
-    for key, wanted in found.items():
+    spec = next(spec for spec in descriptions() if spec.name == format)
+    values = _values(spec, params, layer.shape)
+    settings = _written(header_rule["with"], {TENSORS: sorted(tensors)})
+    for key, wanted in header_rule.items():
         if key not in ABOUT_RULE:
             words = wanted if isinstance(wanted, list) and any(word in values for word in wanted) else None
             front = [] if words is None or layer.experts is None else [1 if is_block(key) else layer.experts]
-            place = made
+            place = settings
             *path, last = key.split(".")
             for part in path:
                 place = place.setdefault(part, {})
             place[last] = _written(wanted[0] if words is None and isinstance(wanted, list) else
                                    front + wanted if front else wanted, values)
-    return json.dumps(made)
+    return json.dumps(settings)
 
 
 def _values(format: Description, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, Any]:
@@ -94,11 +94,11 @@ def _values(format: Description, params: Mapping[str, int | str], shape: tuple[i
 
 
 def _written(word: Any, values: Mapping[str, Any]) -> Any:
-    """A page's words as JSON has them; names of parameters, N and K become their values."""
+    """A spec's words as JSON has them; names of parameters, N and K become their values."""
     if isinstance(word, Mapping):
-        return {key: _written(each, values) for key, each in word.items()}
+        return {key: _written(part, values) for key, part in word.items()}
     if isinstance(word, list):
-        return [_written(each, values) for each in word]
+        return [_written(part, values) for part in word]
     return None if word == "null" else values.get(word, word) if isinstance(word, str) else word
 
 
@@ -112,13 +112,14 @@ def texts(claims: HeaderClaims, changed: Mapping[str, str | None], kept: Sequenc
 
     changed: by the weights that change, what is to be said of each.  kept: layers that stay.  plain: all other tensors.
     """
-    found = {name: text for name, text in changed.items() if text is not None}
-    found |= {name: claims.text(name) for layer in kept if (name := claims.name(layer.name)) is not None}
-    for header in producers().headers if found else []:
+    metadata = {name: text for name, text in changed.items() if text is not None}
+    metadata |= {name: claims.text(name) for layer in kept if (name := claims.name(layer.name)) is not None}
+    for header in producers().headers if metadata else []:
         if header.weights:
-            found |= {name: json.dumps(header.plain) for name in plain if "." in name}    # what is in no module cannot be listed
-            found[header.weights] = json.dumps([*found])
-    return found
+            # A tensor that is in no module cannot be listed.
+            metadata |= {name: json.dumps(header.plain) for name in plain if "." in name}
+            metadata[header.weights] = json.dumps([*metadata])
+    return metadata
 
 
 def renewed(old: Mapping[str, str], new: Mapping[str, str], changed: Sequence[str], plain: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Chunks, bytes_of, shown
 from qdsl.checkpoint.report import worker
 from qdsl.jobs.convert.aim import become, description, values
-from qdsl.jobs.convert.plan import Change, beside
+from qdsl.jobs.convert.plan import Change, small_tensors
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.gguf.quality import Sums, measured
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -106,6 +106,6 @@ def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], d
         return {name: bytes_of(tensor.t().contiguous() if layer.transposed else tensor)
                 for name, tensor in weight.tensors.items()}, {}
     told = {name: float(weight.tensors[name]) for name in numbers(known)}
-    small = beside(layer, weight.format, weight.params, step.settings, told)
+    small = small_tensors(layer, weight.format, weight.params, step.settings, told)
     return ({name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in told},
             {name: memoryview(data) for name, (_, _, data) in small.items()})
