@@ -24,6 +24,7 @@ from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch
 from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.torch import experts, ops
 from tests.kernels import test_w8a8
 from tests.kernels.test_lanes import expected, lanes_of, shapes_of
@@ -189,10 +190,35 @@ def streams_decoded(name: str, arch: str, rows: int) -> dict[str, Any]:
     return {"kernel": calls[-1].kernel.__name__, "error": share_of(out, exact, allowed), "findings": list(map(str, findings))}
 
 
+def parts_of_k(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Three programs share K, of 8 chunks, in tiles without all their rows: in any order the same bits, and counters at 0."""
+    form = importlib.import_module(f"qdsl.generated.{name}")
+    packed = form.quantize(sample(72, 1024, torch.float32), **{"int_group": {"bits": 4, "group": 128}}.get(name, {}))
+    packed = form.planar(packed) if "planar" in packed.variant.storages else packed
+    x, bias = sample(20, 1024, dtype), sample(1, 72, dtype)[0]
+    outs, findings = [], []
+    for order in ("lockstep", 0, 1):                             # program 2, 1 and 0 of three is the last at a tile
+        out = torch.full((20, 72), torch.nan, dtype=dtype)
+        with configure.assumed(9, configure.MULTIPROCESSORS):
+            config = {**configure.candidates("tile_gemm", packed, 20)[0], "SPLIT": 3}
+            [call] = launch.linear_calls(x, packed, bias, out, candidate=Candidate("tile_gemm", config))
+        done = execute(call, "sm_90", outputs=(out,), options=Options(order=order))
+        findings += [str(finding) for finding in done.findings]
+        findings += [] if not call.scratch[1].any() else [f"counters are left at {call.scratch[1].max()}"]
+        outs.append(out)
+    findings += [] if all(torch.equal(out, outs[0]) for out in outs) else ["bits depend on the order of programs"]
+    wide = form.dequantize(packed, torch.float32).double().t()
+    exact, spread = x.double() @ wide + bias.double(), x.double().abs() @ wide.abs() + bias.double().abs()
+    allowed = exact.abs() * torch.finfo(dtype).eps + spread * 1024 * 2.0 ** -24
+    return {"kernel": call.kernel.__name__, "error": share_of(outs[0], exact, allowed), "findings": findings}
+
+
 SPECIAL: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"{name} of bytes {arch} {sums}": partial(products_of_bytes, name, arch, sums) for name, arch, sums in (
         ("fp8_block", "sm_90", "exact"), ("fp8_channel", "sm_90", "truncated"), ("int8_channel", "sm_90", "exact"),
         ("int8_channel", "sm_80", "exact"))},
+    **{f"parts of K {name}": partial(parts_of_k, name, dtype) for name, dtype in (
+        ("int_group", torch.float16), ("int8_channel", torch.float16), ("bitnet", torch.bfloat16))},
     **{f"experts {arch} {fused}": partial(experts_in_one_launch, arch, fused) for arch in ("sm_80", "sm_90") for fused in (True,
         False)},
     **{f"{name} {arch} {rows}": partial(streams_decoded, name, arch, rows) for name, arch, rows in (

@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu import regimes
 from qdsl.runtime import Lanes, PackedWeight
-from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu import configure, launch, scratch
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.torch import ops
 from tests.support.covering import ALL, covering, kernels
@@ -72,8 +72,9 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
     """The kernel's product; it touches nothing else, and stores every element once."""
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
     x, packed = ops.as_stored(x, packed)
-    with guarded(packed, x, bias, out) as trace:
-        for call in launch.linear_calls(x, packed, bias, out, candidate=candidate or regimes.candidate(x, packed)):
+    calls = list(launch.linear_calls(x, packed, bias, out, candidate=candidate or regimes.candidate(x, packed)))
+    with guarded(packed, x, bias, out, *(each for call in calls for each in call.scratch)) as trace:
+        for call in calls:
             call.run()
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
     return out.cpu()
@@ -177,6 +178,20 @@ def test_tiles_of_128_rows(case: Case, tile: configure.Tall, hopper: None) -> No
     candidate = Candidate("tile_gemm", config)
     for dtype in DTYPES:
         check(case, shape, params, rows, dtype, bias=tile.whole, candidate=candidate)
+
+
+SPLIT = ("int_group.planar-bits4", "int8_channel.planar", "q4_k.planar")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if str(case).startswith(SPLIT)], ids=str)
+def test_programs_that_share_k(case: Case, hopper: None) -> None:
+    """Parts of one size and of two, short and whole tiles; the counters are left at 0."""
+    for split, shape, rows, dtype in ((2, (20, 512), 20, torch.float16), (4, (64, 1280), 16, torch.float16 if
+            lanes_of(case).double else torch.bfloat16)):
+        packed = packed_of(case, shape, next(choices(case)))
+        config = {**configure.candidates("tile_gemm", packed, rows)[0], "SPLIT": split}
+        check(case, shape, {}, rows, dtype, bias=split == 2, packed=packed, candidate=Candidate("tile_gemm", config))
+        assert not scratch.counters.take(1, packed.device).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

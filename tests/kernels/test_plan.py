@@ -85,6 +85,13 @@ def test_traps(gpu: Gpu) -> None:
     assert all(choice_for(int4, m, gpu).candidate.kind in ("gemv", "skinny", "tile_gemm") for m in times)
 
 
+def test_more_rows_are_no_cliff() -> None:
+    """Programs that share K: int4, 4096 x 4096, on an H200."""
+    int4 = int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4)
+    times = {m: choice_for(int4, m, GPUS["h200"]).options[0].seconds for m in (1, 9, 16, 64)}
+    assert times[9] <= times[16] <= 1.41 * times[1] and times[64] <= 2.25 * times[1]
+
+
 def test_candidates_are_launches() -> None:
     """The grid that costs are modelled for is the one that is launched, in the same configuration."""
     for packed in (q4_0.FORMAT.empty((4112, 4096), "planar", "meta"), awq_gemv_fast.FORMAT.empty((512, 4096), None, "meta")):

@@ -17,6 +17,8 @@ class Call:
 
     An argument may be a tuple of tensors, None among them.
 
+    scratch: of a launch whose programs share K, the tensors for their sums and for the counters of those that have arrived.
+
     For `qdsl analyze`: the weights that one program takes, and those of a trip of its loop, 0 without one.
     """
 
@@ -27,6 +29,7 @@ class Call:
     options: Mapping[str, Any]
     weights: int = 0
     step: int = 0
+    scratch: tuple[Tensor, ...] = ()
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -36,9 +39,9 @@ class Call:
 
     @property
     def family(self) -> str:
-        """The kernel's name, without that of a storage: 'gemv', 'skinny', 'dequantize', 'linear'."""
+        """The kernel's name: 'gemv', 'skinny', 'dequantize', 'matvec'."""
         name: str = self.kernel.fn.__name__
-        return name.split("_")[1] if name.startswith("_") else name
+        return name
 
     def run(self) -> Any:
         """Launch.  Returns the kernel that Triton compiled, None where it interprets."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MULTIPROCESSORS = 132                                            # of a device that is not there: an H100's
 TRIP = 256                                                       # columns of w that a warp takes in a trip of `skinny`
+MOST_PARTS = 8                                                   # programs of `tile_gemm` that share K
+SPLIT_PROGRAMS = 4                                               # per multiprocessor, up to which programs share K
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
 WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
 
@@ -109,7 +111,7 @@ def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device
 
 
 def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | None = None) -> list[dict[str, int]]:
-    """Configurations of kernel 'gemv', 'skinny' or 'tile_gemm' for x [m, K], the one by rule first."""
+    """Configurations of kernel 'gemv', 'skinny' or 'tile_gemm' for x [m, K], the one by rule first, those that split K last."""
     n, k = packed.shape
     device = device or packed.device
     if kind == "tile_gemm" and m > 64 and is_tall(packed):
@@ -123,7 +125,17 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
         trip = found.trip(packed.sizes) if found is not None and kind == "gemv" else TRIP
         rule = lanes(n, k, device, trip)
         others = [_split(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k]
-    return [rule, *(other for other in others if other != rule)]
+    configs = [rule, *(other for other in others if other != rule)]
+    if kind != "tile_gemm":
+        return configs
+    return [{**config, "SPLIT": split} for split in range(1, MOST_PARTS + 1) for config in configs
+            if split == 1 or _may_split(config, split, m, n, k, device)]
+
+
+def _may_split(config: dict[str, int], split: int, m: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether so many programs may share K: they fit on the multiprocessors as they are, and none has no chunk of K."""
+    tiles, chunks = cdiv(n, 16 * config["R"] * config["W"]) * cdiv(m, config["BM"]), k // 128
+    return tiles * split <= SPLIT_PROGRAMS * target(device).multiprocessors and (split - 1) * cdiv(chunks, split) < chunks
 
 
 def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:

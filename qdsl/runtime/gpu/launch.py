@@ -15,6 +15,7 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
 from qdsl.runtime.gpu.kernels import matvec, narrow
+from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import tl
 from qdsl.runtime.torch import eight
 from qdsl.runtime.weight import streams
@@ -199,10 +200,13 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     tensors = _lane_tensors(packed)
     constants = {**lanes.constants(which, x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]}
     if which == "tile_gemm":
-        rows = 16 * config["R"] * config["W"]
-        return Call(lanes.tile_gemm, (tensors, x, bias, out, m, n, k), constants, (cdiv(n, rows), cdiv(m, config["BM"])),
+        rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
+        grid = (cdiv(n, rows), cdiv(m, config["BM"]))
+        scratch = scratch_of(grid[0] * grid[1], split * rows * config["BM"], x.device) if split > 1 else ()
+        return Call(lanes.tile_gemm, (tensors, x, bias, out, *(scratch or (None, None)), m, n, k), constants,
+                    (*grid, split) if split > 1 else grid,
                     {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
-                    weights=min(rows, n) * k, step=rows * 128 * config["UNROLL"])
+                    weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
     if which == "gemv":
         return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
                     _lane_options(config), **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
@@ -236,7 +240,7 @@ def _lane_options(config: Mapping[str, int]) -> dict[str, Any]:
     return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
 
 
-def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[str, int]:
+def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[str, Any]:
     return {"weights": min(_lane_rows(config), n) * k, "step": _lane_rows(config) * trip * config["WK"]}
 
 

@@ -176,7 +176,8 @@ def matvec(packed: PackedWeight, m: int) -> Candidate:
 def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
     n = packed.shape[0]
     if kind == "tile_gemm":
-        return Candidate(kind, config, (cdiv(n, 16 * config["R"] * config["W"]), cdiv(m, config["BM"])))
+        grid = (cdiv(n, 16 * config["R"] * config["W"]), cdiv(m, config["BM"]))
+        return Candidate(kind, config, (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid)
     rows = cdiv(n, 16 * config["R"] * config["WN"])
     return Candidate(kind, config, (rows,) if kind == "gemv" else (rows, cdiv(m, 8)))
 

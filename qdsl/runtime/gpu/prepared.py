@@ -52,10 +52,15 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The launches of a product.  is_decoded: they write the weight, which the vendor's matmul then multiplies."""
+    """The launches of a product.
+
+    is_decoded: they write the weight, which the vendor's matmul then multiplies.  scratch: for how many tiles of out, and how
+    many sums of each, programs share memory; None where they share none.
+    """
 
     launches: tuple[Launch, ...]
     is_decoded: bool
+    scratch: tuple[int, int] | None = None
 
 
 def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None], kept: Sequence[Tensor], is_decoded: bool,
@@ -67,13 +72,16 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
     """
     if any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in tensors):
         return None
-    launches = []
+    launches, scratch = [], None
     for call, compiled in calls:
         launch = _launch(call, compiled, tensors, kept)
         if launch is None:
             return None
         launches.append(launch)
-    return Prepared(tuple(launches), is_decoded)
+        if call.scratch:
+            tiles = call.grid[0] * call.grid[1]
+            scratch = tiles, call.scratch[0].numel() // tiles
+    return Prepared(tuple(launches), is_decoded, scratch)
 
 
 def _launch(call: Call, compiled: Any, tensors: Sequence[Tensor | None], kept: Sequence[Tensor]) -> Launch | None:

@@ -17,6 +17,7 @@ from qdsl.runtime.gpu.costs import DECODED, Candidate
 from qdsl.runtime.gpu.dense import dense
 from qdsl.runtime.gpu.plan import Plan, best, invariant, plan_of
 from qdsl.runtime.gpu.prepared import ALIGNMENT, prepare
+from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.torch.private_apis import launch_stream
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import row_tiles
@@ -61,6 +62,8 @@ def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None,
     else:
         out = x.new_empty(shape[0], n) if x.dim() == 2 else x.new_empty(*x.shape[:-1], n)
     addresses.append(out.data_ptr())
+    shared = scratch_of(*ready.scratch, x.device, stream) if ready.scratch else ()
+    addresses += [tensor.data_ptr() for tensor in shared]
     for launched in ready.launches:
         if launched.hooks:
             return None                                          # what was launched before wrote to its own memory alone
@@ -109,7 +112,7 @@ def _run(calls: Sequence[Call], packed: PackedWeight, x: Tensor, bias: Tensor | 
     if mode is None:
         return
     plan = plan_of(packed)
-    tensors = [x, *(packed.tensors[name] for name in plan.names), bias, out]
+    tensors = [x, *(packed.tensors[name] for name in plan.names), bias, out, *(each for call in calls for each in call.scratch)]
     tables = [table.on(packed.device) for table in packed.layout.kernels.tables]
     ready = prepare(compiled, tensors, tables, is_decoded)
     if ready is not None:

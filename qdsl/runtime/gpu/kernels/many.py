@@ -140,6 +140,43 @@ def store_tile(sum, bias, out, n, m, M, N):
 
 
 @triton.jit
+def part_of_k(s, chunks, SPLIT: tl.constexpr):
+    """The chunks of K that program s of SPLIT has: the first, and one past the last."""
+    if SPLIT == 1:
+        return 0, chunks
+    else:
+        count = tl.cdiv(chunks, SPLIT)
+        return s * count, tl.minimum(s * count + count, chunks)
+
+
+@triton.jit
+def store_part(sum, parts, at):
+    """Store the sums [rows of w, rows of x] as tile `at` of a workspace."""
+    i = tl.arange(0, sum.shape[0])[:, None] * sum.shape[1] + tl.arange(0, sum.shape[1])[None, :]
+    tl.store(parts + at * (sum.shape[0] * sum.shape[1]) + i, sum)
+
+
+@triton.jit
+def is_last(arrivals, SPLIT: tl.constexpr):
+    """Whether this program is the last of SPLIT to arrive at a tile: it sees all that they stored.  It counts from 0 again."""
+    tl.debug_barrier()                                           # all threads have stored before one of them says so
+    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLIT - 1:
+        tl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+    return arrived == SPLIT - 1
+
+
+@triton.jit
+def sum_of_parts(parts, R: tl.constexpr, SPLIT: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
+    """The sum of every R-th tile [rows, columns] of a workspace, in their order; past L1, where older data may lie."""
+    i = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
+    total = tl.load(parts + i, cache_modifier=".cg")
+    for s in tl.static_range(1, SPLIT):
+        total += tl.load(parts + s * (R * rows * columns) + i, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
 def tiles(R: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
     """R accumulators [rows, columns]."""
     acc = ()
