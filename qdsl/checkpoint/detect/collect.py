@@ -11,7 +11,7 @@ from qdsl.checkpoint.detect.header_claims import HeaderClaims, layer_tensors, sc
 from qdsl.checkpoint.detect.tensor_names import TensorNames
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import START_BYTES, CheckpointError, shown, strict_json, torch_name
-from qdsl.core.stored import Description, Given
+from qdsl.core.stored import Description, TensorInfo
 
 NUMBERS_LIMIT = 1 << 10                                          # bytes of a tensor of numbers that says something
 NUMBER_CODES = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}        # as struct has them, by dtype
@@ -68,14 +68,14 @@ class Collector:
         entry = self.folder.entry(full)
         return leaf, entry.dtype, len(entry.shape)
 
-    def entries(self, tensors: Mapping[str, str]) -> dict[str, Given]:
+    def entries(self, tensors: Mapping[str, str]) -> dict[str, TensorInfo]:
         """Dtypes, as torch calls them, and shapes."""
         entries = {leaf: self.folder.entry(full) for leaf, full in tensors.items()}
         dtypes = {leaf: "I64" if leaf in self.shape_tensors and entry.dtype == "I32" else entry.dtype
                   for leaf, entry in entries.items()}
-        return {leaf: Given(torch_name(dtypes[leaf]), entry.shape) for leaf, entry in entries.items()}
+        return {leaf: TensorInfo(torch_name(dtypes[leaf]), entry.shape) for leaf, entry in entries.items()}
 
-    def read_entries(self, module: Module, contents: Mapping[str, Any]) -> dict[str, Given]:
+    def read_entries(self, module: Module, contents: Mapping[str, Any]) -> dict[str, TensorInfo]:
         """The same for a module, in the order of its axes, with the numbers of tensors that state N and K."""
         entries = self.entries(module.tensors)
         if module.transposed:

@@ -15,9 +15,9 @@ from typing import Any
 from qdsl.checkpoint.detect.header_claims import flat
 from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, Reading, from_tensors, is_block, readings
 from qdsl.core.shapes import granule
-from qdsl.core.stored import OF_X, Description, Fit, Given, Misfit, element_dtype, fits, named
+from qdsl.core.stored import OF_X, Description, Fit, LayoutMismatch, TensorInfo, element_dtype, fits, named
 
-CLAIMED = 100                                                    # Misfit.reached where a tensor itself names the format
+CLAIMED = 100                                                    # LayoutMismatch.reached where a tensor itself names the format
 UNKNOWN = -1                                                     # and where a header names another format
 WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes of numbers that bytes may be stored as
 # Tensors of layers of many formats that are no part of the weight.
@@ -65,7 +65,7 @@ class Evidence:
     weight, None for nothing.  shape: (N, K) or (E, N, K) that the caller knows, () for none.
     """
 
-    entries: Mapping[str, Given]
+    entries: Mapping[str, TensorInfo]
     contents: Mapping[str, Any]
     claims: Mapping[str, Any] | None
     shape: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ class Miss:
 
     is_claimed: bool
     nearness: int
-    reason: Misfit
+    reason: LayoutMismatch
 
     @property
     def rank(self) -> tuple[bool, bool, int, int]:
@@ -97,18 +97,18 @@ def candidates(formats: Sequence[Description], evidence: Evidence) -> list[Candi
     """Every way to read tensors as one of the formats, or those that a tensor of settings or a header speaks of."""
     every: list[Candidate] = []
     for format in formats:
-        with suppress(Misfit):
+        with suppress(LayoutMismatch):
             every += candidates_of(format, evidence)
     keys = evidence.contents.keys()
     return [candidate for candidate in every if keys & candidate.format.detect.get("tensors", {}).keys()] or every
 
 
 def candidates_of(format: Description, evidence: Evidence) -> list[Candidate]:
-    """Every way to read tensors as a format's, with what is claimed of them alone.  Raises Misfit."""
+    """Every way to read tensors as a format's, with what is claimed of them alone.  Raises LayoutMismatch."""
     shape, experts, params, numbers = _from_contents(format, evidence.contents)
     if shape is None and len(evidence.shape) in (2, 3):
         shape, experts = (evidence.shape[-2], evidence.shape[-1]), evidence.shape[0] if len(evidence.shape) == 3 else None
-    entries = {**dict.fromkeys(numbers, Given("float32", ())), **evidence.entries}
+    entries = {**dict.fromkeys(numbers, TensorInfo("float32", ())), **evidence.entries}
     if any(isinstance(content, Mapping) for content in evidence.contents.values()):
         entries = {leaf: _as_bytes(entry) if leaf in format.in_bytes else entry for leaf, entry in entries.items()}
     if shape is not None and experts is not None:
@@ -118,21 +118,22 @@ def candidates_of(format: Description, evidence: Evidence) -> list[Candidate]:
     return _claimed(format, entries, shape, params, evidence.claims)
 
 
-def _claimed(format: Description, entries: Mapping[str, Given], shape: tuple[int, int] | None, params: Mapping[str, int | str],
-             claims: Mapping[str, Any]) -> list[Candidate]:
-    """Those ways that a header's claims allow.  Raises Misfit."""
+def _claimed(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
+             params: Mapping[str, int | str], claims: Mapping[str, Any]) -> list[Candidate]:
+    """Those ways that a header's claims allow.  Raises LayoutMismatch."""
     allowed: list[Candidate] = []
-    nearest = Misfit(UNKNOWN, f"{format.name}: the header speaks of something else")
+    nearest = LayoutMismatch(UNKNOWN, f"{format.name}: the header speaks of something else")
     for reading in readings(format.detect.get("header"), [*format.params, *EXTENTS], claims, stacks=True):
         extents = [reading.values.get(dim) for dim in EXTENTS]
         whole = [extent for extent in extents if type(extent) is int and extent >= 0]
         try:
-            fit = _fitting(format, entries, (whole[0], whole[1]) if len(whole) == 2 else shape, reading.storage or None, params)
-        except Misfit as miss:
+            whole_shape = (whole[0], whole[1]) if len(whole) == 2 else shape
+            fit = _fitting(format, entries, whole_shape, reading.storage or None, params)
+        except LayoutMismatch as miss:
             nearest = max(nearest, miss, key=lambda misfit: misfit.reached)
             continue
         allowed += [candidate for candidate in fit if _agrees(candidate, reading)]
-        other = Misfit(CLAIMED, f"the header says {claims_text(claims)}; the tensors fit {fit[0].label}")
+        other = LayoutMismatch(CLAIMED, f"the header says {claims_text(claims)}; the tensors fit {fit[0].label}")
         nearest = max(nearest, other, key=lambda misfit: misfit.reached)
     if not allowed:
         raise nearest
@@ -158,7 +159,7 @@ def claims_text(claims: Mapping[str, Any]) -> str:
 
 
 def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Sequence[Mapping[str, Any]], is_foreign: bool,
-                 reason: str) -> Misfit:
+                 reason: str) -> LayoutMismatch:
     """Why tensors are of no format, by the nearest of those that settings, a header or the tensors' names speak of.
 
     configs: settings of the whole and of groups.  is_foreign: whether a producer of its own wrote them.  reason: where none is
@@ -168,7 +169,7 @@ def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Se
     for format in formats:
         try:
             candidates_of(format, evidence)
-        except Misfit as miss:
+        except LayoutMismatch as miss:
             tensor_rules = format.detect.get("tensors", {})
             is_claimed = bool(evidence.contents) and evidence.contents.keys() <= tensor_rules.keys() and \
                 from_tensors(format, evidence.contents) is not None
@@ -177,20 +178,20 @@ def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Se
             if evidence.claims is None and not is_meant and (is_foreign or not _has_names(format, evidence.entries)):
                 continue
             misses.append(Miss(is_claimed, _nearness(format, evidence.entries), miss))
-    return max(misses, key=lambda miss: miss.rank, default=Miss(False, 0, Misfit(UNKNOWN, reason))).reason
+    return max(misses, key=lambda miss: miss.rank, default=Miss(False, 0, LayoutMismatch(UNKNOWN, reason))).reason
 
 
-def _fitting(format: Description, entries: Mapping[str, Given], shape: tuple[int, int] | None, storage: str | None,
+def _fitting(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None, storage: str | None,
              params: Mapping[str, int | str]) -> list[Candidate]:
-    """Every way to read tensors as a format's, as one weight or as those of experts.  Raises Misfit."""
+    """Every way to read tensors as a format's, as one weight or as those of experts.  Raises LayoutMismatch."""
     for experts in _expert_counts(format, entries):
-        with suppress(Misfit):
+        with suppress(LayoutMismatch):
             return [Candidate(format, fit, experts) for fit in fits(format, {
                 leaf: _of_one(entry, experts) for leaf, entry in entries.items()}, shape, storage, params)]
     return [Candidate(format, fit, None) for fit in fits(format, entries, shape, storage, params)]
 
 
-def _of_one(entry: Given, experts: int) -> Given:
+def _of_one(entry: TensorInfo, experts: int) -> TensorInfo:
     """A tensor of one expert, all of which say the same of their shapes; one without their axis belongs to all."""
     if entry.shape[:1] != (experts,):
         return entry
@@ -203,14 +204,14 @@ def _from_contents(format: Description, contents: Mapping[str, Any],
                    ) -> tuple[tuple[int, int] | None, int | None, dict[str, int | str], list[str]]:
     """(N, K), E, parameters, and the tensors of one number that small tensors say; None, and missing, what they leave open.
 
-    Raises Misfit.
+    Raises LayoutMismatch.
     """
     values = from_tensors(format, contents)
     if values is None:
-        raise Misfit(CLAIMED, f"{format.name}: {', '.join(contents)} says that it is of another format")
+        raise LayoutMismatch(CLAIMED, f"{format.name}: {', '.join(contents)} says that it is of another format")
     for name, value in values.items():
         if not _is_possible(format, name, value):
-            raise Misfit(CLAIMED + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")
+            raise LayoutMismatch(CLAIMED + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")
     shape = (values["N"], values["K"]) if {*EXTENTS} <= values.keys() else None
     return (shape, values.get(EXPERTS), {name: value for name, value in values.items() if name in format.params},
             [name for name in values if name in format.singles])
@@ -233,10 +234,10 @@ def _is_float32(value: object) -> bool:
         return False
 
 
-def _as_bytes(entry: Given) -> Given:
+def _as_bytes(entry: TensorInfo) -> TensorInfo:
     """Bytes that a file has as numbers of a larger type; a weight whose settings are complete need not tell by its dtype."""
     size = WIDE.get(entry.dtype)
-    return entry if size is None else Given("uint8", (size * math.prod(entry.shape),))
+    return entry if size is None else TensorInfo("uint8", (size * math.prod(entry.shape),))
 
 
 def _without_numbers(content: Any) -> Any:
@@ -246,7 +247,7 @@ def _without_numbers(content: Any) -> Any:
     return {key: float if isinstance(value, float) else value for key, value in content.items()}
 
 
-def _nearness(format: Description, entries: Mapping[str, Given]) -> int:
+def _nearness(format: Description, entries: Mapping[str, TensorInfo]) -> int:
     """How many tensors one of the format's storages knows by name and dtype."""
     return max(sum(entries[key].dtype in [element_dtype(str(kind)) for kind in format.params.get(layout[name].dtype,
                                                                                               (layout[name].dtype,))]
@@ -254,7 +255,7 @@ def _nearness(format: Description, entries: Mapping[str, Given]) -> int:
                for storages in format.variants.values() for layout in storages.values())
 
 
-def _has_names(format: Description, entries: Mapping[str, Given]) -> bool:
+def _has_names(format: Description, entries: Mapping[str, TensorInfo]) -> bool:
     """Whether the names of tensors, more than 'weight' alone, are those of a storage, or of tensors that any layer may have."""
     rules = format.detect.get("tensors", {})
     names = {leaf for leaf in entries if leaf not in NOT_OF_WEIGHT and leaf not in rules}
@@ -262,9 +263,12 @@ def _has_names(format: Description, entries: Mapping[str, Given]) -> bool:
         names <= {*named(layout, entries).values()} for storages in format.variants.values() for layout in storages.values()))
 
 
-def _through_experts(format: Description, entries: Mapping[str, Given], shape: tuple[int, int], experts: int,
+def _through_experts(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int], experts: int,
                      params: Mapping[str, int | str]) -> list[Candidate]:
-    """Every way to read tensors that run through all experts.  Raises Misfit, also where a block has weights of two experts."""
+    """Every way to read tensors that run through all experts.
+
+    Raises LayoutMismatch, also where a block has weights of two experts.
+    """
     one = {leaf: replace(entry, shape=(entry.shape[0] // experts, *entry.shape[1:]))
            if entry.shape and entry.shape[0] % experts == 0 else entry for leaf, entry in entries.items()}
     matches = fits(format, one, shape, None, params)
@@ -272,12 +276,12 @@ def _through_experts(format: Description, entries: Mapping[str, Given], shape: t
         axes = [axis for stored in format.layout(fit.storage, fit.params).values() for axis in stored.axes]
         step = granule(axes, "N", format.numbers(fit.params, shape), shape[1])
         if shape[0] % step:
-            raise Misfit(CLAIMED + 1, f"{format.name}.{fit.storage}: experts of {shape[0]} rows share blocks, which begin every "
-                                      f"{step} rows")
+            raise LayoutMismatch(CLAIMED + 1, f"{format.name}.{fit.storage}: experts of {shape[0]} rows share blocks, which "
+                                              f"begin every {step} rows")
     return [Candidate(format, fit, experts) for fit in matches]
 
 
-def _expert_counts(format: Description, entries: Mapping[str, Given]) -> list[int]:
+def _expert_counts(format: Description, entries: Mapping[str, TensorInfo]) -> list[int]:
     """The first extent of all tensors of a storage, where they have an axis more than it; one number may be that of all."""
     counts: list[int] = []
     for storages in format.variants.values():

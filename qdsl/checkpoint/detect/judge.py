@@ -14,8 +14,8 @@ from qdsl.checkpoint.detect.fit import Candidate
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme
 from qdsl.checkpoint.detect.rules import OWN, Reading, from_tensors, own_rule, readings, same
-from qdsl.core.overflowed_zeros import LOST, is_spilled
-from qdsl.core.stored import Description, meant
+from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
+from qdsl.core.stored import Description, resolve_default
 
 ENOUGH = 64                                                      # elements in which zeros are no chance
 
@@ -87,7 +87,7 @@ class Judge:
         problems = problems or self._contradictions(best, uses, settings)
         if scheme.settings is None and not needs_no_settings(best.format):
             problems = [f"its config leaves it as it is, by {scheme.by}"]
-        problems += [f"{full}: {LOST}" for full in self._overflowed(best, uses)]
+        problems += [f"{full}: {OVERFLOWED_ZEROS}" for full in self._overflowed(best, uses)]
         small = tuple(tensors[leaf] for leaf in (*best.format.detect.get("tensors", {}), *self.collector.layer_tensors)
                       if leaf in tensors and tensors[leaf] not in uses.values())
         others = {leaf: full for leaf, full in tensors.items() if full not in (*uses.values(), *small)}
@@ -221,7 +221,7 @@ class Judge:
         widths = {own: rule[own] for rule in candidate.format.detect.get("spills", [])
                   if rule.get("storage") == candidate.fit.storage for own in rule if own in uses}
         return [uses[own] for own, bits in widths.items()
-                if is_spilled(self.collector.start(uses[own]), int(candidate.fit.params[bits]))]
+                if has_overflowed_zeros(self.collector.start(uses[own]), int(candidate.fit.params[bits]))]
 
 
 def needs_no_settings(format: Description) -> bool:
@@ -264,5 +264,5 @@ def _with_defaults(pool: Sequence[Candidate]) -> Candidate | None:
     if any(candidate.format is not pool[0].format for candidate in pool):
         return None
     values = {name: list(dict.fromkeys(candidate.fit.params[name] for candidate in pool)) for name in params}
-    wanted = {name: meant(choices, params[name][0]) for name, choices in values.items()}
+    wanted = {name: resolve_default(choices, params[name][0]) for name, choices in values.items()}
     return next((candidate for candidate in pool if candidate.fit.params == wanted), None)

@@ -22,7 +22,7 @@ from qdsl.checkpoint.detect.report import Report
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
-from qdsl.core.stored import Description, Misfit
+from qdsl.core.stored import Description, LayoutMismatch
 
 TRANSPOSED = "experts' weights are [E, K, N], as their extents tell"
 BYTES = ("U8", "I8")                                             # dtypes of weights of which two may lie in an element
@@ -55,7 +55,7 @@ class _Recognizer:
         self.collector = Collector(folder, formats)
         self.judge = Judge(self.collector, self.quantization)
         self.report = Report(folder, quantized, self.groups, formats)
-        self._fitting: dict[tuple[object, ...], list[Candidate] | Misfit] = {}
+        self._fitting: dict[tuple[object, ...], list[Candidate] | LayoutMismatch] = {}
 
     @property
     def is_foreign(self) -> bool:
@@ -99,7 +99,7 @@ class _Recognizer:
         if fitting is None:
             return None
         scheme = self.quantization.scheme(name) if self.quantization else Scheme({})
-        if not isinstance(fitting, Misfit):
+        if not isinstance(fitting, LayoutMismatch):
             return replace(self.judge.layer(module, fitting, scheme), transposed=transposed)
         if fitting.reached == UNKNOWN:
             why = self._unknown(module)
@@ -107,7 +107,7 @@ class _Recognizer:
             why = f"{TRANSPOSED}: {fitting}" if transposed else str(fitting)
         return Layer(name, others=module.tensors, by=scheme.by, why=self.collector.missing(tensors) or why)
 
-    def _candidates(self, module: Module) -> list[Candidate] | Misfit | None:
+    def _candidates(self, module: Module) -> list[Candidate] | LayoutMismatch | None:
         """Every way to read a module's tensors, or why there is none; None where they are plain.
 
         8-bit floats without any scale are casts, unless settings or a marker state scales, or files are missing.  Raises
@@ -129,7 +129,7 @@ class _Recognizer:
             self._fitting[key] = self._fit(evidence, is_cast, bool(coded) and coded[0].dtype in FLOAT8)
         return self._fitting[key]
 
-    def _fit(self, evidence: Evidence, is_cast: bool, is_float8: bool) -> list[Candidate] | Misfit:
+    def _fit(self, evidence: Evidence, is_cast: bool, is_float8: bool) -> list[Candidate] | LayoutMismatch:
         """The candidates that have the scales that they need, or why there is none."""
         every = candidates(self.formats, evidence)
         scaled = [candidate for candidate in every
@@ -138,10 +138,10 @@ class _Recognizer:
             return scaled
         nearest = self._nearest(evidence)
         if every and (evidence.claims is not None or (nearest.reached == UNKNOWN and is_float8)):
-            return Misfit(CLAIMED, f"{every[0].label} needs a scale; given are {', '.join(evidence.entries)}")
+            return LayoutMismatch(CLAIMED, f"{every[0].label} needs a scale; given are {', '.join(evidence.entries)}")
         return nearest
 
-    def _nearest(self, evidence: Evidence) -> Misfit:
+    def _nearest(self, evidence: Evidence) -> LayoutMismatch:
         """Why tensors are of no format."""
         configs = [] if self.quantization is None else \
             [self.quantization.settings, *(group.settings for group in self.quantization.groups)]
