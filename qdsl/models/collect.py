@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
-from qdsl.checkpoint.detect.layers import Layer
 from qdsl.checkpoint.detect.rules import numbers, says_numbers
 from qdsl.checkpoint.files.safetensors import shown, torch_dtypes
-from qdsl.jobs.convert.plan import beside, full_name
+from qdsl.jobs.convert.plan import full_name, small_tensors
 from qdsl.jobs.engine import RewriteError
 from qdsl.models.experts import Experts
 from qdsl.models.origin import Origin
@@ -159,9 +159,9 @@ class Collector:
         weight = self._convert(name, first, storage, record)
         for tensor, value in weight.tensors.items():
             full = self._full_name(layer, weight, tensor)
-            own = (stack.experts, *(value.t().shape if layer.turned else value.shape))
+            own = (stack.experts, *(value.t().shape if layer.transposed else value.shape))
             shape = self._stored_shape(full, value.dtype, own)
-            self._add(full, value.dtype, shape, partial(self._stacked, name, stack, tensor, layer.turned, storage, shape))
+            self._add(full, value.dtype, shape, partial(self._stacked, name, stack, tensor, layer.transposed, storage, shape))
         self._add_settings(layer, weight)
 
     def _stacked(self, name: str, stack: Experts, tensor: str, is_transposed: bool, storage: str,
@@ -248,7 +248,7 @@ class Collector:
         if not kept and not (layer.experts is not None and says_numbers(_description(weight))):
             names = numbers(_description(weight))
             values = {name: float(weight.tensors[name]) for name in names if name in weight.tensors}
-            small = beside(layer, weight.format, weight.params, {}, values)
+            small = small_tensors(layer, weight.format, weight.params, {}, values)
             kept = {full_name(layer, name): torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
                     for name, (dtype, shape, data) in small.items()}
         for full, tensor in kept.items():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.report.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable

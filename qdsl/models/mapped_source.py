@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import GgufSource, Shapes, Source
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import OF_X

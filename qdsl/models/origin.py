@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import FolderSource, GgufSource
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf_metadata import Value

@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.stored import OF_X
@@ -292,7 +292,7 @@ class _Planner:
         parents = {step.name.rpartition(".")[0] for step in self.plan.packed
                    if step.experts is not None and step.shape == _swapped(step.stored) != step.stored}
         self.plan.packed = [replace(step, transposed=step.experts is not None and step.shape == _swapped(step.stored) and (
-            step.shape != step.stored or step.layer.turned or step.name.rpartition(".")[0] in parents))
+            step.shape != step.stored or step.layer.transposed or step.name.rpartition(".")[0] in parents))
             for step in self.plan.packed]
 
     def _parameters(self, name: str, module: nn.Module | None, weight: str | None) -> list[str]:

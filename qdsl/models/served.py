@@ -17,7 +17,8 @@ from torch import Tensor
 
 from qdsl.checkpoint.detect import layer_weights
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.quantization import quantizations
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf import GgufFile

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import as_stored, layout_of, module_of, wrapped
-from qdsl.checkpoint.detect.layers import Layer
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report.shards import Piece, ShardError
 from qdsl.core.borders import Span

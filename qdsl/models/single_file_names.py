@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from diffusers.loaders import single_file_model
 
 from qdsl.checkpoint.detect.guard import unguarded
-from qdsl.checkpoint.detect.layers import MARKER
+from qdsl.checkpoint.detect.header_claims import scale_markers
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.models.gguf_maps import TensorRule
@@ -60,7 +60,8 @@ def mapped(cls: Any, model: Any, file: Source, config: Mapping[str, Any]) -> Map
     rules = max(candidates, key=len)
     used = {source for rule in rules.values() for source in rule.sources}
     origin = f"the converter of diffusers {diffusers.__version__}"
-    unused = [name for name in file.plain if name not in used and not name.endswith(MARKER)]
+    markers = tuple(scale_markers())
+    unused = [name for name in file.plain if name not in used and not name.endswith(markers)]
     return MappedSource(file, rules, model, origin=origin, unused=unused, has_experts=False)
 
 
@@ -77,9 +78,9 @@ def _rules(cls: Any, names: set[str], shapes: Mapping[str, tuple[int, ...]], con
 
 def shapes(file: Source) -> dict[str, tuple[int, ...]]:
     """The shapes of a file's tensors, without markers and layers of unknown shapes."""
-    sizes = {}
+    sizes, markers = {}, tuple(scale_markers())
     for name, layer in tensor_names(file).items():
-        if name.endswith(MARKER):
+        if name.endswith(markers):
             continue
         try:
             sizes[name] = logical_shape(file, name, layer)

@@ -13,7 +13,8 @@ from typing import Any
 
 from qdsl.checkpoint.detect.groups import CONFIG, Group
 from qdsl.checkpoint.detect.guard import CLASS, has_own_settings, unguarded
-from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.detect.layer import Layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.quantization import quantizations
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.folder import Folder

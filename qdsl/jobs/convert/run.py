@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.detect.groups import refuse_groups
-from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.detect.layer import Layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.shaped import Shapes, shaped_layers
 from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.components import within

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.activation import SwigluOAIAndMul
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.report.shards import ShardError, merged_pieces, row_piece, unservable
 from qdsl.core.borders import Span
 from qdsl.models.engine import register_counters, remove_counters, take
