@@ -19,8 +19,9 @@ import torch
 from bench.gpu import regimes
 from qdsl.analyze.execute import Finding, Options, execute
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime import PackedWeight, configure, experts, launch, ops
+from qdsl.runtime import PackedWeight, configure, experts, launch
 from qdsl.runtime.call import Call
+from qdsl.runtime.linear import as_stored
 from tests import test_w8a8
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields, smallest
@@ -121,7 +122,7 @@ def result(job: Job, flush: bool = False) -> dict[str, Any]:
             x = displaced(sample(job.rows, packed.shape[1], job.dtype), job.offset)
             bias = sample(1, packed.shape[0], job.dtype)[0] if job.rows % 2 else None
             out = torch.full((job.rows, packed.shape[0]), torch.nan, dtype=job.dtype)
-            stored, weight = ops.as_stored(x, packed)
+            stored, weight = as_stored(x, packed)
             calls = list(launch.linear_calls(stored, weight, bias, out, candidate=regimes.candidate(stored, weight)))
             findings = run(calls, job.arch, out, options)
             exact, allowed = expected(job.case, packed, x, bias)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bench.gpu import regimes
-from qdsl.runtime import Lanes, PackedWeight, configure, launch, ops
+from qdsl.runtime import Lanes, PackedWeight, configure, launch
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.linear import as_stored
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
@@ -69,7 +70,7 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
             candidate: Candidate | None = None) -> torch.Tensor:
     """The kernel's product; it touches nothing else, and stores every element once."""
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
-    x, packed = ops.as_stored(x, packed)
+    x, packed = as_stored(x, packed)
     with guarded(packed, x, bias, out) as trace:
         for call in launch.linear_calls(x, packed, bias, out, candidate=candidate or regimes.candidate(x, packed)):
             call.run()

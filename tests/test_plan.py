@@ -139,15 +139,16 @@ def test_a_plan_holds_no_memory(kernels: None) -> None:
     assert torch.allclose(layer(x).float(), x.float().sum(1, keepdim=True).expand(2, 32), rtol=2 ** -7, atol=2 ** -6)
 
 
-def test_columns_in_another_order_have_no_plan_of_their_own(kernels: None) -> None:
-    """A plan knows nothing of the order of columns, in which x has to be brought."""
+def test_columns_in_another_order(kernels: None) -> None:
+    """The plan names the order of columns last, in which x has to be brought; the weight without the order has another plan."""
     index = torch.arange(256, dtype=torch.int32) % 2
     fields = int_group.unpack(int_group.quantize(torch.randn(32, 256), bits=4, group=128))
     packed = int_group.planar(int_group.pack({**fields, "g": index}, storage="gptq_v1", bits=4, group=128))
     assert packed.order is not None
     x = torch.randn(2, 256, dtype=BF16)
     first, again = int_group.linear(x, packed), int_group.linear(x, packed)
-    assert packed.plan is None and torch.equal(first, again)
+    assert packed.plan is not None and packed.plan.names[-1] == "order" and torch.equal(first, again)
+    assert plan.plan_of(packed.as_stored()) is not packed.plan
     wide = x.float() @ int_group.dequantize(packed, torch.float32).t()
     assert torch.allclose(first.float(), wide, rtol=2 ** -7, atol=2 ** -5)
 
@@ -187,22 +188,22 @@ def test_arguments_of_prepared_launches() -> None:
     calls: list[tuple[Any, ...]] = []
     kernel = SimpleNamespace(params=[SimpleNamespace(name=name) for name in ("planes", "x", "m", "function")], pre_run_hooks=[])
     compiled = SimpleNamespace(run=lambda *arguments: calls.append(arguments), function=5, packed_metadata="metadata")
-    table, weight, x = torch.zeros(8), torch.zeros(64, 8), torch.zeros(4, 8)
+    table, weight, x, out = torch.zeros(8), torch.zeros(64, 8), torch.zeros(4, 8), torch.zeros(4, 64)
 
     def prepared(planes: tuple[torch.Tensor | int | None, ...]) -> Prepared | None:
         call = Call(kernel, (planes, x[2:], 4), {"function": len}, (7, 2), {})
-        return prepare([(call, compiled)], [x, weight, None], [table], False)
+        return prepare([(call, compiled)], [x, weight, None], out, [table], False)
 
     ready = prepared((weight[16:], None, 3, table))
     assert ready is not None and not ready.is_decoded
     [launched] = ready.launches
-    launched(9, [1000, 5000])
+    launched.run([9, 1000, 5000, 0, 7000])
     assert calls == [(7, 2, 1, 9, 5, "metadata", None, None, None, (5000 + 16 * 8 * 4, None, 3, table),
                       1000 + 2 * 8 * 4, 4, len)]
     assert prepared((weight, torch.zeros(8))) is None            # a tensor of this call alone
-    assert prepare([], [torch.zeros(9)[1:]], [], False) is None  # no multiple of 16 bytes
+    assert prepare([], [torch.zeros(9)[1:]], out, [], False) is None  # no multiple of 16 bytes
     call = Call(kernel, ((weight,), x, 4), {"function": len}, (1,), {})
-    assert prepare([(call, None)], [x, weight], [], False) is None           # the interpreter compiles nothing
+    assert prepare([(call, None)], [x, weight], out, [], False) is None      # the interpreter compiles nothing
 
 
 def test_prepared_launches() -> None:
@@ -211,14 +212,19 @@ def test_prepared_launches() -> None:
     run = subprocess.run([sys.executable, "-m", "tests.prepared_launches"], cwd=ROOT, capture_output=True, text=True, check=False,
                          env=environment)
     assert not run.returncode, run.stderr
-    *rows, without, with_hook, called = map(json.loads, run.stdout.splitlines())
+    *rows, without, with_hook, called, operators = map(json.loads, run.stdout.splitlines())
     for row in rows:
-        is_aligned = row["case"].endswith(" 0")
-        assert row["same"] and row["launches"] == 1 and row["prepared"] == [False, is_aligned, is_aligned], row
-    assert {row["kind"] for row in rows} >= {"gemv", "skinny", "matvec", "decode"}
-    kernel = {row["case"]: row["kernel"] for row in rows}
-    five, sixteen, seventeen = (kernel[f"q4_0.planar ({m}, 256) torch.bfloat16 None 0"] for m in (5, 16, 17))
+        is_aligned = " 0" in row["case"][-13:]
+        assert row["same"] and row["prepared"] == [False, is_aligned, is_aligned], row
+    assert {row["kind"] for row in rows} >= {"gemv", "skinny", "matvec", "decode", "quantize_x"}
+    kernels = {row["case"]: row["kernels"] for row in rows}
+    assert {len(names) for names in kernels.values()} == {1, 2}   # two: x is quantized, or a code decoded, by one of its own
+    five, sixteen, seventeen = (kernels[f"q4_0.planar ({m}, 256) torch.bfloat16 None 0"] for m in (5, 16, 17))
     assert five == seventeen != sixteen                          # 16 divides M: Triton compiles another kernel
     assert without == {"case": "hook False", "prepared": [True], "hook": False}
+    assert len(called.pop("gradients")) <= 17                    # torch asks for what its own derivatives need
     assert all(len(functions) <= 12 for functions in called.values()), called
     assert with_hook == {"case": "hook True", "prepared": [False], "hook": True}
+    assert {"linear", "quantize_x", "decoded", "grouped_linear", "grouped_linear decoded", "dequantize"} <= operators.keys()
+    for name, row in operators.items():
+        assert not {*row} & {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero"}, (name, row)

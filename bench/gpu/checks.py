@@ -14,9 +14,10 @@ from bench.gpu.budget import Part
 from bench.gpu.plan import INVARIANT, Case, Check
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, packed
-from qdsl.runtime import PackedWeight, launch, ops
+from qdsl.runtime import PackedWeight, launch
 from qdsl.runtime.gpu import product as gpu_product
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.linear import as_stored
 
 COMPILE = 2.0                                                    # seconds per launch that was not compiled ahead, assumed
 STUCK = 120.0                                                    # seconds for which a process that compiles is waited for
@@ -56,7 +57,7 @@ def worst(found: Tensor, exact: Tensor, allowed: Tensor) -> float:
 
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, invariant: bool = False) -> Tensor:
     """By the kernel for so many rows, in the launches of the runtime; decoded where there is none on a GPU."""
-    x, weight = ops.as_stored(x, weight)
+    x, weight = as_stored(x, weight)
     if not invariant and is_decoded(x, weight):
         return gpu_product.by(Candidate("decode"), x, weight, bias)
     out = x.new_empty(x.shape[0], weight.shape[0])

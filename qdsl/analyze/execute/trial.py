@@ -15,8 +15,9 @@ from qdsl.analyze.counts import report
 from qdsl.analyze.execute.launch import Execution, execute
 from qdsl.analyze.execute.machine import Finding, Options
 from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
-from qdsl.runtime import PackedWeight, configure, ops
+from qdsl.runtime import PackedWeight, configure
 from qdsl.runtime.call import Call
+from qdsl.runtime.linear import as_stored
 
 SHAPE = (256, 1024)
 ALIKE = 0.02                                                     # static and executed counts that differ less agree
@@ -69,7 +70,7 @@ def trial(module: ModuleType, kind: str, arch: str, *, storage: str | None = Non
     if programs is None:
         out.fill_(torch.nan)
     activation = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    stored, weight = ops.as_stored(activation, packed) if kind == "linear" else (activation, packed)
+    stored, weight = as_stored(activation, packed) if kind == "linear" else (activation, packed)
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         calls = launches.calls_on(weight, kind, stored, out)
     executions = [execute(call, arch, outputs=(out,) if call is calls[-1] and programs is None else (), programs=programs,
