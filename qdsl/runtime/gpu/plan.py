@@ -54,13 +54,15 @@ class Choice:
 class Plan:
     """What was chosen and prepared for weights of one description.
 
+    note: what to know of the storage, once a product has run; '' where it is the fastest.
+
     names: the tensors that products read: those of kernels in storage order, then, if is_permuted, the order of columns
     (act-order), in which x is brought first.  tensors_of: takes them out of a weight's tensors.  shape: (N, K).
     choices: by rows, type of x, GPU and alignment.  ready: prepared products, by shape and type of x, type of the bias, mode and
     index of the GPU.
     """
 
-    __slots__ = ("__weakref__", "choices", "is_permuted", "names", "ready", "shape", "tensors_of")
+    __slots__ = ("__weakref__", "choices", "is_permuted", "names", "note", "ready", "shape", "tensors_of")
 
     def __init__(self, names: tuple[str, ...], shape: tuple[int, int], is_permuted: bool = False) -> None:
         self.names = names
@@ -68,6 +70,7 @@ class Plan:
         self.is_permuted = is_permuted
         self.tensors_of: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] = \
             itemgetter(*names) if len(names) > 1 else lambda tensors: [tensors[name] for name in names]
+        self.note: str | None = None
         self.choices: dict[tuple[Any, ...], Choice] = {}
         self.ready: dict[tuple[Any, ...], Prepared] = {}
 

@@ -18,6 +18,7 @@ from qdsl.runtime import launch
 from qdsl.runtime.call import Call
 from qdsl.runtime.gpu.costs import DECODED, Candidate
 from qdsl.runtime.gpu.dense import dense
+from qdsl.runtime.gpu.placement import note
 from qdsl.runtime.gpu.plan import Plan, best, invariant, plan_of
 from qdsl.runtime.gpu.prepared import ALIGNMENT, Prepared, prepare
 from qdsl.runtime.packed import PackedWeight
@@ -106,6 +107,8 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_
     if not m or not n:
         return x.new_empty(m, n)
     packed = dense(packed)
+    if (own := plan_of(packed)).note is None:
+        own.note = note(packed, x.device)
     choose = invariant if is_invariant else best
     return by(choose(packed, m, x.dtype, x.device, launch.is_aligned(x, packed)), x, packed, bias, mode)
 
