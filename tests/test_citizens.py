@@ -139,7 +139,7 @@ def test_nothing_is_dispatched_in_eager_mode(monkeypatch: pytest.MonkeyPatch) ->
     def never(*_: Any) -> Tensor:
         raise AssertionError("the operation ran")
 
-    for name in ("_linear", "_turned", "_dequantize"):
+    for name in ("_linear", "_transposed_linear", "_dequantize"):
         monkeypatch.setattr(ops, name, never)
     module, packed = weights()["blocks"]
     x = sample(2, 64).requires_grad_()

@@ -18,19 +18,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from bench import dispatch
 from qdsl.generated import awq_gemv_fast, int_group, iq2_xxs, q4_0
-from qdsl.runtime import FormatError, PackedWeight, configure, launch, linear, ops
+from qdsl.runtime import PackedWeight, configure, launch, linear, ops
 from qdsl.runtime.call import Call
-from qdsl.runtime.gpu import plan
-from qdsl.runtime.gpu.costs import seconds
+from qdsl.runtime.gpu import costs, plan
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
 from qdsl.runtime.gpu.prepared import Prepared, prepare
-from tests.support.formats import ROOT, Case, cases
+from tests.support.formats import ROOT
 from tests.support.interpreter import INTERPRETED
 
 META, BF16 = torch.device("meta"), torch.bfloat16
-ROWS = (1, 2, 8, 9, 16, 17, 64, 128, 512)
-SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096))
 
 
 @pytest.fixture
@@ -47,28 +45,16 @@ def choice_for(packed: PackedWeight, m: int, gpu: Gpu) -> plan.Choice:
         return plan.choice(packed, m, BF16, META)
 
 
-def empty(case: Case, shape: tuple[int, int]) -> PackedWeight | None:
-    try:
-        packed: PackedWeight = case.module.FORMAT.empty(shape, case.storage, "meta", **case.choice)
-    except FormatError:
-        return None                                              # the storage has no weight of this shape
-    return None if packed.layout.streams else packed
-
-
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
 def test_no_candidate_is_much_cheaper(gpu: Gpu) -> None:
-    """Of every storage, for every number of rows, each shape in turn; costs are those of the rows themselves, not their class."""
-    for i, case in enumerate(cases()):
-        packed = empty(case, SHAPES[i % len(SHAPES)])
-        for m in ROWS if packed is not None else ():
-            assert packed is not None
-            chosen = seconds(packed, choice_for(packed, m, gpu).candidate, m, BF16, gpu)
-            with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
-                others = plan.candidates(packed, m, BF16, META)
-            assert chosen <= 1.15 * min(seconds(packed, each, m, BF16, gpu) for each in others), (case, m)
+    """Of every storage, entropy codes too.  `python -m bench --only dispatch` takes all shapes and rows for every GPU."""
+    turn = [*GPUS.values()].index(gpu)
+    for packed in dispatch.storages(dispatch.SHAPES[turn % len(dispatch.SHAPES)]):
+        for ratio, m in dispatch.ratios(packed, gpu, dispatch.ROWS[turn % 4::4]):
+            assert ratio <= dispatch.WORST, (costs.storage_key(packed), packed.shape, m)
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
